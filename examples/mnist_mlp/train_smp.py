@@ -1,0 +1,120 @@
+"""torchrun --nproc_per_node 2 examples/mnist_mlp/train_smp.py [--manual] [--epochs 20]
+
+Trains a three-layer MLP on handwritten digits, split over all processes: each holds a part of the
+model on its XLA device, and microbatches flow through the parts. --manual: cut as MLP says.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+from torch import nn
+
+import mpxla as smp
+from digits_data import NUM_CLASSES, load_digits, make_loaders
+from training_log import TrainingLog
+
+
+class MLP(nn.Module):
+    """Three linear layers: images [N, pixels] to the scores of the classes [N, 10]."""
+
+    def __init__(self, num_pixels: int, width: int) -> None:
+        super().__init__()
+        last = smp.pp_size() - 1
+        self.fc1 = nn.Linear(num_pixels, width)
+        with smp.partition(min(1, last)):
+            self.fc2 = nn.Linear(width, width)
+        with smp.partition(last):
+            self.fc3 = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Returns unnormalized scores [N, 10]."""
+        hidden = F.relu(self.fc1(images))
+        hidden = F.relu(self.fc2(hidden))
+        return self.fc3(hidden)
+
+
+@smp.step
+def train_step(model, images, labels):
+    """Returns the loss, having added its gradients to those of the parameters."""
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def eval_step(model, images, labels):
+    """Returns the loss and the scores."""
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels)
+    return loss, logits
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=0.1)
+    parser.add_argument("--width", type=int, default=256, help="features of the hidden layers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-dir", type=Path, help="folder with the four MNIST IDX files")
+    parser.add_argument("--manual", action="store_true", help="cut the model as it says itself")
+    parser.add_argument("--microbatches", type=int, default=4)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains and evaluates for some epochs."""
+    args = parse_arguments()
+    torch.manual_seed(args.seed)
+    smp.init(
+        {
+            "pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", "1")),
+            "microbatches": args.microbatches,
+            "auto_partition": not args.manual,
+            "default_partition": 0,
+        }
+    )
+    device = torch_xla.device()
+
+    digits = load_digits(args.data_dir)
+    train_loader, test_loader = make_loaders(digits, args.batch_size, args.seed)
+    model = smp.DistributedModel(MLP(digits.train_images.shape[1], args.width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    log = TrainingLog(args.epochs, train_loader, test_loader, is_silent=smp.rank() != 0)
+
+    for _ in range(args.epochs):
+        model.train()
+        losses = []
+        for images, labels in log.batches():
+            images, labels = images.to(device), labels.to(device)
+            optimizer.zero_grad()
+            loss = train_step(model, images, labels)
+            optimizer.step()
+            losses.append(loss.reduce_mean())
+        log.end_training(torch.stack(losses).mean().item())
+
+        model.eval()
+        losses, hits = [], []
+        with torch.no_grad():
+            for images, labels in test_loader:
+                images, labels = images.to(device), labels.to(device)
+                loss, logits = eval_step(model, images, labels)
+                losses.append(loss.reduce_mean())
+                hits.append(logits.concat().argmax(dim=1) == labels)
+        test_loss, accuracy = torch.stack(losses).mean(), torch.cat(hits).float().mean()
+        log.end_evaluation(test_loss.item(), accuracy.item())
+
+    log.close()
+    log.write(model.partition_report())
+    smp.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What the training scripts of this folder show: a progress bar, a line per epoch, a summary.
+
+Knows nothing of devices and ranks: a script that runs in several processes makes all but one log
+silent.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+
+class TrainingLog:
+    """Times the training part of every epoch and prints what came of it.
+
+    An epoch is ``batches`` (the clock runs), ``end_training`` (it stops) and ``end_evaluation``
+    (the epoch's line). On an asynchronous device the loss must have been read, as ``.item()`` does,
+    before ``end_training`` is called: reading is what waits for the device.
+    """
+
+    def __init__(
+        self,
+        num_epochs: int,
+        train_loader: DataLoader,
+        test_loader: DataLoader,
+        is_silent: bool = False,
+    ) -> None:
+        if num_epochs < 1:
+            raise ValueError(f"{num_epochs} epochs asked for; at least one is needed")
+        self._num_epochs = num_epochs
+        self._train_loader = train_loader
+        self._num_train_samples = len(train_loader) * (train_loader.batch_size or 1)
+        self._num_test_samples = len(test_loader) * (test_loader.batch_size or 1)
+        self._is_silent = is_silent
+        num_steps = num_epochs * len(train_loader)
+        self._bar = tqdm(total=num_steps, desc="training", unit="it", disable=is_silent)
+        self._train_losses: list[float] = []
+        self._durations_s: list[float] = []
+        self._started_s = 0.0
+        self._outcome = ""
+
+    def batches(self) -> Iterator[list[torch.Tensor]]:
+        """Yields the training batches of one epoch and moves the bar after each."""
+        self._started_s = time.perf_counter()
+        for batch in self._train_loader:
+            yield batch
+            self._bar.update()
+
+    def write(self, text: str) -> None:
+        """Prints a text above the bar."""
+        if not self._is_silent:
+            tqdm.write(text)
+
+    def end_training(self, train_loss: float) -> None:
+        """Notes the mean loss of the epoch and stops its clock."""
+        self._durations_s.append(time.perf_counter() - self._started_s)
+        self._train_losses.append(train_loss)
+
+    def end_evaluation(self, test_loss: float, accuracy: float) -> None:
+        """Prints the line of the epoch that just ended."""
+        epoch, train_loss = len(self._train_losses), self._train_losses[-1]
+        result = f"test accuracy {100 * accuracy:.2f} %"
+        self._outcome = f"final train loss {train_loss:.4f}, {result} of {self._num_test_samples}"
+        self.write(
+            f"epoch {epoch:{len(str(self._num_epochs))}}/{self._num_epochs}: "
+            f"train loss {train_loss:.4f}, test loss {test_loss:.4f}, {result}"
+        )
+
+    def close(self) -> None:
+        """Prints throughput, final loss and accuracy.
+
+        On XLA the first epoch holds the compilation, and the second can: hence the median epoch.
+        """
+        self._bar.close()
+        epoch_s = statistics.median(self._durations_s)
+        self.write(
+            f"throughput {len(self._train_loader) / epoch_s:.1f} iterations/s, "
+            f"{self._num_train_samples / epoch_s:.0f} samples/s in the median epoch of training; "
+            f"the first took {self._durations_s[0]:.2f} s"
+        )
+        self.write(f"{self._outcome} samples")

@@ -1,0 +1,68 @@
+"""mpxla: model-parallel training of PyTorch models on XLA devices, with SMP's API.
+
+Names are resolved when they are first used, so that the parts that need no device (schedules,
+topology, partitioner, command line) import without torch or torch_xla.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_SOURCES = {
+    "mpxla.api": (
+        "allgather", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size", "get_dp_group",
+        "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_pp_group",
+        "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group",
+        "get_tp_process_group", "get_world_process_group", "is_tracing", "local_rank",
+        "local_size", "mp_barrier", "mp_rank", "mp_size", "num_microbatches", "pp_rank",
+        "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "size", "state",
+        "tp_rank", "tp_size",
+    ),
+    "mpxla.errors": (
+        "CaptureError", "ConfigError", "LoweringError", "MpxlaError", "PartitionError",
+        "PeerFailure", "RankMismatch", "ScheduleError", "StepError", "TopologyError",
+    ),
+    "mpxla.parallel.model": ("DistributedModel",),
+    "mpxla.parallel.optimizer": ("DistributedOptimizer",),
+    "mpxla.parallel.tags": ("partition", "set_partition"),
+    "mpxla.runtime.outputs": ("StepOutput",),
+    "mpxla.runtime.step": ("step",),
+    "mpxla.session": ("init", "is_initialized", "shutdown"),
+    "mpxla.topology": ("CommGroup", "RankType"),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
+_GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
+
+__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _GROUPS:
+        value = import_module("mpxla.topology").CommGroup[name]
+    elif name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from mpxla.api import *  # noqa: F403
+    from mpxla.parallel.model import DistributedModel as DistributedModel
+    from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
+    from mpxla.parallel.tags import partition as partition
+    from mpxla.parallel.tags import set_partition as set_partition
+    from mpxla.runtime.outputs import StepOutput as StepOutput
+    from mpxla.runtime.step import step as step
+    from mpxla.session import init as init
+    from mpxla.session import is_initialized as is_initialized
+    from mpxla.session import shutdown as shutdown
+    from mpxla.topology import CommGroup as CommGroup
+    from mpxla.topology import RankType as RankType

@@ -1,0 +1,245 @@
+"""Starts rank processes for tests, fast where possible.
+
+Importing torch and torch_xla takes seconds of every process. So a *zygote*, a fresh interpreter
+that has imported both and has done nothing else, forks the ranks: it has one thread and no XLA
+client, which makes forking it safe, while forking the test process would not be.
+
+    test process --(environment, descriptors)--> zygote --fork--> rank 0, rank 1, ...
+                 <--(process id, exit code)-----
+
+A rank that needs further environment variables gets an interpreter of its own, because some
+variables are read while modules are imported.
+"""
+
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+__all__ = ["Process", "become_zygote", "fork_process", "start_process", "stop_zygote"]
+
+_PRELOADED = ("torch", "torch_xla")
+_MAX_ORDER_BYTES = 1 << 17
+_COMMAND = "from mpxla._rank_worker import main; main()"
+
+
+class Process(Protocol):
+    """A started rank process, the leader of a process group of its own."""
+
+    pid: int
+    waitable: int
+    """Descriptor that is readable once the process has ended."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal, or None while it runs."""
+        ...
+
+    def release(self) -> None:
+        """Waits for the end and closes the descriptor."""
+        ...
+
+
+class _Order(NamedTuple):
+    """What the zygote is told about the process to fork."""
+
+    mode: str
+    environ: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+class _OwnProcess:
+    """A process with an interpreter of its own."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self.pid = process.pid
+        self.waitable = os.pidfd_open(process.pid)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def release(self) -> None:
+        self._process.wait()
+        os.close(self.waitable)
+
+
+class _ForkedProcess:
+    """A process that the zygote has forked, and reaps."""
+
+    def __init__(self, pid: int, waitable: int) -> None:
+        self.pid = pid
+        self.waitable = waitable
+        self._exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._exit_code is None and select.select([self.waitable], [], [], 0)[0]:
+            # No text: the zygote itself was killed, and its children end with the connection.
+            self._exit_code = int(os.read(self.waitable, 16) or -signal.SIGKILL)
+        return self._exit_code
+
+    def release(self) -> None:
+        select.select([self.waitable], [], [])
+        self.poll()
+        os.close(self.waitable)
+
+
+class _Zygote:
+    """The test process's end of the zygote."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = _popen(theirs.fileno(), "zygote", os.environ, None, None)
+        theirs.close()
+
+    def fork(
+        self, connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+    ) -> Process:
+        order = pickle.dumps(_Order(mode, dict(environ), sys.path, os.getcwd()))
+        assert len(order) <= _MAX_ORDER_BYTES, "the environment is too large"
+        status, theirs = os.pipe()
+        descriptors = [connection, *(file.fileno() for file in files), theirs]
+        socket.send_fds(self._control, [order], descriptors)
+        os.close(theirs)
+        pid = self._control.recv(64)
+        if not pid:
+            os.close(status)
+            raise RuntimeError("the process that starts ranks has died; see standard error")
+        return _ForkedProcess(int(pid), status)
+
+    def stop(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+_zygote: _Zygote | None = None
+
+
+def fork_process(
+    connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+) -> Process:
+    """Starts a rank process out of the zygote, and the zygote if there is none.
+
+    Args:
+        connection: Descriptor of the process's end of its connection; the caller closes it.
+        mode: `pool` or `once`; see `_rank_worker.main`.
+        environ: The whole environment.
+        files: For standard output and standard error.
+    """
+    global _zygote
+    if _zygote is None:
+        _zygote = _Zygote()
+    return _zygote.fork(connection, mode, environ, files)
+
+
+def start_process(
+    connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+) -> Process:
+    """Starts a rank process with an interpreter of its own; arguments as for `fork_process`."""
+    return _OwnProcess(_popen(connection, mode, environ, *files))
+
+
+def stop_zygote() -> None:
+    """Ends the zygote; the next `fork_process` starts another one."""
+    global _zygote
+    if _zygote is not None:
+        _zygote.stop()
+        _zygote = None
+
+
+def _popen(
+    descriptor: int, mode: str, environ: Mapping[str, str], stdout: Any, stderr: Any
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, str(descriptor), mode],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env={
+            **environ,
+            "OMP_NUM_THREADS": "1",
+            "PJRT_DEVICE": "CPU",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        },
+        pass_fds=[descriptor],
+        start_new_session=True,
+    )
+
+
+def become_zygote(descriptor: int) -> tuple[int, str]:
+    """Serves orders until the test process is gone. Returns in every forked child only.
+
+    Args:
+        descriptor: The zygote's end of the control socket.
+
+    Returns:
+        Descriptor of the child's connection, and its mode.
+    """
+    control = socket.socket(fileno=descriptor)
+    for name in _PRELOADED:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    num_threads = len(os.listdir("/proc/self/task"))
+    assert num_threads == 1, f"{num_threads} threads after imports: forking would lose all but one"
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    statuses: dict[int, int] = {}
+    while True:
+        readable, _, _ = select.select([control, woken], [], [])
+        if woken in readable:
+            woken.recv(4096)
+            _reap(statuses)
+        if control not in readable:
+            continue
+        data, received, _, _ = socket.recv_fds(control, _MAX_ORDER_BYTES, 4)
+        if not data:
+            os._exit(0)
+        connection, stdout, stderr, status = received
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            for inherited in [control, woken, waker]:
+                inherited.close()
+            for inherited in [status, *statuses.values()]:
+                os.close(inherited)
+            return connection, _settle(pickle.loads(data), stdout, stderr)
+        statuses[pid] = status
+        for passed in [connection, stdout, stderr]:
+            os.close(passed)
+        control.send(str(pid).encode())
+
+
+def _reap(statuses: dict[int, int]) -> None:
+    """Tells the test process the exit codes of children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            descriptor = statuses.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(descriptor, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(descriptor)
+
+
+def _settle(order: _Order, stdout: int, stderr: int) -> str:
+    """Makes a forked child what a started process would be."""
+    os.setsid()
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    os.chdir(order.folder)
+    sys.path[:] = order.path
+    os.environ.clear()
+    os.environ.update(order.environ)
+    return order.mode

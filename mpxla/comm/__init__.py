@@ -1,0 +1,10 @@
+"""Communication between ranks: tensors, objects, and the news that a rank has failed.
+
+    transport.py   the protocol that the rest of mpxla talks to
+    host.py        several processes, host memory, gloo
+    loopback.py    one process: a world of one, or of threads
+    objects.py     picklable objects on top of any transport
+    lifeline.py    who is alive
+
+Nothing here knows stages, schedules, configuration or the session.
+"""

@@ -1,0 +1,284 @@
+"""A communication that is under way, and the watch that ends the wait for it when a rank fails.
+
+Every blocking wait of mpxla is `Handle.result`. All handles of a process share the condition of one
+`FailureWatch`, so a waiting thread sleeps until its handle is complete, a rank has failed or a rank
+it depends on has left; it does not poll.
+
+This file knows neither sockets nor tensors: `lifeline` brings the news of other processes, and a
+world of one process needs none.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from mpxla.errors import PeerFailure
+from mpxla.log import get_logger
+
+__all__ = ["Failure", "FailureWatch", "Handle"]
+
+_MAX_ERROR_CHARS = 4000
+
+T = TypeVar("T")
+
+
+class Failure(NamedTuple):
+    """Why the job cannot go on. The first one stays: it is the cause, later ones follow from it."""
+
+    rank: int
+    """The rank that failed."""
+    text: str
+    """What happened to it: `rank 2 raised ValueError in stage 1: ...`."""
+
+
+class Handle(Generic[T]):
+    """One communication in the background; complete when it has a result or an error."""
+
+    def __init__(self, watch: "FailureWatch", what: str, peers: Iterable[int] = ()) -> None:
+        """Makes a handle that is not complete.
+
+        Args:
+            watch: Ends waits when a rank fails.
+            what: The communication in words, as in `stage values from rank 2`.
+            peers: Ranks without which the communication cannot complete.
+        """
+        self._watch = watch
+        self._is_done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self.what = what
+        self.peers = tuple(peers)
+
+    def done(self) -> bool:
+        """Returns whether `result` would return, or raise the handle's own error, at once."""
+        return self._is_done
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Waits until the communication is complete.
+
+        Args:
+            timeout_s: Longest wait; None waits for as long as all needed ranks live.
+
+        Returns:
+            What the communication gave.
+
+        Raises:
+            PeerFailure: A rank failed, or a needed rank left, before this was complete.
+            TimeoutError: `timeout_s` passed.
+        """
+        if not self._is_done:
+            self._watch.wait_for(self, timeout_s)
+        if self._error is not None:
+            self._watch.notice(self._error)
+            raise self._error
+        return cast(T, self._value)
+
+    def set_result(self, value: T) -> None:
+        """Completes the handle; called once, by the thread that communicates."""
+        with self._watch.changed:
+            self._value = value
+            self._is_done = True
+            self._watch.changed.notify_all()
+
+    def set_error(self, error: BaseException) -> None:
+        """Completes the handle with an error that `result` raises."""
+        with self._watch.changed:
+            self._error = error
+            self._is_done = True
+            self._watch.changed.notify_all()
+
+
+class FailureWatch:
+    """What this process knows about the life of the others.
+
+    On its own it serves one process; `Lifeline` feeds it with the news of the other processes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int = 1,
+        *,
+        stall_warning_s: float = 60.0,
+        settle_s: float = 10.0,
+    ) -> None:
+        """Starts with everybody alive.
+
+        Args:
+            rank: Global rank of this process.
+            world_size: Number of ranks.
+            stall_warning_s: A wait as long as this is logged, again after every doubling.
+            settle_s: How long a message of a rank that has left may still be under way.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.changed = threading.Condition(threading.RLock())
+        self._stall_warning_s = stall_warning_s
+        self._settle_s = settle_s
+        self._failure: Failure | None = None
+        self._left: dict[int, float] = {}
+        self._callbacks: list[Callable[[Failure], Any]] = []
+        self._owner = threading.current_thread()
+        self.noticed = threading.Event()
+        """Set once the thread that made the watch knows of the failure."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of any rank, or None."""
+        return self._failure
+
+    def has_left(self, rank: int) -> bool:
+        """Returns whether a rank has ended in order."""
+        return rank in self._left
+
+    def on_failure(self, callback: Callable[[Failure], Any]) -> None:
+        """Has `callback` called with the failure, once, from a background thread.
+
+        Called at once if there is a failure already.
+        """
+        with self.changed:
+            failure = self._failure
+            if failure is None:
+                self._callbacks.append(callback)
+        if failure is not None:
+            callback(failure)
+
+    def check(self) -> None:
+        """Raises PeerFailure if any rank has failed. Cheap: for loops that wait for nothing."""
+        if self._failure is not None:
+            raise self._peer_failure(None)
+
+    def report(self, where: str, error: BaseException) -> None:
+        """Tells all ranks that this one cannot go on. The first report of any rank stays.
+
+        Args:
+            where: What this rank was doing, as in `stage 1, microbatch 3`; may be empty.
+            error: What it raised.
+        """
+        if threading.current_thread() is self._owner:
+            self.noticed.set()
+        place = f" in {where}" if where else ""
+        text = f"rank {self.rank} raised {type(error).__name__}{place}: {error}"
+        if len(text) > _MAX_ERROR_CHARS:
+            text = f"{text[:_MAX_ERROR_CHARS]} ... ({len(text)} characters)"
+        if self._failure is None:
+            self._spread(Failure(self.rank, text))
+
+    def explain(self, error: BaseException, peers: Iterable[int], what: str) -> PeerFailure:
+        """Finds out why a connection broke; called with the error of the broken connection.
+
+        A process that dies breaks its connections at the same time as it loses its lifeline, so
+        the news of its death may be a moment late: this waits up to two seconds for it.
+
+        Args:
+            error: What the connection raised.
+            peers: The ranks at the other end.
+            what: The communication in words.
+
+        Returns:
+            The error to raise, naming the rank that failed or left.
+        """
+        others = [peer for peer in peers if peer != self.rank]
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._failure is not None or any(peer in self._left for peer in others),
+                timeout=2.0,
+            )
+            if self._failure is not None:
+                return self._peer_failure(what)
+            for peer in others:
+                if peer in self._left:
+                    return self._left_failure(peer, what)
+        named = ", ".join(map(str, others))
+        lost = PeerFailure(
+            f"rank {self.rank} lost its connection to rank {named} during {what}, and no rank has "
+            f"reported why: {error}. Look at the output of rank {named} and at the network."
+        )
+        self.report(what, lost)
+        return lost
+
+    def wait_for(self, handle: Handle[Any], timeout_s: float | None) -> None:
+        """Blocks until `handle` is complete; see `Handle.result`."""
+        start = time.monotonic()
+        next_warning = start + self._stall_warning_s
+        deadline = float("inf") if timeout_s is None else start + timeout_s
+        with self.changed:
+            while not handle.done():
+                now = time.monotonic()
+                if self._failure is not None:
+                    raise self._peer_failure(handle.what)
+                settled = self._when_settled(handle.peers)
+                if now >= settled[0]:
+                    raise self._left_failure(settled[1], handle.what)
+                if now >= deadline:
+                    raise TimeoutError(
+                        f"rank {self.rank} waited {timeout_s} s for {handle.what}. Nobody failed: "
+                        f"look at what rank {', '.join(map(str, handle.peers))} is doing."
+                    )
+                if now >= next_warning:
+                    self._warn_of_stall(handle, now - start)
+                    next_warning = now + (now - start)
+                wake = min(settled[0], deadline, next_warning) - now
+                self.changed.wait(min(wake, threading.TIMEOUT_MAX))
+
+    def notice(self, error: BaseException) -> None:
+        """Notes that an error reaches the caller, so that the process need not be ended for it."""
+        is_owner = threading.current_thread() is self._owner
+        if is_owner and self._failure is not None and isinstance(error, PeerFailure):
+            self.noticed.set()
+
+    def set_failure(self, failure: Failure) -> None:
+        """Takes in the news that a rank failed; the first stays."""
+        with self.changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            callbacks, self._callbacks = self._callbacks, []
+            self.changed.notify_all()
+        for callback in callbacks:
+            callback(failure)
+
+    def set_left(self, rank: int) -> None:
+        """Takes in the news that a rank ended in order."""
+        with self.changed:
+            self._left.setdefault(rank, time.monotonic())
+            self.changed.notify_all()
+
+    def _spread(self, failure: Failure) -> None:
+        """Makes this rank's failure known, here and elsewhere."""
+        self.set_failure(failure)
+
+    def _when_settled(self, peers: Iterable[int]) -> tuple[float, int]:
+        """When, and because of whom, a wait for these peers has no hope left."""
+        ends = [(self._left[peer] + self._settle_s, peer) for peer in peers if peer in self._left]
+        return min(ends, default=(float("inf"), -1))
+
+    def _peer_failure(self, what: str | None) -> PeerFailure:
+        assert self._failure is not None
+        waited = f" (rank {self.rank} was waiting for {what})" if what else ""
+        error = PeerFailure(
+            f"{self._failure.text}{waited}. Look at the output of rank {self._failure.rank} for "
+            f"the cause."
+        )
+        self.notice(error)
+        return error
+
+    def _left_failure(self, peer: int, what: str) -> PeerFailure:
+        error = PeerFailure(
+            f"rank {peer} finished (left) while rank {self.rank} waited for {what}. Call the same "
+            f"steps and communications on all ranks, as often on each."
+        )
+        self.notice(error)
+        return error
+
+    def _warn_of_stall(self, handle: Handle[Any], waited_s: float) -> None:
+        named = ", ".join(map(str, handle.peers)) or "unknown"
+        get_logger().warning(
+            "rank %d has waited %.0f s for %s; the ranks it needs (%s) are alive but have not come "
+            "to it. Look at what they are doing.",
+            self.rank,
+            waited_s,
+            handle.what,
+            named,
+        )

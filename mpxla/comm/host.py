@@ -1,0 +1,335 @@
+"""Communication between processes through host memory, by gloo.
+
+The default where several processes use XLA on CPU, and the carrier of objects everywhere. Tensors
+on a device are copied to the host by a background thread, so the caller never waits for them.
+
+Own process groups, apart from the default group: the user's collectives on the default group may
+run at the same time, from another thread, and must not be taken for mpxla's.
+
+This file knows gloo and threads; it must not know stages, schedules or the session.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mpxla.comm.handle import FailureWatch, Handle
+from mpxla.comm.packing import Spec, as_bytes, describe
+from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted
+from mpxla.comm.transport import (
+    Group,
+    check_group,
+    check_parts,
+    check_peer,
+    check_source,
+    check_summable,
+)
+from mpxla.errors import RankMismatch, TopologyError
+
+__all__ = ["HostTransport"]
+
+# Waits end by the news of a failure, not by the clock: a rank may compile for an hour.
+_GLOO_TIMEOUT = timedelta(days=7)
+
+
+class _Job(NamedTuple):
+    """A collective in two phases: *fetch* the operand to the host, *run* gloo on it."""
+
+    handle: Handle[Any]
+    fetch: Callable[[], Any]
+    run: Callable[[Any, dist.ProcessGroup | None], Any]
+
+
+class _Collectives:
+    """The collectives of one group, one after the other in a thread of their own.
+
+    A thread per group: two groups with a rank in common may be used in different orders.
+    """
+
+    def __init__(self, ranks: Group, group: dist.ProcessGroup | None, watch: FailureWatch) -> None:
+        self.ranks = ranks
+        self.group = group
+        self._watch = watch
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: _Job) -> None:
+        if self._thread is None:
+            name = f"mpxla-group-{self.ranks[0]}-{self.ranks[-1]}"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+
+    def finish(self) -> threading.Thread | None:
+        """Lets the thread end after what is queued; returns it, if there is one."""
+        self._queue.put(None)
+        return self._thread
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._do(job)
+            del job  # its tensors are not needed while the thread waits for the next one
+
+    def _do(self, job: _Job) -> None:
+        try:
+            operand = job.fetch()
+        except BaseException as error:  # the other ranks wait for this one: they have to be told
+            job.handle.set_error(error)
+            self._watch.report(f"computing the operand of {job.handle.what}", error)
+            return
+        try:
+            job.handle.set_result(job.run(operand, self.group))
+        except (RuntimeError, ValueError) as error:
+            job.handle.set_error(self._watch.explain(error, self.ranks, job.handle.what))
+
+
+class HostTransport:
+    """The transport of one process of a world of processes; see `transport.Transport`."""
+
+    def __init__(self, rank: int, world_size: int, watch: FailureWatch) -> None:
+        """Makes the process groups. Every rank constructs it, at the same point.
+
+        `torch.distributed` must be initialised with all ranks, by whatever backend.
+
+        Args:
+            rank: Global rank of this process.
+            world_size: Number of ranks.
+            watch: The process's lifeline.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.watch = watch
+        self._world: Group = tuple(range(world_size))
+        self._lock = threading.Lock()
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._is_closed = False
+        self._stream_group = self._new_group(self._world)
+        self._collectives: dict[Group, _Collectives] = {
+            (rank,): _Collectives((rank,), None, watch),
+            self._world: _Collectives(self._world, self._new_group(self._world), watch),
+        }
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
+        """Sends one tensor; see `Transport.send`."""
+        return self.send_many([tensor], dst, channel)
+
+    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends several tensors as one message; see `Transport.send_many`."""
+        self._check_peer(dst, channel)
+        return self._outbox(dst).put(tuple(tensors), channel)
+
+    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
+        """Receives one tensor, or any message as bytes; see `Transport.recv`."""
+        return self._post(None if spec is None else [spec], src, channel, is_bundle=False)
+
+    def recv_many(
+        self, specs: Sequence[Spec], src: int, channel: str
+    ) -> Handle[list[torch.Tensor]]:
+        """Receives several tensors; see `Transport.recv_many`."""
+        return self._post(tuple(specs), src, channel, is_bundle=True)
+
+    def make_groups(self, groups: Sequence[Group]) -> None:
+        """Makes groups usable for collectives; see `Transport.make_groups`.
+
+        Raises:
+            TopologyError: Ranks that do not exist, or not ascending.
+            RankMismatch: Another rank passed another list.
+        """
+        wanted = list(dict.fromkeys(tuple(ranks) for ranks in groups))
+        for ranks in wanted:
+            check_group(ranks, ranks[0] if ranks else 0, self.world_size)
+        digest = blake2b(repr(wanted).encode(), digest_size=8).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        for rank, other in enumerate(self.all_gather(own, self._world).result()):
+            if not torch.equal(own, other):
+                raise RankMismatch(
+                    f"rank {self.rank} makes the groups {wanted}, but rank {rank} makes others. "
+                    f"Call make_groups with the same list on every rank."
+                )
+        for ranks in wanted:
+            if ranks not in self._collectives and len(ranks) > 1:
+                group = self._new_group(ranks)
+                if self.rank in ranks:
+                    self._collectives[ranks] = _Collectives(ranks, group, self.watch)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums over the ranks; see `Transport.all_reduce`."""
+        check_summable(tensor)
+
+        def run(total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+            if group is not None and total.numel():
+                dist.all_reduce(total.view(-1), group=group)
+            return total
+
+        return self._collective("all_reduce", tensor, ranks, lambda: _own_copy(tensor), run)
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
+
+        def run(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+            gathered = torch.empty((len(ranks), *part.shape), dtype=part.dtype)
+            if group is None:
+                gathered[0] = part
+            elif part.numel():
+                dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
+            return gathered
+
+        return self._collective("all_gather", tensor, ranks, lambda: _on_host(tensor), run)
+
+    def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums [len(ranks), ...], keeps the own [...]; see `Transport.reduce_scatter`.
+
+        gloo's own would reduce everything everywhere. Here every rank gets only its own part of
+        every other rank, and adds the parts in the order of `ranks`.
+
+        Raises:
+            ValueError: The first dim of `tensor` is not the size of the group.
+        """
+        check_summable(tensor)
+        check_parts(tensor, ranks)
+
+        def run(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+            if group is None or not parts.numel():
+                return parts[0].clone()
+            received = torch.empty(parts.shape, dtype=parts.dtype)
+            dist.all_to_all_single(as_bytes(received), as_bytes(parts), group=group)
+            total = received[0].clone()
+            for part in received[1:]:
+                total += part
+            return total
+
+        return self._collective("reduce_scatter", tensor, ranks, lambda: _on_host(tensor), run)
+
+    def broadcast(
+        self, tensor: torch.Tensor | Spec, src: int, ranks: Group
+    ) -> Handle[torch.Tensor]:
+        """Gives the tensor of rank `src` to every rank of the group; see `Transport.broadcast`."""
+        check_source(src, ranks)
+
+        def fetch() -> torch.Tensor:
+            if self.rank != src:
+                return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
+            return _own_copy(tensor)
+
+        def run(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+            if group is not None and value.numel():
+                dist.broadcast(as_bytes(value), src, group=group)
+            return value
+
+        # The source may be done, and gone, long before a slow member comes to it.
+        return self._collective("broadcast", tensor, ranks, fetch, run, peers=())
+
+    def barrier(self, ranks: Group) -> Handle[None]:
+        """Done when every rank of the group has called it; see `Transport.barrier`."""
+
+        def run(token: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+            if group is not None:
+                dist.all_reduce(token, group=group)
+
+        return self._collective(
+            "barrier", None, ranks, lambda: torch.zeros(1, dtype=torch.int32), run
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Delivers what was sent, then ends threads and groups; see `Transport.close`.
+
+        After a failure nothing is waited for: threads that gloo still holds stay until the process
+        ends.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.watch.failure is not None or not dist.is_initialized():
+            return
+        for peer in self._world:
+            if peer != self.rank:
+                # An inbox ends by the peer's farewell, so both directions have to exist.
+                self._outbox(peer)
+                self._inbox(peer)
+        threads = [inbox.thread for inbox in self._inboxes.values()]
+        for outbox in self._outboxes.values():
+            outbox.finish()
+            threads.append(outbox.thread)
+        threads += [t for c in self._collectives.values() if (t := c.finish()) is not None]
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            while thread.is_alive() and self.watch.failure is None and time.monotonic() < deadline:
+                thread.join(0.1)
+        if not any(thread.is_alive() for thread in threads):
+            groups = [self._stream_group, *(c.group for c in self._collectives.values())]
+            for group in groups:
+                if group is not None:
+                    dist.destroy_process_group(group)
+
+    def _new_group(self, ranks: Group) -> Any:
+        return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
+
+    def _outbox(self, dst: int) -> Outbox:
+        with self._lock:
+            if dst not in self._outboxes:
+                self._outboxes[dst] = Outbox(dst, self._stream_group, self.watch)
+            return self._outboxes[dst]
+
+    def _inbox(self, src: int) -> Inbox:
+        with self._lock:
+            if src not in self._inboxes:
+                self._inboxes[src] = Inbox(src, self._stream_group, self.watch)
+            return self._inboxes[src]
+
+    def _check_peer(self, peer: int, channel: str) -> None:
+        check_peer(peer, self.rank, self.world_size)
+        assert 0 < len(channel.encode()) <= MAX_CHANNEL_BYTES, f"channel name {channel!r}"
+        assert not self._is_closed, "the transport is closed"
+
+    def _post(
+        self, specs: Sequence[Spec] | None, src: int, channel: str, *, is_bundle: bool
+    ) -> Handle[Any]:
+        self._check_peer(src, channel)
+        handle: Handle[Any] = Handle(self.watch, f"a {channel!r} message from rank {src}", (src,))
+        self._inbox(src).post(Posted.make(handle, specs, is_bundle), channel)
+        return handle
+
+    def _collective(
+        self,
+        name: str,
+        tensor: torch.Tensor | Spec | None,
+        ranks: Group,
+        fetch: Callable[[], Any],
+        run: Callable[[Any, dist.ProcessGroup | None], Any],
+        peers: Group | None = None,
+    ) -> Handle[Any]:
+        """Queues a collective on its group's thread."""
+        ranks = check_group(ranks, self.rank, self.world_size)
+        collectives = self._collectives.get(ranks)
+        if collectives is None:
+            known = ", ".join(map(str, self._collectives))
+            raise TopologyError(
+                f"rank {self.rank}: {name} over the ranks {ranks}, for which no group was made "
+                f"(made: {known}). Call make_groups with it on every rank first."
+            )
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        about = f" of {describe([tensor])}" if tensor is not None else ""
+        what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"
+        handle: Handle[Any] = Handle(self.watch, what, others if peers is None else peers)
+        collectives.submit(_Job(handle, fetch, run))
+        return handle
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory, contiguous, not shared with the caller."""
+    host = _on_host(tensor).contiguous()
+    is_shared = tensor.device.type == "cpu" and host.data_ptr() == tensor.data_ptr()
+    return host.clone() if is_shared else host

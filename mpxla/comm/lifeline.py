@@ -1,0 +1,316 @@
+"""How every rank learns within about a second that another one failed.
+
+Each rank keeps one TCP connection to rank 0 (`lifeline_server`). A rank that raises reports; a rank
+that dies in any other way loses the connection; a rank that ends in order says bye. What rank 0's
+server tells is put into the `FailureWatch` that every wait of mpxla looks at.
+
+A wait outside mpxla (the user's own `dist.all_reduce`, a program on the device) cannot be
+interrupted that way. So a watchdog ends the process when its main thread has not met the failure
+`grace_s` seconds after it, and a process that is about to exit after a failure is not allowed to
+hang in a destructor of the communication library: an error, never a hang.
+
+This file knows no tensors and no transport. The store is used once, to find rank 0.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mpxla.comm.handle import Failure, FailureWatch
+from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
+from mpxla.errors import PeerFailure
+
+__all__ = ["Lifeline"]
+
+_ECHO_TIMEOUT_S = 2.0
+_LINGER_S = 30.0
+_PREFIX = "mpxla_lifeline"
+
+
+class Lifeline(FailureWatch):
+    """The watch of one process of a world of processes.
+
+    Phases: *find* rank 0 through the store, *connect*, *watch* in a thread until `close`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None = None,
+        *,
+        master_addr: str | None = None,
+        grace_s: float = 10.0,
+        connect_timeout_s: float = 300.0,
+        stall_warning_s: float = 60.0,
+    ) -> None:
+        """Connects; to be called by every rank, and returns when all have.
+
+        Args:
+            rank: Global rank of this process.
+            world_size: Number of processes.
+            store: Shared by all processes. A world of one needs none.
+            master_addr: Address of rank 0's host. Taken from a TCPStore if None. Not used when all
+                processes are on one host: they talk over the loopback interface.
+            grace_s: How long the main thread may be unaware of a failure before the process is
+                ended.
+            connect_timeout_s: How long to wait for the other ranks.
+            stall_warning_s: A wait as long as this is logged.
+
+        Raises:
+            PeerFailure: Ranks did not connect in time, or one failed meanwhile.
+        """
+        super().__init__(rank, world_size, stall_warning_s=stall_warning_s)
+        self._grace_s = grace_s
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._ready = threading.Event()
+        self._server: LifelineServer | None = None
+        self._connection: socket.socket | None = None
+        if world_size == 1:
+            return
+        assert store is not None, "several ranks need a store"
+        address, token = self._find(store, master_addr, connect_timeout_s)
+        self._connection = self._connect(address, token, connect_timeout_s)
+        self.on_failure(self._start_watchdog)
+        threading.Thread(target=self._watch, name="mpxla-lifeline", daemon=True).start()
+        atexit.register(self._end_even_if_stuck)
+        _open_lifelines.add(self)
+        self._await_others(connect_timeout_s)
+
+    def report(self, where: str, error: BaseException) -> None:
+        """Tells all ranks that this one cannot go on; see `FailureWatch.report`.
+
+        Returns when rank 0 has taken it in, so that the process may end right after.
+        """
+        if os.getpid() == self._pid:
+            super().report(where, error)
+
+    def close(self, linger_s: float = _LINGER_S) -> None:
+        """Leaves in order. After a failure it only ends the watching.
+
+        Args:
+            linger_s: How long rank 0 stays for the ranks that are not done yet, so that they keep
+                hearing of each other.
+        """
+        if self._connection is None or self._closed.is_set() or os.getpid() != self._pid:
+            return
+        if self._failure is None:
+            self._tell(encode(type="bye"))
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: self.rank in self._left or self._failure is not None, _ECHO_TIMEOUT_S
+                )
+        if self._server is not None:
+            self._server.stop(0.0 if self._failure is not None else linger_s)
+        self._closed.set()
+        _open_lifelines.discard(self)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._failure is None:
+            atexit.unregister(self._end_even_if_stuck)
+
+    def _find(
+        self, store: dist.Store, master_addr: str | None, timeout_s: float
+    ) -> tuple[tuple[str, int], str]:
+        """Publishes rank 0's address in the store, or reads it there."""
+        # A store may see several sessions, one after the other; all ranks count alike.
+        session = store.add(f"{_PREFIX}/{self.rank}/sessions", 1)
+        host_key = f"{_PREFIX}/{session}/host"
+        address_key = f"{_PREFIX}/{session}/address"
+        store.set(f"{host_key}/{self.rank}", _host_identity())
+        if self.rank == 0:
+            hosts = set()
+            for other in range(self.world_size):
+                hosts.add(self._read(store, f"{host_key}/{other}", f"rank {other}", timeout_s))
+            bound, published = _listening_address(
+                is_one_host=len(hosts) == 1, master_addr=master_addr or _store_host(store)
+            )
+            token = secrets.token_hex(16)
+            self._server = LifelineServer(bound, self.world_size, token)
+            store.set(address_key, f"{published} {self._server.port} {token}")
+        host, port, token = self._read(store, address_key, "rank 0", timeout_s).split()
+        return (host, int(port)), token
+
+    def _read(self, store: dist.Store, key: str, whose: str, timeout_s: float) -> str:
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerFailure(
+                f"rank {self.rank} waited {timeout_s:g} s for {whose} to start mpxla. Start the "
+                f"same script on all ranks, and look at the output of {whose}."
+            ) from error
+        return store.get(key).decode()
+
+    def _connect(self, address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
+        try:
+            connection = socket.create_connection(address, timeout_s)
+        except OSError as error:
+            raise PeerFailure(
+                f"rank {self.rank} could not reach rank 0 at {address[0]} port {address[1]}: "
+                f"{error}. Set MASTER_ADDR to an address of rank 0 that all hosts can reach, and "
+                f"allow TCP connections between them."
+            ) from error
+        connection.settimeout(None)
+        set_keepalive(connection)
+        home = f"pid {os.getpid()} on {socket.gethostname()}"
+        connection.sendall(encode(type="hello", rank=self.rank, token=token, home=home))
+        return connection
+
+    def _await_others(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._ready.is_set() or self._failure is not None,
+                deadline - time.monotonic(),
+            )
+        self.check()
+        if not self._ready.is_set():
+            raise PeerFailure(
+                f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to "
+                f"connect to rank 0. Start the same script on all ranks."
+            )
+
+    def _watch(self) -> None:
+        """Takes in what rank 0 tells, until the connection ends."""
+        assert self._connection is not None
+        buffer = bytearray()
+        while True:
+            try:
+                data = self._connection.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            buffer += data
+            for message in decode(buffer):
+                self._hear(message)
+        if not self._closed.is_set() and not self.has_left(0) and self._failure is None:
+            self.set_failure(
+                Failure(0, "rank 0 died: its process ended without a report (lifeline lost)")
+            )
+        self._connection.close()
+
+    def _hear(self, message: dict[str, object]) -> None:
+        if message["type"] == "failure":
+            self.set_failure(Failure(int(str(message["rank"])), str(message["text"])))
+        elif message["type"] == "bye":
+            self.set_left(int(str(message["rank"])))
+        elif message["type"] == "ready":
+            self._ready.set()
+            with self.changed:
+                self.changed.notify_all()
+
+    def _spread(self, failure: Failure) -> None:
+        if self._connection is None or not self._tell(encode(type="report", text=failure.text)):
+            self.set_failure(failure)
+            return
+        with self.changed:
+            self.changed.wait_for(lambda: self._failure is not None, _ECHO_TIMEOUT_S)
+        self.set_failure(failure)
+
+    def _tell(self, data: bytes) -> bool:
+        assert self._connection is not None
+        try:
+            self._connection.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def _start_watchdog(self, failure: Failure) -> None:
+        threading.Thread(
+            target=self._end_if_unnoticed, args=(failure,), name="mpxla-watchdog", daemon=True
+        ).start()
+
+    def _end_if_unnoticed(self, failure: Failure) -> None:
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline:
+            if self.noticed.wait(min(0.2, self._grace_s)) or self._closed.is_set():
+                return
+        text = (
+            f"\n{PeerFailure.__module__}.{PeerFailure.__name__}: {failure.text}. Rank {self.rank} "
+            f"was busy outside mpxla for {self._grace_s:g} s after that, where it cannot be "
+            f"interrupted; its process ends now. Where it was:\n"
+        )
+        # Somebody may hold the lock of a stream, and this thread must not wait for it.
+        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush.start()
+        flush.join(1.0)
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+            faulthandler.dump_traceback(file=2)
+        os._exit(1)
+
+    def _end_even_if_stuck(self) -> None:
+        """At exit after a failure: destructors may wait for peers that are gone."""
+        if self._failure is not None and os.getpid() == self._pid:
+            faulthandler.dump_traceback_later(self._grace_s, exit=True, file=2)
+
+    def close_in_child(self) -> None:
+        """Drops the sockets in a forked child, so that they end with the process they belong to."""
+        sockets = self._server.sockets() if self._server is not None else []
+        for connection in [self._connection, *sockets]:
+            if connection is not None:
+                connection.close()
+
+
+_open_lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for lifeline in list(_open_lifelines):
+        lifeline.close_in_child()
+
+
+# Workers of data loaders are forked: a copy of the socket in them would outlive a killed rank and
+# hide its death.
+os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+def _host_identity() -> str:
+    """A text that differs between hosts, and between containers with their own network."""
+    boot_id = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read().strip()
+    return f"{socket.gethostname()} {boot_id}"
+
+
+def _store_host(store: dist.Store) -> str | None:
+    """The address of rank 0's host, if the store knows one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
+
+
+def _listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, str]:
+    """Chooses where rank 0 listens.
+
+    Returns:
+        The local address to bind and the address to publish.
+    """
+    if is_one_host:
+        return "127.0.0.1", "127.0.0.1"
+    target = master_addr or socket.gethostname()
+    for family, _, _, _, address in socket.getaddrinfo(target, 0, type=socket.SOCK_STREAM):
+        host = str(address[0])
+        if host.startswith("127.") or host == "::1":
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            return host, host
+    # Rank 0 is not on the master's host: publish the interface that leads there.
+    family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        local = str(probe.getsockname()[0])
+    return local, local

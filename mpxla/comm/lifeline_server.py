@@ -1,0 +1,214 @@
+"""The end of all lifelines: a thread on rank 0 that hears who fails and tells everybody.
+
+One line of JSON per message, over one TCP connection per rank (rank 0 has one to itself):
+
+    from a rank:  hello (rank, token, where it runs) | report (text) | bye
+    to a rank:    ready (all said hello) | failure (rank, text) | bye (rank)
+
+The kernel closes the connection of a process that dies, however it dies, so an end of file without
+a bye is a death. Keepalive probes find hosts that vanish without a word. The first failure stays
+and is repeated to ranks that connect later.
+
+This file knows no tensors, no torch and nothing of what the ranks do.
+"""
+
+import json
+import selectors
+import socket
+import threading
+import time
+from typing import Any
+
+from mpxla.comm.handle import Failure
+
+__all__ = ["LifelineServer", "decode", "encode", "set_keepalive"]
+
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_PROBES = 3
+_SEND_TIMEOUT_S = 1.0
+_MAX_LINE_BYTES = 1 << 20
+
+
+def encode(**message: Any) -> bytes:
+    """Returns a message as it travels: one line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(buffer: bytearray) -> list[dict[str, Any]]:
+    """Takes the complete messages out of `buffer`; an incomplete last one stays.
+
+    Raises:
+        ValueError: A line is not a message.
+    """
+    messages = []
+    while (end := buffer.find(b"\n")) >= 0:
+        message = json.loads(buffer[:end])
+        if not isinstance(message, dict):
+            raise ValueError(f"not a lifeline message: {message!r}")
+        messages.append(message)
+        del buffer[: end + 1]
+    if len(buffer) > _MAX_LINE_BYTES:
+        raise ValueError(f"a lifeline message of more than {len(buffer)} bytes")
+    return messages
+
+
+def set_keepalive(connection: socket.socket) -> None:
+    """Makes the kernel give up on a silent peer host after about half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    limit_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class _Member:
+    """One accepted connection; `rank` is None until it has said hello."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.buffer = bytearray()
+        self.rank: int | None = None
+        self.home = ""
+        self.said_bye = False
+
+
+class LifelineServer:
+    """Listens from construction on, in a daemon thread."""
+
+    def __init__(self, host: str, world_size: int, token: str) -> None:
+        """Binds a free port.
+
+        Args:
+            host: Local address to listen at.
+            world_size: Number of ranks that will connect.
+            token: What a connection has to show; others are dropped.
+        """
+        self._world_size = world_size
+        self._token = token
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server(
+            (host, 0), family=family, backlog=max(128, world_size)
+        )
+        self.port: int = self._listener.getsockname()[1]
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._members: set[_Member] = set()
+        self._failure: Failure | None = None
+        self._greeted: set[int] = set()
+        self._ended: set[int] = set()
+        self._stop_at = float("inf")
+        self._thread = threading.Thread(target=self._run, name="mpxla-lifeline-server", daemon=True)
+        self._thread.start()
+
+    def sockets(self) -> list[socket.socket]:
+        """Returns the open sockets, for a forked child to close."""
+        members = [member.connection for member in self._members]
+        return [self._listener, self._wake_read, self._wake_write, *members]
+
+    def stop(self, linger_s: float) -> None:
+        """Ends the thread as soon as every rank has left, at the latest after `linger_s`."""
+        self._stop_at = time.monotonic() + linger_s
+        self._wake_write.send(b"x")
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over():
+            left_s = self._stop_at - time.monotonic()
+            for key, _ in self._selector.select(left_s if left_s < 3600 else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_read:
+                    self._wake_read.recv(64)
+                else:
+                    self._read(key.data)
+        self._selector.close()
+        for connection in self.sockets():
+            connection.close()
+
+    def _is_over(self) -> bool:
+        if self._stop_at == float("inf"):
+            return False
+        everybody_ended = len(self._ended) == self._world_size
+        return everybody_ended or time.monotonic() >= self._stop_at
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the caller hung up before it was accepted
+            return
+        connection.settimeout(_SEND_TIMEOUT_S)
+        set_keepalive(connection)
+        member = _Member(connection)
+        self._members.add(member)
+        self._selector.register(connection, selectors.EVENT_READ, member)
+
+    def _read(self, member: _Member) -> None:
+        try:
+            data = member.connection.recv(65536)
+            member.buffer += data
+            messages = decode(member.buffer)
+            if member.rank is None and messages:
+                self._greet(member, messages.pop(0))
+        except (OSError, ValueError, KeyError):  # reset, or somebody who is no rank of ours
+            data, messages = b"", []
+        for message in messages:
+            self._handle(member, message)
+        if not data:
+            self._drop(member)
+
+    def _greet(self, member: _Member, hello: dict[str, Any]) -> None:
+        if hello["token"] != self._token:
+            raise ValueError("a stranger connected to the lifeline")
+        member.rank, member.home = int(hello["rank"]), str(hello["home"])
+        self._greeted.add(member.rank)
+        if self._failure is not None:
+            self._send(member, type="failure", **self._failure._asdict())
+        if len(self._greeted) == self._world_size:
+            self._tell_all(type="ready")
+
+    def _handle(self, member: _Member, message: dict[str, Any]) -> None:
+        assert member.rank is not None
+        if message["type"] == "report":
+            self._fail(Failure(member.rank, message["text"]))
+        elif message["type"] == "bye":
+            member.said_bye = True
+            self._ended.add(member.rank)
+            self._tell_all(type="bye", rank=member.rank)
+
+    def _drop(self, member: _Member) -> None:
+        if member not in self._members:
+            return
+        self._members.discard(member)
+        self._selector.unregister(member.connection)
+        member.connection.close()
+        if member.rank is None or member.said_bye:
+            return
+        self._ended.add(member.rank)
+        self._fail(
+            Failure(
+                member.rank,
+                f"rank {member.rank} ({member.home}) died: its process ended without a report, as "
+                f"after a kill, a crash, running out of memory or os._exit",
+            )
+        )
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._tell_all(type="failure", **failure._asdict())
+
+    def _tell_all(self, **message: Any) -> None:
+        for member in list(self._members):
+            if member.rank is not None:
+                self._send(member, **message)
+
+    def _send(self, member: _Member, **message: Any) -> None:
+        try:
+            member.connection.sendall(encode(**message))
+        except OSError:
+            self._drop(member)

@@ -1,0 +1,242 @@
+"""Python objects between ranks: the blocking send, recv_from, broadcast and allgather of SMP.
+
+Meanings follow the SMP reference: a call returns once the matching calls were made, `broadcast` is
+called by the sender alone, and `recv_from` takes whatever its source sent next, by send or by
+broadcast. Hence every receiver acknowledges, and the sender waits for that.
+
+Objects are pickled. Tensors may sit anywhere inside and arrive on the host: a tensor on a device is
+read back first, and a view travels without the rest of its storage.
+
+Objects come from the ranks of one job only, which trust each other: unpickling runs code. This file
+does not know groups by name (the session translates) nor what carries the bytes.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mpxla.comm.packing import as_bytes
+from mpxla.comm.transport import Group, Transport, check_group
+from mpxla.errors import MpxlaError
+
+__all__ = ["Objects", "dump", "restore"]
+
+_CHANNEL = "object"
+_RECEIPT_CHANNEL = "object-receipt"
+_PADDING_BYTES = 1 << 20
+
+
+class Objects:
+    """Object communication over a transport. Ranks are global; groups are ascending tuples."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Uses `transport` on channels of its own."""
+        self._transport = transport
+
+    def send(self, obj: Any, dst: int) -> None:
+        """Sends an object; returns after rank `dst` has taken it by `recv_from`.
+
+        Args:
+            obj: Anything that can be pickled.
+            dst: Global rank of the receiver.
+
+        Raises:
+            MpxlaError: The object cannot be pickled; names the part that cannot.
+            PeerFailure: The receiver failed or left.
+        """
+        self._deliver(dump(obj, f"send to rank {dst}"), (dst,))
+
+    def broadcast(self, obj: Any, ranks: Group) -> None:
+        """Sends an object to the other ranks of a group; returns after all have taken it.
+
+        Called by the sender alone; every other rank of the group calls `recv_from`.
+
+        Args:
+            obj: Anything that can be pickled.
+            ranks: The group, the caller included.
+        """
+        ranks = check_group(ranks, self._transport.rank, self._transport.world_size)
+        others = tuple(rank for rank in ranks if rank != self._transport.rank)
+        self._deliver(dump(obj, f"broadcast to ranks {others}"), others)
+
+    def recv_from(self, src: int) -> Any:
+        """Returns the next object that rank `src` sends or broadcasts to this rank.
+
+        Args:
+            src: Global rank of the sender.
+
+        Raises:
+            MpxlaError: The object cannot be unpickled here.
+            PeerFailure: The sender failed or left.
+        """
+        data = self._transport.recv(None, src, _CHANNEL).result()
+        self._transport.send(torch.empty(0, dtype=torch.uint8), src, _RECEIPT_CHANNEL)
+        return restore(data, src, self._transport.rank)
+
+    def allgather(self, obj: Any, ranks: Group) -> list[Any]:
+        """Exchanges objects; every rank of `ranks` calls it.
+
+        Args:
+            obj: Anything that can be pickled.
+            ranks: The group, the caller included.
+
+        Returns:
+            What every rank passed, in the order of `ranks`.
+        """
+        own = dump(obj, f"allgather with ranks {tuple(ranks)}")
+        size = torch.tensor([own.numel()])
+        sizes = self._transport.all_gather(size, ranks).result().flatten().tolist()
+        parts = self._exchange(own, sizes, ranks)
+        me = self._transport.rank
+        return [restore(part, src, me) for part, src in zip(parts, ranks, strict=True)]
+
+    def barrier(self, ranks: Group) -> None:
+        """Returns when every rank of `ranks` has called it."""
+        self._transport.barrier(ranks).result()
+
+    def _deliver(self, data: torch.Tensor, receivers: Group) -> None:
+        receipts = []
+        for dst in receivers:
+            self._transport.send(data, dst, _CHANNEL)
+            receipt = self._transport.recv(None, dst, _RECEIPT_CHANNEL)
+            receipt.what = f"rank {dst} to call recv_from({self._transport.rank})"
+            receipts.append(receipt)
+        for receipt in receipts:
+            receipt.result()
+
+    def _exchange(self, own: torch.Tensor, sizes: list[int], ranks: Group) -> list[torch.Tensor]:
+        """Gathers pieces of unequal size: padded to the largest, or each on its own."""
+        largest = max(sizes)
+        if largest * len(sizes) <= 2 * sum(sizes) + _PADDING_BYTES:
+            padded = torch.zeros(largest, dtype=torch.uint8)
+            padded[: own.numel()] = own
+            rows = self._transport.all_gather(padded, ranks).result()
+            return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        handles = []
+        for src, size in zip(ranks, sizes, strict=True):
+            piece = own if src == self._transport.rank else torch.empty(size, dtype=torch.uint8)
+            handles.append(self._transport.broadcast(piece, src, ranks))
+        return [handle.result() for handle in handles]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors from any device as their own elements."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        is_parameter = type(obj) is torch.nn.Parameter
+        is_plain = (type(obj) is torch.Tensor or is_parameter) and not obj.__dict__
+        if is_plain and obj.layout is torch.strided and not obj.is_quantized:
+            elements = as_bytes(obj.detach().cpu()).numpy()
+            facts = (tuple(obj.shape), obj.dtype, obj.requires_grad, is_parameter)
+            return _rebuild, (*facts, pickle.PickleBuffer(elements))
+        if obj.device.type != "cpu":
+            # A subclass, or a tensor with attributes: its own way of pickling, but on the host.
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _rebuild(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    elements: bytearray,
+) -> torch.Tensor:
+    """Makes a tensor out of its elements."""
+    if elements:
+        tensor = torch.frombuffer(elements, dtype=dtype).view(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def dump(obj: Any, purpose: str) -> torch.Tensor:
+    """Pickles an object.
+
+    Args:
+        obj: What to pickle.
+        purpose: The communication, for the error text.
+
+    Returns:
+        Flat uint8 host tensor [num_bytes].
+
+    Raises:
+        MpxlaError: Some part cannot be pickled; the text names it.
+    """
+    try:
+        return torch.frombuffer(_pickle(obj), dtype=torch.uint8)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        path, part = _find_culprit("obj", obj)
+        raise MpxlaError(
+            f"{purpose}: {path}, {_show(part)}, cannot be pickled ({error}). Send data instead: "
+            f"numbers, strings, tensors, and containers of them."
+        ) from error
+
+
+def restore(data: torch.Tensor, src: int, rank: int) -> Any:
+    """Unpickles an object; the inverse of `dump`.
+
+    Args:
+        data: Flat uint8 host tensor [num_bytes].
+        src: Rank that pickled it, for the error text.
+        rank: Rank of the caller, likewise.
+
+    Raises:
+        MpxlaError: Its class cannot be found or built here.
+    """
+    try:
+        return pickle.loads(data.numpy())
+    except Exception as error:  # whatever the constructors of the user's classes raise
+        raise MpxlaError(
+            f"rank {rank} received an object of rank {src} that it cannot unpickle "
+            f"({type(error).__name__}: {error}). Define its classes at the top level of a module "
+            f"that every rank can import."
+        ) from error
+
+
+def _pickle(obj: Any) -> memoryview:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return file.getbuffer()
+
+
+def _find_culprit(path: str, obj: Any) -> tuple[str, Any]:
+    """Descends to the innermost part of `obj` that cannot be pickled."""
+    seen: set[int] = set()
+    while id(obj) not in seen:
+        seen.add(id(obj))
+        for part_path, part in _parts(path, obj):
+            if not _can_pickle(part):
+                path, obj = part_path, part
+                break
+    return path, obj
+
+
+def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, list | tuple):
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(obj))
+    elif not isinstance(obj, type | Callable):
+        attributes = getattr(obj, "__dict__", {})
+        yield from ((f"{path}.{name}", value) for name, value in attributes.items())
+
+
+def _can_pickle(obj: Any) -> bool:
+    try:
+        _pickle(obj)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def _show(obj: Any) -> str:
+    text = repr(obj)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} of type {type(obj).__name__}"

@@ -1,0 +1,291 @@
+"""Point-to-point messages over a gloo process group: one ordered stream per pair of ranks.
+
+An *outbox* (one thread per destination) takes messages off its queue, waits for their tensors to be
+computed, and sends each as an envelope with the payload behind it. An *inbox* (one thread per
+source) reads envelopes as they come and hands every message to the receive that was posted for its
+channel, or keeps it until one is posted.
+
+    rank 0                                          rank 1
+    send -> outbox for 1 --envelope, payload------> inbox from 0 -+-> "forward":  posted receives
+            (thread)                                (thread)      +-> "backward": kept messages
+
+Because the inbox takes everything in, a channel nobody reads yet cannot block another one, and the
+order in which two channels are read is free. The envelope carries size, specs and channel, so that
+ranks which disagree get an error with both views: gloo itself would abort the process when a
+message is larger than expected. Small payloads ride in the envelope's own gloo message.
+
+gloo offers no way to interrupt a wait and its `is_completed` is not reliable for receives, hence
+threads that wait; a last envelope says that nothing follows, which ends the peer's thread.
+"""
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mpxla.comm.handle import FailureWatch, Handle
+from mpxla.comm.packing import Layout, Spec, layout, pack, unpack
+from mpxla.errors import RankMismatch
+
+__all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted"]
+
+MAX_CHANNEL_BYTES = 32
+_TEXT_BYTES = 192
+_ENVELOPE = struct.Struct(f"<4s?7xqq8s{MAX_CHANNEL_BYTES}s{_TEXT_BYTES}s")
+_MAGIC = b"MPX1"
+_INLINE_BYTES = 16 * 1024
+_ENVELOPE_TAG = 1
+_PAYLOAD_TAG = 2
+
+
+class _Envelope(NamedTuple):
+    """What precedes every payload."""
+
+    is_last: bool
+    index: int
+    """Messages of this stream before this one."""
+    num_bytes: int
+    digest: bytes
+    channel: str
+    text: str
+    """The specs in words, perhaps cut off."""
+
+    def write(self) -> bytes:
+        return _ENVELOPE.pack(
+            _MAGIC,
+            self.is_last,
+            self.index,
+            self.num_bytes,
+            self.digest,
+            self.channel.encode(),
+            self.text.encode()[:_TEXT_BYTES],
+        )
+
+    @classmethod
+    def read(cls, data: torch.Tensor) -> "_Envelope":
+        magic, is_last, index, num_bytes, digest, *names = _ENVELOPE.unpack_from(data.numpy())
+        assert magic == _MAGIC, f"not an envelope: {magic!r}"
+        channel, text = (name.rstrip(b"\0").decode(errors="replace") for name in names)
+        return cls(is_last, index, num_bytes, digest, channel, text)
+
+
+class _Message(NamedTuple):
+    tensors: Sequence[torch.Tensor]
+    channel: str
+    handle: Handle[None]
+
+
+class Outbox:
+    """Messages to one rank."""
+
+    def __init__(self, dst: int, group: dist.ProcessGroup, watch: FailureWatch) -> None:
+        """Starts the thread.
+
+        Args:
+            dst: Global rank of the destination.
+            group: Process group of all ranks, used for nothing but streams.
+            watch: Learns of a tensor that cannot be computed, and explains broken connections.
+        """
+        self._dst = dst
+        self._group = group
+        self._watch = watch
+        self._queue: SimpleQueue[_Message | None] = SimpleQueue()
+        self._num_sent = 0
+        self._broken: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=f"mpxla-send-{dst}", daemon=True)
+        self.thread.start()
+
+    def put(self, tensors: Sequence[torch.Tensor], channel: str) -> Handle[None]:
+        """Queues one message of one or several tensors."""
+        what = f"the delivery of a {channel!r} message to rank {self._dst}"
+        handle: Handle[None] = Handle(self._watch, what, (self._dst,))
+        self._queue.put(_Message(tensors, channel, handle))
+        return handle
+
+    def finish(self) -> None:
+        """Lets the thread end once everything queued is delivered."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            self._deliver(message)
+            del message  # its tensors are not needed while the thread waits for the next one
+        if self._broken is None:
+            try:
+                self._send(_Envelope(True, self._num_sent, 0, b"", "", ""), None)
+            except (RuntimeError, ValueError) as error:  # the peer is gone: it needs no farewell
+                self._broken = error
+
+    def _deliver(self, message: _Message) -> None:
+        handle = message.handle
+        if self._broken is not None:
+            handle.set_error(self._broken)
+            return
+        try:
+            tensors = [tensor.detach().cpu() for tensor in message.tensors]
+            specs, payload = layout(tensors), pack(tensors)
+        except BaseException as error:  # the receiver waits for this message: it has to be told
+            self._broken = error
+            handle.set_error(error)
+            self._watch.report(f"computing a {message.channel!r} message", error)
+            return
+        envelope = _Envelope(
+            False, self._num_sent, payload.numel(), specs.digest, message.channel, specs.text
+        )
+        self._num_sent += 1
+        try:
+            self._send(envelope, payload)
+        except (RuntimeError, ValueError) as error:
+            self._broken = self._watch.explain(error, (self._dst,), handle.what)
+            handle.set_error(self._broken)
+        else:
+            handle.set_result(None)
+
+    def _send(self, envelope: _Envelope, payload: torch.Tensor | None) -> None:
+        head = torch.frombuffer(bytearray(envelope.write()), dtype=torch.uint8)
+        is_inline = envelope.num_bytes <= _INLINE_BYTES
+        if payload is not None and is_inline:
+            head = torch.cat([head, payload])
+        works = [dist.isend(head, self._dst, self._group, _ENVELOPE_TAG)]
+        if payload is not None and not is_inline:
+            works.append(dist.isend(payload, self._dst, self._group, _PAYLOAD_TAG))
+        for work in works:
+            work.wait()
+
+
+@dataclass(eq=False)
+class Posted:
+    """A receive that waits for its message."""
+
+    handle: Handle[Any]
+    layout: Layout | None
+    """What the message must be; None takes anything."""
+    unpack: Callable[[torch.Tensor], Any]
+    """Makes the handle's result out of the payload."""
+
+    @classmethod
+    def make(cls, handle: Handle[Any], specs: Sequence[Spec] | None, is_bundle: bool) -> "Posted":
+        """Prepares a receive.
+
+        Args:
+            handle: Completed by the message.
+            specs: Expected tensors; None for raw bytes.
+            is_bundle: Whether the result is a list.
+        """
+        if specs is None:
+            return cls(handle, None, lambda payload: payload)
+        if is_bundle:
+            return cls(handle, layout(specs), lambda payload: unpack(payload, specs))
+        return cls(handle, layout(specs), lambda payload: unpack(payload, specs)[0])
+
+
+class Inbox:
+    """Messages from one rank."""
+
+    def __init__(self, src: int, group: dist.ProcessGroup, watch: FailureWatch) -> None:
+        """Starts the thread.
+
+        Args:
+            src: Global rank of the source.
+            group: As for the outbox.
+            watch: Explains broken connections.
+        """
+        self._src = src
+        self._group = group
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._posted: dict[str, deque[Posted]] = {}
+        self._kept: dict[str, deque[tuple[_Envelope, torch.Tensor]]] = {}
+        self._is_over = False
+        self._over_error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=f"mpxla-recv-{src}", daemon=True)
+        self.thread.start()
+
+    def post(self, posted: Posted, channel: str) -> None:
+        """Has the next message of `channel` that no earlier receive takes complete a handle."""
+        with self._lock:
+            if kept := self._kept.get(channel):
+                message = kept.popleft()
+            elif self._is_over:
+                message = None
+            else:
+                self._posted.setdefault(channel, deque()).append(posted)
+                return
+        if message is None:
+            self._fail([posted])
+        else:
+            self._complete(posted, *message)
+
+    def _run(self) -> None:
+        try:
+            ahead = self._expect_envelope()
+            while True:
+                work, data = ahead
+                work.wait()
+                envelope = _Envelope.read(data)
+                if envelope.is_last:
+                    break
+                ahead = self._expect_envelope()
+                self._accept(envelope, self._receive_payload(envelope, data))
+        except (RuntimeError, ValueError) as error:
+            self._over_error = error
+        with self._lock:
+            self._is_over = True
+            abandoned = [posted for queue in self._posted.values() for posted in queue]
+            self._posted.clear()
+        self._fail(abandoned)
+
+    def _expect_envelope(self) -> tuple[dist.Work, torch.Tensor]:
+        data = torch.empty(_ENVELOPE.size + _INLINE_BYTES, dtype=torch.uint8)
+        work = dist.irecv(data, self._src, self._group, _ENVELOPE_TAG)
+        assert work is not None
+        return work, data
+
+    def _receive_payload(self, envelope: _Envelope, data: torch.Tensor) -> torch.Tensor:
+        if envelope.num_bytes <= _INLINE_BYTES:
+            return data[_ENVELOPE.size : _ENVELOPE.size + envelope.num_bytes].clone()
+        payload = torch.empty(envelope.num_bytes, dtype=torch.uint8)
+        work = dist.irecv(payload, self._src, self._group, _PAYLOAD_TAG)
+        assert work is not None
+        work.wait()
+        return payload
+
+    def _accept(self, envelope: _Envelope, payload: torch.Tensor) -> None:
+        with self._lock:
+            waiting = self._posted.get(envelope.channel)
+            if not waiting:
+                self._kept.setdefault(envelope.channel, deque()).append((envelope, payload))
+                return
+            posted = waiting.popleft()
+        self._complete(posted, envelope, payload)
+
+    def _complete(self, posted: Posted, envelope: _Envelope, payload: torch.Tensor) -> None:
+        expected = posted.layout
+        if expected is None or expected.digest == envelope.digest:
+            posted.handle.set_result(posted.unpack(payload))
+            return
+        posted.handle.set_error(
+            RankMismatch(
+                f"rank {self._watch.rank} expected {expected.text} from rank {self._src} on "
+                f"channel {envelope.channel!r}, but message {envelope.index} of that rank is "
+                f"{envelope.text}. Run the same script with the same model and arguments on all "
+                f"ranks."
+            )
+        )
+
+    def _fail(self, abandoned: list[Posted]) -> None:
+        """Completes receives that no message will complete."""
+        if not abandoned:
+            return
+        error = self._over_error
+        for posted in abandoned:
+            if error is None:
+                self._watch.set_left(self._src)
+                error = RuntimeError("it has closed its connections")
+            posted.handle.set_error(self._watch.explain(error, (self._src,), posted.handle.what))

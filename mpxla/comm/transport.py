@@ -1,0 +1,209 @@
+"""What the rest of mpxla may ask of communication, whatever carries it.
+
+One class per backend (`host`, `loopback`, later `xla`) follows this protocol, chosen once when the
+session starts. Ranks are global ranks; a group is the tuple of its ranks, ascending.
+
+Point to point: messages from one rank to another arrive in the order of sending per *channel*, a
+short name such as `forward`. Channels do not wait for each other at the receiver. A send never
+waits for the receive to be posted before it returns, and a receive may be posted before the send.
+
+Every call returns at once with a handle. Tensors that are sent or reduced may still be computing on
+a device; they must not be changed in place before the handle is done. Results are host tensors.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from mpxla.comm.handle import FailureWatch, Handle
+from mpxla.comm.packing import Spec
+from mpxla.errors import TopologyError
+
+__all__ = [
+    "Group",
+    "Transport",
+    "check_group",
+    "check_parts",
+    "check_peer",
+    "check_source",
+    "check_summable",
+]
+
+Group = tuple[int, ...]
+"""Global ranks, ascending."""
+
+
+class Transport(Protocol):
+    """Moves tensors between ranks in the background."""
+
+    rank: int
+    """Global rank of the caller."""
+    world_size: int
+    """Number of ranks."""
+    watch: FailureWatch
+    """Ends waits when a rank fails."""
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
+        """Sends one tensor; done when it has left this process."""
+        ...
+
+    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends several tensors as one message."""
+        ...
+
+    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
+        """Receives what a matching `send` sent.
+
+        Args:
+            spec: Shape and dtype, which must be those of the sender. None takes any message, as
+                flat bytes.
+            src: Sending rank.
+            channel: The sender's channel.
+
+        Returns:
+            Handle of the tensor. RankMismatch if the sender's shape or dtype differ.
+        """
+        ...
+
+    def recv_many(
+        self, specs: Sequence[Spec], src: int, channel: str
+    ) -> Handle[list[torch.Tensor]]:
+        """Receives what a matching `send_many` sent: views of one buffer, one per spec."""
+        ...
+
+    def make_groups(self, groups: Sequence[Group]) -> None:
+        """Makes groups usable for collectives.
+
+        Every rank calls it with the same list, also for groups that it is not part of. The group
+        of all ranks and groups of one need not be made.
+        """
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums over the ranks. Every rank of `ranks` calls it, with equal shapes and dtypes.
+
+        Returns:
+            Handle of a new tensor, the same bits on every rank.
+        """
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Collects a tensor [...] of every rank. Every rank of `ranks` calls it.
+
+        Returns:
+            Handle of [len(ranks), ...], in the order of `ranks`.
+        """
+        ...
+
+    def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums [len(ranks), ...] over the ranks and keeps the own part.
+
+        Every rank of `ranks` calls it. The terms are added in the order of `ranks`.
+
+        Returns:
+            Handle of [...]: the sum of what every rank passed at the caller's index.
+        """
+        ...
+
+    def broadcast(
+        self, tensor: torch.Tensor | Spec, src: int, ranks: Group
+    ) -> Handle[torch.Tensor]:
+        """Gives the tensor of rank `src` to every rank of `ranks`, all of which call it.
+
+        Args:
+            tensor: On `src` the tensor; elsewhere its shape and dtype suffice.
+            src: Global rank of the sender.
+            ranks: The group, with `src` in it.
+        """
+        ...
+
+    def barrier(self, ranks: Group) -> Handle[None]:
+        """Done when every rank of `ranks` has called it."""
+        ...
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Delivers what was sent, then releases connections and threads.
+
+        Every rank calls it; `timeout_s` limits the wait for those that do not.
+        """
+        ...
+
+
+def check_group(ranks: Group, rank: int, world_size: int) -> Group:
+    """Checks the ranks of a collective.
+
+    Args:
+        ranks: Group as the caller gave it.
+        rank: Rank of the caller, which has to be a member.
+        world_size: Number of ranks.
+
+    Returns:
+        The group as a tuple.
+
+    Raises:
+        TopologyError: Not ascending, outside the world, or without the caller.
+    """
+    group = tuple(ranks)
+    is_ascending = all(a < b for a, b in pairwise(group))
+    if not group or not is_ascending or group[0] < 0 or group[-1] >= world_size:
+        raise TopologyError(
+            f"group {group} on rank {rank}: give different global ranks between 0 and "
+            f"{world_size - 1}, ascending."
+        )
+    if rank not in group:
+        raise TopologyError(
+            f"rank {rank} called a communication of group {group}, of which it is no member. Call "
+            f"it on the ranks of the group only."
+        )
+    return group
+
+
+def check_peer(peer: int, rank: int, world_size: int) -> None:
+    """Checks the other end of a message.
+
+    Raises:
+        TopologyError: No such rank, or the caller itself.
+    """
+    if not 0 <= peer < world_size or peer == rank:
+        raise TopologyError(
+            f"rank {rank} cannot exchange messages with rank {peer}: give another rank between 0 "
+            f"and {world_size - 1}."
+        )
+
+
+def check_source(src: int, ranks: Group) -> None:
+    """Checks the sender of a broadcast.
+
+    Raises:
+        TopologyError: It is not in the group.
+    """
+    if src not in ranks:
+        raise TopologyError(
+            f"broadcast from rank {src} in the group {tuple(ranks)}: rank {src} is no member. Give "
+            f"a member as the source."
+        )
+
+
+def check_parts(tensor: torch.Tensor, ranks: Group) -> None:
+    """Checks the operand of a reduce_scatter.
+
+    Raises:
+        ValueError: Its first dim is not the size of the group.
+    """
+    if tensor.dim() == 0 or tensor.shape[0] != len(ranks):
+        raise ValueError(
+            f"reduce_scatter over the {len(ranks)} ranks {tuple(ranks)} got a tensor of shape "
+            f"{list(tensor.shape)}: its first dim has to be {len(ranks)}."
+        )
+
+
+def check_summable(tensor: torch.Tensor) -> None:
+    """Checks the operand of a sum.
+
+    Raises:
+        TypeError: It is a bool tensor, whose sum would be no bool.
+    """
+    if tensor.dtype is torch.bool:
+        raise TypeError("a bool tensor cannot be summed over ranks: convert it to int32 first.")

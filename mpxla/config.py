@@ -1,0 +1,411 @@
+"""The configuration: every key with its meaning, resolved once and frozen.
+
+Values come from the launcher (`SM_HP_MP_PARAMETERS`, then `MPXLA_CONFIG`), from the dict given to
+`smp.init`, and from the defaults below, in this order of priority. All problems of all sources are
+reported in one error. This module must not read the environment, import torch, or know of ranks
+beyond how many there are.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
+
+from mpxla.config_keys import (
+    ALIASES,
+    IGNORED_KEYS,
+    PLACEMENT_ORDERS,
+    Kind,
+    boolean,
+    integer,
+    key,
+    number,
+    text,
+    word,
+)
+from mpxla.config_rules import broken_rules, idle_keys, missing_features
+from mpxla.env import LaunchEnv
+from mpxla.errors import ConfigError
+from mpxla.log import get_logger
+
+__all__ = ["Config", "describe_difference", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Value of every configuration key.
+
+    Building one checks all values and their combinations, and fills in defaults that depend on
+    other keys. Keys marked "ignored" have no meaning on XLA: `resolve` warns when they are set.
+    """
+
+    pipeline_parallel_degree: int = key(1, integer(1))
+    """Number of partitions of the model, one per rank of a pipeline; also spelled `partitions`."""
+    microbatches: int = key(1, integer(1))
+    """Number of parts that each batch is split into."""
+    pipeline: str = key("interleaved", word("interleaved", "simple"))
+    """Schedule: `interleaved` prefers ready backwards, `simple` runs all forwards first."""
+    optimize: str = key("memory", word("memory", "speed"))
+    """What tensor parallelism and the default of `memory_weight` favour."""
+    placement_strategy: str = key("cluster", word(*PLACEMENT_ORDERS))
+    """Order of the axes data, pipeline, tensor over global ranks (`topology`)."""
+    auto_partition: bool = key(True, boolean())
+    """Whether mpxla decides the partition of every module."""
+    default_partition: int = key(None, integer(0, is_nullable=True))
+    """Partition of modules that no `smp.partition` places; 0 if the decision is automatic."""
+    memory_weight: float = key(None, number(within=(0, 1), is_nullable=True))
+    """Weight of balanced memory against balanced time; by default 0.2 for `optimize: "speed"`,
+    else 0.8."""
+    ddp: bool = key(False, boolean())
+    """Data parallelism over replicas of the model."""
+    ddp_port: int | None = key(None, integer(0, is_nullable=True))
+    """Ignored."""
+    ddp_dist_backend: str = key("auto", text())
+    """Ignored."""
+    active_microbatches: int = key(None, integer(1, is_nullable=True))
+    """Most microbatches in flight; by default partitions + 2, and never above `microbatches`."""
+    deterministic_server: bool = key(False, boolean())
+    """Ignored."""
+    tensor_parallel_degree: int = key(1, integer(1))
+    """Number of ranks that share the tensors of one partition."""
+    tensor_parallel_seed: int = key(0, integer())
+    """Seed for initializing distributed modules."""
+    prescaled_batch: bool = key(False, boolean())
+    """Whether the ranks of a tensor-parallel group are fed the same batch."""
+    fp16_params: bool = key(False, boolean())
+    """Whether distributed modules create fp16 parameters."""
+    fp16: bool = key(False, boolean())
+    """fp16 training with master weights and loss scaling."""
+    bf16: bool = key(False, boolean())
+    """bf16 training."""
+    shard_optimizer_state: bool = key(False, boolean())
+    """Divide the optimizer's state over the data-parallel ranks."""
+    skip_tracing: bool = key(False, boolean())
+    """Ignored."""
+    offload_activations: bool = key(False, boolean())
+    """Keep checkpointed activations in host memory."""
+    activation_loading_horizon: int = key(4, integer(1))
+    """Ignored."""
+    delayed_parameter_initialization: bool = key(False, boolean())
+    """Create parameters only after partitioning, on the rank that owns them."""
+    sharded_data_parallel_degree: int = key(1, integer(1))
+    """Number of ranks over which parameters, gradients and optimizer state are sharded."""
+    sdp_reduce_bucket_size: int = key(500_000_000, integer(1, is_exponent_allowed=True))
+    """Gradient bucket of sharded data parallelism, in elements."""
+    sdp_param_persistence_threshold: int = key(1_000_000, integer(0, is_exponent_allowed=True))
+    """Parameters with fewer elements are not sharded."""
+    sdp_max_live_parameters: int = key(1_000_000_000, integer(1, is_exponent_allowed=True))
+    """Most elements of sharded parameters that are gathered at a time."""
+    sdp_hierarchical_allgather: bool = key(True, boolean())
+    """Gather sharded parameters inside each node first."""
+    sdp_gradient_clipping: float = key(1.0, number(above=0))
+    """Gradient norm to clip at under sharded data parallelism."""
+    load_partition: bool = key(False, boolean())
+    """Load the partition decision from `partition_file`."""
+    partition_file: str | None = key(None, text(is_nullable=True))
+    """Where the partition decision is kept."""
+    contiguous: bool = key(True, boolean())
+    """Ignored."""
+    horovod: bool = key(False, boolean())
+    """Ignored; True is refused."""
+    transport: str = key("auto", word("auto", "host"))
+    """Extension. How ranks communicate: `host` goes through host memory; `auto` takes the best one
+    for the device, which is `host` on CPU."""
+    stall_timeout_s: float = key(300.0, number(above=0))
+    """Extension, reserved. Seconds without progress after which a stall is an error."""
+
+    sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
+    """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""
+    set_by: InitVar[Mapping[str, str] | None] = None
+    """Not kept: what becomes `sources`; without it, every value off its default counts as set."""
+
+    def __post_init__(self, set_by: Mapping[str, str] | None) -> None:
+        """Checks the values and completes them.
+
+        Args:
+            set_by: Source of every key that somebody set.
+
+        Raises:
+            ConfigError: Some value or combination cannot be used. The text lists all problems.
+        """
+        values, problems, wrong = dict(_DEFAULTS), [], set()
+        for name in _KINDS:
+            try:
+                values[name] = _convert(name, getattr(self, name))
+            except ValueError as error:
+                problems.append(str(error))
+                wrong.add(name)
+        if set_by is None:
+            set_by = {name: "init" for name in _KINDS if values[name] != _DEFAULTS[name]}
+        problems += _find_problems(values, set_by, wrong)
+        if problems:
+            _refuse(problems)
+        for name, value in _complete(values).items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "sources", tuple(sorted(set_by.items())))
+
+    @property
+    def partitions(self) -> int:
+        """The other spelling of `pipeline_parallel_degree`."""
+        return self.pipeline_parallel_degree
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the value of every key, in the order of the fields."""
+        return {name: getattr(self, name) for name in _KINDS}
+
+    def source(self, name: str) -> str:
+        """Returns who set a key: `"launcher"`, `"init"` or `"default"`.
+
+        Args:
+            name: The key.
+
+        Raises:
+            ConfigError: There is no such key.
+        """
+        if name not in _KINDS:
+            _refuse([_describe_unknown(name, "Config.source")])
+        return dict(self.sources).get(name, "default")
+
+    def fingerprint(self) -> str:
+        """Returns all values as JSON; ranks with the same configuration return the same text."""
+        return json.dumps(self.as_dict(), sort_keys=True)
+
+    def describe(self) -> list[str]:
+        """Returns a line `key = value (from source)` for every key that was set off its default."""
+        return [
+            f"{name} = {value!r} (from {self.source(name)})"
+            for name, value in self.as_dict().items()
+            if self.source(name) != "default" and value != _DEFAULTS[name]
+        ]
+
+    def check_world_size(self, world_size: int) -> None:
+        """Checks the keys that depend on how many processes there are.
+
+        Whether the degrees divide the number of processes is left to `Topology`.
+
+        Args:
+            world_size: Number of processes.
+
+        Raises:
+            ConfigError: Several replicas without `ddp`, or a sharding degree that does not divide
+                the number of replicas.
+        """
+        num_ranks = self.pipeline_parallel_degree * self.tensor_parallel_degree
+        num_replicas, rest = divmod(world_size, num_ranks)
+        if rest:
+            return
+        problems: list[str] = []
+        if num_replicas > 1 and not self.ddp:
+            problems.append(
+                f"{world_size} processes hold {num_replicas} replicas of the model "
+                f"(pipeline_parallel_degree {self.pipeline_parallel_degree} x "
+                f"tensor_parallel_degree {self.tensor_parallel_degree} = {num_ranks} processes "
+                f"each), but ddp is False (from {self.source('ddp')}), so nothing would average "
+                f"their gradients; set ddp: True, or start {num_ranks} processes, or raise "
+                "pipeline_parallel_degree"
+            )
+        if num_replicas % self.sharded_data_parallel_degree:
+            problems.append(
+                f"sharded_data_parallel_degree: {self.sharded_data_parallel_degree} must divide "
+                f"the number of replicas, which is {num_replicas} with {world_size} processes"
+            )
+        if problems:
+            _refuse(problems)
+
+
+_KINDS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Config) if f.metadata}
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Config) if f.metadata}
+
+
+class _Layer(NamedTuple):
+    """The keys that one source sets, canonical and converted."""
+
+    origin: str
+    source: str
+    values: dict[str, Any]
+
+
+def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
+    """Merges all sources of configuration, checks the result and logs it on rank 0.
+
+    Args:
+        user: Dict given to `smp.init`, or None.
+        env: Holds the launcher's configuration, which wins over `user`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: Some key, value or combination cannot be used. The text lists all problems.
+    """
+    # Scripts pass anything.
+    if not isinstance(user, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        _refuse([f"smp.init takes a dict of configuration keys, got {user!r}"])
+    problems: list[str] = []
+    wrong: set[str] = set()
+    ignored: set[str] = set()
+    layers = []
+    for origin, source, given in (
+        ("SM_HP_MP_PARAMETERS", "launcher", env.smp_parameters),
+        ("MPXLA_CONFIG", "launcher", env.mpxla_config),
+        ("smp.init", "init", user),
+    ):
+        given = given or {}
+        ignored |= {name for name in IGNORED_KEYS if given.get(name) is not None}
+        layers.append(_Layer(origin, source, _read_layer(given, origin, problems, wrong)))
+    values, sources, overrides = _merge(layers)
+    problems += _find_problems(values, sources, wrong)
+    if problems:
+        _refuse(problems)
+    config = Config(**values, set_by=sources)
+    if env.rank == 0:
+        _log(config, values, overrides, sorted(ignored))
+    return config
+
+
+def describe_difference(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    a_name: str = "rank 0",
+    b_name: str = "this rank",
+) -> str:
+    """Describes how two configurations differ.
+
+    Args:
+        a: Value of every key, as from `Config.as_dict` or parsed from `Config.fingerprint`.
+        b: The other one.
+        a_name: Who has `a`.
+        b_name: Who has `b`.
+
+    Returns:
+        One line for each key that differs; empty if none does.
+    """
+
+    def show(values: Mapping[str, Any], name: str) -> str:
+        return repr(values[name]) if name in values else "not set"
+
+    return "\n".join(
+        f"{name}: {show(a, name)} on {a_name}, {show(b, name)} on {b_name}"
+        for name in dict.fromkeys([*a, *b])
+        if show(a, name) != show(b, name)
+    )
+
+
+def _read_layer(
+    given: Mapping[str, Any], origin: str, problems: list[str], wrong: set[str]
+) -> dict[str, Any]:
+    """Canonical keys and converted values of one source; the rest goes to `problems`, `wrong`."""
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for spelling, value in given.items():
+        name = ALIASES.get(spelling, spelling)
+        if name not in _KINDS:
+            if spelling not in IGNORED_KEYS:
+                problems.append(_describe_unknown(spelling, origin))
+            continue
+        if value is None and _KINDS[name].is_nullable:
+            continue
+        try:
+            value = _convert(name, value, spelling, origin)
+        except ValueError as error:
+            problems.append(str(error))
+            wrong.add(name)
+            continue
+        if name in values and values[name] != value:
+            problems.append(
+                f"{spelled[name]}: {values[name]!r} and {spelling}: {value!r} (from {origin}) are "
+                "two spellings of one key; remove one"
+            )
+            wrong.add(name)
+        values[name], spelled[name] = value, spelling
+    return values
+
+
+def _convert(name: str, value: Any, spelling: str | None = None, origin: str | None = None) -> Any:
+    """The value as stored, or a ValueError with the text for the user."""
+    kind = _KINDS[name]
+    if value is None and kind.is_nullable:
+        return None
+    try:
+        return kind.convert(value)
+    except (TypeError, ValueError, OverflowError):
+        where = f" (from {origin})" if origin else ""
+        raise ValueError(f"{spelling or name}: {value!r}{where} must be {kind.expected}") from None
+
+
+def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Values of all keys, source of those that were set, and a line for each one overridden."""
+    values = dict(_DEFAULTS)
+    winners: dict[str, _Layer] = {}
+    overrides = []
+    for layer in layers:
+        for name, value in layer.values.items():
+            winner = winners.setdefault(name, layer)
+            if winner is layer:
+                values[name] = value
+            elif values[name] != value:
+                overrides.append(
+                    f"{name} = {values[name]!r} from {winner.origin} overrides {value!r} from "
+                    f"{layer.origin}"
+                )
+    return values, {name: layer.source for name, layer in winners.items()}, overrides
+
+
+def _find_problems(
+    values: Mapping[str, Any], given: Mapping[str, str], wrong: set[str]
+) -> list[str]:
+    """Problems of converted values; rules about keys known to be wrong would only add noise."""
+    missing = missing_features(values, _DEFAULTS)
+    return [*missing.values(), *broken_rules(values, given, wrong | missing.keys())]
+
+
+def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in the defaults that depend on other keys."""
+    complete = dict(values)
+    if complete["default_partition"] is None:
+        complete["default_partition"] = 0
+    if complete["memory_weight"] is None:
+        complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
+    active = complete["active_microbatches"] or complete["pipeline_parallel_degree"] + 2
+    complete["active_microbatches"] = min(active, complete["microbatches"])
+    return complete
+
+
+def _log(
+    config: Config, values: Mapping[str, Any], overrides: list[str], ignored: list[str]
+) -> None:
+    logger = get_logger()
+    for line in overrides:
+        logger.info("configuration: %s", line)
+    asked = values["active_microbatches"]
+    if asked is not None and asked > config.microbatches:
+        logger.info(
+            "configuration: active_microbatches = %d is lowered to microbatches = %d",
+            asked,
+            config.microbatches,
+        )
+    for name in ignored:
+        logger.warning("configuration: %s is ignored: %s", name, IGNORED_KEYS[name])
+    for line in idle_keys(values, dict(config.sources)):
+        logger.warning("configuration: %s", line)
+    for line in config.describe():
+        logger.info("configuration: %s", line)
+
+
+def _describe_unknown(name: Any, origin: str) -> str:
+    candidates = [*_KINDS, *ALIASES]
+    near = difflib.get_close_matches(str(name).lower(), candidates, n=1)
+    advice = (
+        f"did you mean {near[0]}?"
+        if near
+        else "remove it; the keys are the fields of mpxla.config.Config"
+    )
+    return f"{name} (from {origin}) is not a configuration key; {advice}"
+
+
+def _refuse(problems: list[str]) -> NoReturn:
+    count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ConfigError(
+        f"the configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems)
+    )

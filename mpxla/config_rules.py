@@ -1,0 +1,207 @@
+"""How configuration keys constrain each other, and which features cannot be switched on yet.
+
+Every rule is a row of a table: the keys it concerns, when it strikes, and what the user reads. The
+rows see plain values by key; they must not know where values come from (`config` does).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["MISSING_FEATURES", "broken_rules", "idle_keys", "missing_features"]
+
+Values = Mapping[str, Any]
+
+MISSING_FEATURES = {
+    "tensor_parallel_degree": "tensor parallelism",
+    "fp16_params": "distributed modules with fp16 parameters",
+    "fp16": "fp16 training",
+    "bf16": "bf16 training",
+    "shard_optimizer_state": "optimizer state sharding",
+    "offload_activations": "activation offloading",
+    "delayed_parameter_initialization": "delayed parameter initialization",
+    "sharded_data_parallel_degree": "sharded data parallelism",
+    "load_partition": "loading a partition decision",
+    "partition_file": "saving a partition decision",
+}
+"""Key -> the feature that any value but the default asks for. A finished feature loses its row."""
+
+
+class Rule(NamedTuple):
+    """One constraint between keys."""
+
+    keys: tuple[str, ...]
+    """The keys it looks at; it is skipped if one of them is known to be wrong."""
+    strikes: Callable[[Values, Collection[str]], bool]
+    """Whether it is broken, given the values of all keys and the keys that somebody set."""
+    text: str
+    """What the user reads; `{key}` stands for a value."""
+
+
+_RULES = (
+    Rule(
+        ("auto_partition", "default_partition"),
+        lambda v, given: not v["auto_partition"] and v["default_partition"] is None,
+        "auto_partition: False needs default_partition, the partition of modules that no "
+        "smp.partition places",
+    ),
+    Rule(
+        ("default_partition", "pipeline_parallel_degree"),
+        lambda v, given: (v["default_partition"] or 0) >= v["pipeline_parallel_degree"],
+        "default_partition: {default_partition} must be below pipeline_parallel_degree: "
+        "{pipeline_parallel_degree}",
+    ),
+    Rule(
+        ("horovod",),
+        lambda v, given: v["horovod"],
+        "horovod: True is for TensorFlow only, and excludes ddp; remove it and set ddp: True for "
+        "data parallelism",
+    ),
+    Rule(
+        ("ddp_port", "ddp"),
+        lambda v, given: "ddp_port" in given and "ddp" not in given,
+        "ddp_port: {ddp_port} needs the key ddp; set ddp, or remove ddp_port",
+    ),
+    Rule(
+        ("ddp_dist_backend", "ddp"),
+        lambda v, given: "ddp_dist_backend" in given and "ddp" not in given,
+        "ddp_dist_backend: {ddp_dist_backend!r} needs the key ddp; set ddp, or remove "
+        "ddp_dist_backend",
+    ),
+    Rule(
+        ("tensor_parallel_degree", "ddp"),
+        lambda v, given: v["tensor_parallel_degree"] > 1 and not v["ddp"],
+        "tensor_parallel_degree: {tensor_parallel_degree} needs ddp: True",
+    ),
+    Rule(
+        ("sharded_data_parallel_degree", "ddp"),
+        lambda v, given: v["sharded_data_parallel_degree"] > 1 and not v["ddp"],
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} needs ddp: True",
+    ),
+    Rule(
+        ("sharded_data_parallel_degree", "pipeline_parallel_degree"),
+        lambda v, given: (
+            v["sharded_data_parallel_degree"] > 1 and v["pipeline_parallel_degree"] > 1
+        ),
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} cannot be combined with "
+        "pipeline_parallel_degree: {pipeline_parallel_degree}; set one of them to 1",
+    ),
+    Rule(
+        ("sharded_data_parallel_degree", "shard_optimizer_state"),
+        lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["shard_optimizer_state"],
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} already shards the optimizer "
+        "state; remove shard_optimizer_state: True",
+    ),
+    Rule(
+        ("sharded_data_parallel_degree", "tensor_parallel_degree", "prescaled_batch"),
+        lambda v, given: (
+            v["sharded_data_parallel_degree"] > 1
+            and v["tensor_parallel_degree"] > 1
+            and not v["prescaled_batch"]
+        ),
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} with tensor_parallel_degree: "
+        "{tensor_parallel_degree} needs prescaled_batch: True",
+    ),
+    Rule(
+        ("bf16", "sharded_data_parallel_degree"),
+        lambda v, given: v["bf16"] and v["sharded_data_parallel_degree"] == 1,
+        "bf16: True needs sharded_data_parallel_degree above 1",
+    ),
+    Rule(
+        ("bf16", "fp16"),
+        lambda v, given: v["bf16"] and v["fp16"],
+        "bf16: True and fp16: True exclude each other; remove one",
+    ),
+)
+
+_SHARDING_KEYS = (
+    "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold",
+    "sdp_max_live_parameters",
+    "sdp_hierarchical_allgather",
+    "sdp_gradient_clipping",
+)
+_IDLE_RULES = (
+    *(
+        Rule(
+            (key, "sharded_data_parallel_degree"),
+            lambda v, given, key=key: key in given and v["sharded_data_parallel_degree"] == 1,
+            f"{key} has no effect, because sharded_data_parallel_degree is 1",
+        )
+        for key in _SHARDING_KEYS
+    ),
+    Rule(
+        ("default_partition", "auto_partition"),
+        lambda v, given: v["auto_partition"] and bool(v["default_partition"]),
+        "default_partition: {default_partition} has no effect, because auto_partition is True",
+    ),
+    Rule(
+        ("memory_weight", "auto_partition"),
+        lambda v, given: not v["auto_partition"] and v["memory_weight"] is not None,
+        "memory_weight: {memory_weight} has no effect, because auto_partition is False",
+    ),
+    Rule(
+        ("active_microbatches", "microbatches", "pipeline"),
+        lambda v, given: (
+            v["pipeline"] == "simple"
+            and v["active_microbatches"] is not None
+            and v["active_microbatches"] < v["microbatches"]
+        ),
+        "active_microbatches: {active_microbatches} has no effect, because pipeline: 'simple' runs "
+        "the forwards of all {microbatches} microbatches before the first backward",
+    ),
+)
+
+
+def missing_features(values: Values, defaults: Values) -> dict[str, str]:
+    """Finds features that are switched on but do not exist yet.
+
+    Args:
+        values: Value of every key.
+        defaults: Default of every key.
+
+    Returns:
+        Text for the user by key.
+    """
+    return {
+        key: f"{key}: {values[key]!r} asks for {feature}, which mpxla does not have yet; remove "
+        f"the key or set it to {defaults[key]!r}"
+        for key, feature in MISSING_FEATURES.items()
+        if values[key] != defaults[key]
+    }
+
+
+def broken_rules(values: Values, given: Collection[str], wrong: Collection[str]) -> list[str]:
+    """Finds combinations that are refused.
+
+    Args:
+        values: Value of every key as given, None for keys whose default depends on others.
+        given: Keys that somebody set.
+        wrong: Keys already known to be wrong; rules about them are skipped.
+
+    Returns:
+        Texts for the user.
+    """
+    return _apply(_RULES, values, given, wrong)
+
+
+def idle_keys(values: Values, given: Collection[str]) -> list[str]:
+    """Finds keys that were set but change nothing, because of other keys.
+
+    Args:
+        values: As for `broken_rules`.
+        given: Keys that somebody set.
+
+    Returns:
+        Texts for the user.
+    """
+    return _apply(_IDLE_RULES, values, given, ())
+
+
+def _apply(
+    rules: tuple[Rule, ...], values: Values, given: Collection[str], wrong: Collection[str]
+) -> list[str]:
+    return [
+        rule.text.format(**values)
+        for rule in rules
+        if not set(rule.keys) & set(wrong) and rule.strikes(values, given)
+    ]

@@ -1,0 +1,245 @@
+"""Reads the environment: who this process is among its peers, and what the launcher configured.
+
+This is the only reader of `os.environ` in mpxla, so that everything else can be tested with plain
+values. It understands torchrun, Open MPI's mpirun and a process started by hand. It must not import
+torch, and it does not judge configuration keys (`config` does).
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpxla.errors import ConfigError
+
+__all__ = ["LaunchEnv", "read_environment"]
+
+_DEFAULT_MASTER_PORT = 29500
+# Meaning of the variable -> its name under torchrun and under mpirun.
+_TORCHRUN = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+}
+_MPIRUN = {
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "world_size": "OMPI_COMM_WORLD_SIZE",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnv:
+    """What the environment says about this process. The defaults describe a single process."""
+
+    rank: int = 0
+    """Global rank."""
+    world_size: int = 1
+    """Number of processes."""
+    local_rank: int = 0
+    """Rank among the processes of this node."""
+    local_size: int = 1
+    """Number of processes on this node."""
+    node_rank: int = 0
+    """Index of this node. If the launcher does not tell, ranks are taken to fill node by node."""
+    num_nodes: int = 1
+    """Number of nodes."""
+    master_addr: str = "127.0.0.1"
+    """Host of rank 0."""
+    master_port: int = _DEFAULT_MASTER_PORT
+    """Port for the rendezvous on that host."""
+    source: str = "none"
+    """Who started the process: `"torchrun"`, `"mpirun"` or `"none"`."""
+    smp_parameters: Mapping[str, Any] | None = None
+    """Configuration in `SM_HP_MP_PARAMETERS`, where SageMaker puts it."""
+    mpxla_config: Mapping[str, Any] | None = None
+    """Configuration in `MPXLA_CONFIG`: JSON text, or the path of a JSON file."""
+    pjrt_device: str = "CPU"
+    """Device type that torch_xla will use."""
+    rendezvous_file: str | None = None
+    """`MPXLA_RENDEZVOUS_FILE`: file over which processes find each other, in place of a port."""
+    log_level: str = "INFO"
+    """Level for `mpxla.log.set_level`."""
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
+    """Reads everything that mpxla takes from the environment. A blank variable counts as not set.
+
+    Args:
+        environ: Variables to read; `os.environ` if None.
+
+    Returns:
+        The description of this process.
+
+    Raises:
+        ConfigError: Variables are missing, contradict each other or cannot be read. The text lists
+            all problems of the launcher's variables.
+    """
+    environ = os.environ if environ is None else environ
+    environ = {name: text.strip() for name, text in environ.items() if text.strip()}
+    return LaunchEnv(
+        **_read_processes(environ),
+        smp_parameters=_read_json(environ, "SM_HP_MP_PARAMETERS", may_be_path=False),
+        mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
+        pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
+        rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
+        log_level=_read_log_level(environ),
+    )
+
+
+def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Finds the launcher and reads its variables; no variables mean a single process."""
+    required = [*_TORCHRUN.values(), *_MASTER]
+    missing = [name for name in required if name not in environ]
+    if not missing:
+        return _read_torchrun(environ)
+    if any(name in environ for name in _MPIRUN.values()):
+        return _read_mpirun(environ)
+    found = [name for name in _TORCHRUN.values() if name in environ]
+    if found:
+        raise ConfigError(
+            f"the environment sets {', '.join(found)} but not {', '.join(missing)}: start all "
+            "processes with torchrun, which sets them all, or unset the former to run a single "
+            "process"
+        )
+    return {}
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = _TORCHRUN | {"master_port": "MASTER_PORT"}
+    groups = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
+    has_groups = all(name in environ for name in groups.values())
+    if has_groups:
+        names |= groups
+    problems: list[str] = []
+    values = _read_counts(environ, names, problems)
+    _check(values, names, problems)
+    if not has_groups:
+        values |= _nodes(values)
+    return values | {"master_addr": environ["MASTER_ADDR"], "source": "torchrun"}
+
+
+def _read_mpirun(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = _MPIRUN | {"master_port": "MASTER_PORT"}
+    problems = [
+        f"{name} is not set, although mpirun sets it"
+        for name in _MPIRUN.values()
+        if name not in environ
+    ]
+    values = {"master_port": _DEFAULT_MASTER_PORT} | _read_counts(environ, names, problems)
+    for field, name in _TORCHRUN.items():
+        if name in environ and environ[name] != environ.get(_MPIRUN[field], environ[name]):
+            problems.append(
+                f"{name}={environ[name]} contradicts {_MPIRUN[field]}={environ[_MPIRUN[field]]}; "
+                f"unset {name}"
+            )
+    size, local_size = values.get("world_size"), values.get("local_size")
+    if "MASTER_ADDR" not in environ and size and local_size and local_size < size:
+        problems.append(
+            f"{size} processes run on several nodes ({local_size} on this one), but MASTER_ADDR is "
+            "not set; set it to the host of rank 0, for instance with mpirun -x MASTER_ADDR=<host>"
+        )
+    _check(values, names, problems)
+    master_addr = environ.get("MASTER_ADDR", "127.0.0.1")
+    return values | _nodes(values) | {"master_addr": master_addr, "source": "mpirun"}
+
+
+def _nodes(values: Mapping[str, int]) -> dict[str, int]:
+    """Node of a rank when ranks fill node by node."""
+    local_size = values["local_size"]
+    return {
+        "node_rank": values["rank"] // local_size,
+        "num_nodes": -(-values["world_size"] // local_size),
+    }
+
+
+def _read_counts(
+    environ: Mapping[str, str], names: Mapping[str, str], problems: list[str]
+) -> dict[str, int]:
+    """Integers by meaning; variables that hold something else go to `problems`."""
+    values: dict[str, int] = {}
+    for field, name in names.items():
+        text = environ.get(name)
+        if text is None:
+            continue
+        if text.isascii() and text.isdecimal():
+            values[field] = int(text)
+        else:
+            problems.append(f"{name}={text} must be an integer >= 0")
+    return values
+
+
+def _check(values: Mapping[str, int | None], names: Mapping[str, str], problems: list[str]) -> None:
+    """Adds contradictions among the values to `problems`, and raises if there are any."""
+
+    def compare(low: str, high: str, is_equal_allowed: bool) -> None:
+        small, large = values.get(low), values.get(high)
+        if small is None or large is None:
+            return
+        if small > large or (small == large and not is_equal_allowed):
+            relation = "at most" if is_equal_allowed else "below"
+            problems.append(f"{names[low]}={small} must be {relation} {names[high]}={large}")
+
+    compare("rank", "world_size", is_equal_allowed=False)
+    compare("local_rank", "local_size", is_equal_allowed=False)
+    compare("local_size", "world_size", is_equal_allowed=True)
+    compare("node_rank", "num_nodes", is_equal_allowed=False)
+    port = values.get("master_port")
+    if port is not None and not 1 <= port <= 65535:
+        problems.append(f"MASTER_PORT={port} must be a port from 1 to 65535")
+    if problems:
+        raise ConfigError(
+            "the launcher's environment variables cannot be used:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def _read_json(
+    environ: Mapping[str, str], name: str, may_be_path: bool
+) -> Mapping[str, Any] | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    where = name
+    if may_be_path and not text.startswith(("{", "[", '"')):
+        where = f"{name} (file {text})"
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{where} cannot be read: {error}. Set it to JSON text such as "
+                '{"microbatches": 4}, or to the path of a JSON file'
+            ) from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 20, 0) : error.pos + 20]
+        raise ConfigError(
+            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}, near {near!r}"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{where} must hold a JSON object of configuration keys such as "
+            f'{{"microbatches": 4}}, but holds {value!r}'
+        )
+    return value
+
+
+def _default_device() -> str:
+    """What torch_xla would choose on a Neuron or a CPU host, found out without importing it."""
+    return "CPU" if importlib.util.find_spec("libneuronxla") is None else "NEURON"
+
+
+def _read_log_level(environ: Mapping[str, str]) -> str:
+    level = environ.get("MPXLA_LOG_LEVEL", "INFO").upper()
+    names = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    if level not in names:
+        raise ConfigError(f"MPXLA_LOG_LEVEL={level} must be one of {', '.join(names)}")
+    return level

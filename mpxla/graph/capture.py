@@ -1,0 +1,456 @@
+"""Capture of a step function: user code, model and loss become one functional graph.
+
+The user's function runs once under `torch.export` (non-strict) with fake tensors in place of all
+parameters, buffers and inputs, so capture needs no memory and no device, and works the same before
+and after partitioning, when a rank no longer holds most parameters. `model.backward(loss)` records
+what is differentiated and does nothing else.
+
+This module must not know about stages, ranks or devices other than the host.
+"""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind as ExportInput
+from torch.export.graph_signature import OutputKind as ExportOutput
+from torch.overrides import TorchFunctionMode
+
+from mpxla.errors import CaptureError
+from mpxla.graph.normalize import (
+    collapse_detaches,
+    drop_runtime_checks,
+    free_layouts,
+    keep_gradient_barriers,
+    resolve_numbers,
+)
+from mpxla.graph.stepgraph import (
+    InputKind,
+    InputRole,
+    OutputKind,
+    OutputRole,
+    ResultLeaf,
+    StepGraph,
+)
+
+__all__ = ["TensorLeaf", "capture_step", "current_recorder"]
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """Shape and dtype of one tensor among the inputs of a step, for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class BackwardRecorder:
+    """What `model.backward` was asked to differentiate while a step function is captured."""
+
+    objectives: list[torch.Tensor] = field(default_factory=list)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Records the scalars whose gradients add up to what the call asks for.
+
+        A non-scalar `tensor` with gradient `g` contributes `sum(tensor * g)`.
+        """
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
+            grads = [grad_tensors] * len(tensors)
+        else:
+            grads = list(grad_tensors)
+        if len(grads) != len(tensors):
+            raise CaptureError(
+                f"model.backward got {len(tensors)} tensors and {len(grads)} gradients"
+                f"{_at_user_line()}; give one gradient (or None) for each tensor."
+            )
+        for tensor, grad in zip(tensors, grads, strict=True):
+            self.objectives.append(_objective(tensor, grad))
+
+
+def _objective(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    if not tensor.requires_grad:
+        raise CaptureError(
+            f"model.backward was called on a tensor that no parameter contributed to"
+            f"{_at_user_line()}. Check that the loss is computed from the model's output, outside "
+            f"torch.no_grad(), without .detach() or .item() on the way."
+        )
+    if grad is None:
+        if tensor.numel() != 1:
+            raise CaptureError(
+                f"model.backward was called on a tensor of shape {list(tensor.shape)} without a "
+                f"gradient{_at_user_line()}. Reduce the loss to a scalar, or pass grad_tensors."
+            )
+        return tensor.sum()
+    if grad.shape != tensor.shape:
+        raise CaptureError(
+            f"model.backward got a gradient of shape {list(grad.shape)} for a tensor of shape "
+            f"{list(tensor.shape)}{_at_user_line()}; the shapes must be equal."
+        )
+    return (tensor * grad.detach()).sum()
+
+
+_recorder: BackwardRecorder | None = None
+
+
+def current_recorder() -> BackwardRecorder | None:
+    """The recorder of the capture that runs now, or None outside of captures."""
+    return _recorder
+
+
+@dataclass
+class _Returned:
+    """What one run of the step function returned, apart from the tensors themselves."""
+
+    leaves: list[ResultLeaf] = field(default_factory=list)
+    spec: Any = None
+    num_objectives: int = 0
+
+
+class _StepModule(nn.Module):
+    """Model and step function as one module, as `torch.export` wants it.
+
+    Calls the function, flattens what it returns, and adds the differentiated scalars. What is not
+    a tensor goes to `returned`, one object for the module's lifetime: export refuses modules whose
+    own attributes change in `forward`.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[[Sequence[torch.Tensor]], Any]):
+        super().__init__()
+        self.model = model
+        self._function = function
+        self.returned = _Returned()
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
+        global _recorder
+        _recorder = recorder = BackwardRecorder()
+        try:
+            with _StepSemantics():
+                returned = self._function(leaves)
+        finally:
+            _recorder = None
+        flat, self.returned.spec = pytree.tree_flatten(returned)
+        self.returned.leaves = leaves_out = []
+        results: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, torch.Tensor):
+                leaves_out.append(ResultLeaf(len(results)))
+                results.append(leaf.detach())
+            elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+                leaves_out.append(ResultLeaf(len(results), is_number=True))
+                results.append(leaf)
+            else:
+                _refuse_hidden_tensors(leaf)
+                is_number = isinstance(leaf, (bool, int, float))
+                leaves_out.append(ResultLeaf(None, is_number=is_number, value=leaf))
+        self.returned.num_objectives = len(recorder.objectives)
+        return (*recorder.objectives, *results)
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    held = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
+    if held and not isinstance(leaf, nn.Module):
+        raise CaptureError(
+            f"The step function returns an object of type {type(leaf).__name__} that holds tensors "
+            f"({', '.join(held)}). Return tensors in a tuple, list, dict, named tuple or a class "
+            f"registered with torch.utils._pytree.register_pytree_node."
+        )
+
+
+class _StepSemantics(TorchFunctionMode):
+    """What torch calls mean while a step is captured.
+
+    Every device that user code names reads as the host: which device a stage runs on is decided
+    later. Real tensors that live elsewhere (constants of the user's function) are copied to the
+    host once. Plain autograd is refused, since it would not see the stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _AUTOGRAD:
+            raise CaptureError(
+                f"{func.__name__}() was called in a step function{_at_user_line()}. Call "
+                f"model.backward(loss) there: gradients have to flow through all stages."
+            )
+        args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
+        if func in _DEVICE_BY_NAME:
+            args = tuple(_device_of_text(a) for a in args)
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+    def _to_host(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type != "meta":
+            return torch.device("cpu")
+        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
+            if value.device.type in ("cpu", "meta"):
+                return value
+            if id(value) not in self._copies:  # keep the original alive: its id is the key
+                self._copies[id(value)] = (value, value.detach().cpu())
+            return self._copies[id(value)][1]
+        return value
+
+
+_AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_DEVICE_BY_NAME = (torch.Tensor.to,)
+
+
+def _device_of_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return torch.device("cpu")
+    return value
+
+
+def capture_step(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    model: nn.Module,
+    leaves: Sequence[TensorLeaf],
+    canonical_names: dict[str, str],
+) -> StepGraph:
+    """Captures one microbatch of a step function as a functional graph.
+
+    Runs on the host with fake tensors; parameters of `model` may be on any device, `meta`
+    included. The train/eval mode of the modules and the grad mode are those of the caller.
+
+    Args:
+        function: takes the tensor leaves of the step's inputs and returns what the user's
+            function returns. Calls `model` and `current_recorder().backward`.
+        model: the user's model, which holds every trainable parameter.
+        leaves: shape and dtype of each tensor input, for one microbatch.
+        canonical_names: any name of a parameter or buffer -> the one name used for it (tied
+            parameters have several).
+
+    Raises:
+        CaptureError: the function depends on a tensor's value in Python, uses parameters that do
+            not belong to `model`, or returns something that cannot be returned.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    wrapper = _StepModule(model, function)
+    with _fake_state(model, fake_mode), _unmapped_autocast(), _quiet_export():
+        with fake_mode:
+            inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
+        try:
+            exported = torch.export.export(wrapper, inputs, strict=False)
+            keep_gradient_barriers(exported.graph_module)
+            exported = exported.run_decompositions({})
+        except Exception as error:
+            raise _explain(error) from error
+    return _step_graph(wrapper, exported, canonical_names, fake_mode)
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Puts fake host tensors in the place of all parameters and buffers; undone on exit."""
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            with fake_mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    try:
+        for module, parameters, buffers in saved:
+            for name, tensor in parameters.items():
+                module._parameters[name] = fake(tensor)
+            for name, tensor in buffers.items():
+                module._buffers[name] = fake(tensor)
+        yield
+    finally:
+        for module, parameters, buffers in saved:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _unmapped_autocast() -> Iterator[None]:
+    """An autocast region entered around the step for the device applies to the host's fakes."""
+    for device_type in ("xla", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            with torch.autocast("cpu", dtype=dtype):
+                yield
+            return
+    yield
+
+
+def _step_graph(
+    wrapper: _StepModule,
+    exported: torch.export.ExportedProgram,
+    canonical_names: dict[str, str],
+    fake_mode: FakeTensorMode,
+) -> StepGraph:
+    """Reads roles off the exported program and annotates the nodes with fake values."""
+    graph = exported.graph_module.graph
+    constants: dict[str, torch.Tensor] = {}
+    inputs = _input_roles(exported, canonical_names, constants)
+    outputs: list[OutputRole] = []
+    result_count = 0
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind is ExportOutput.BUFFER_MUTATION:
+            name = canonical_names[spec.target.removeprefix("model.")]
+            outputs.append(OutputRole(OutputKind.BUFFER, name=name))
+        elif spec.kind is not ExportOutput.USER_OUTPUT:
+            raise CaptureError(
+                f"The step function changes {spec.target} in place ({spec.kind.name.lower()}). "
+                f"Assign a new tensor instead, or make it a registered buffer of the model."
+            )
+        elif result_count < wrapper.returned.num_objectives:
+            outputs.append(OutputRole(OutputKind.OBJECTIVE, index=result_count))
+            result_count += 1
+        else:
+            index = result_count - wrapper.returned.num_objectives
+            outputs.append(OutputRole(OutputKind.RESULT, index=index))
+            result_count += 1
+    drop_runtime_checks(graph)
+    resolve_numbers(graph)
+    collapse_detaches(graph)
+    free_layouts(graph)
+    graph.eliminate_dead_code()
+    _annotate(exported.graph_module, inputs, wrapper, fake_mode)
+    return StepGraph(
+        graph=graph,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        result_leaves=tuple(wrapper.returned.leaves),
+        result_spec=wrapper.returned.spec,
+        constants=constants,
+        is_training=wrapper.returned.num_objectives > 0,
+    )
+
+
+def _input_roles(
+    exported: torch.export.ExportedProgram,
+    canonical_names: dict[str, str],
+    constants: dict[str, torch.Tensor],
+) -> list[InputRole]:
+    roles: list[InputRole] = []
+    num_leaves = 0
+    for spec in exported.graph_signature.input_specs:
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is ExportInput.PARAMETER:
+            roles.append(InputRole(InputKind.PARAMETER, canonical_names[target]))
+        elif spec.kind is ExportInput.BUFFER:
+            roles.append(InputRole(InputKind.BUFFER, canonical_names[target]))
+        elif spec.kind is ExportInput.CONSTANT_TENSOR:
+            value = exported.constants[spec.target]
+            if isinstance(value, nn.Parameter) and value.requires_grad:
+                raise CaptureError(
+                    f"The step function uses a trainable parameter of shape {list(value.shape)} "
+                    f"that is not part of the model given to DistributedModel (captured as "
+                    f"'{target}'). Make it a parameter of that model."
+                )
+            constants[target] = value.detach()
+            roles.append(InputRole(InputKind.CONSTANT, target))
+        elif spec.kind is ExportInput.USER_INPUT:
+            roles.append(InputRole(InputKind.STEP_INPUT, index=num_leaves))
+            num_leaves += 1
+        else:
+            raise CaptureError(f"The step function captures an unsupported object: {spec}.")
+    return roles
+
+
+def _annotate(
+    module: fx.GraphModule,
+    inputs: list[InputRole],
+    wrapper: _StepModule,
+    fake_mode: FakeTensorMode,
+) -> None:
+    """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
+    trainable = {id(p) for p in wrapper.model.parameters() if p.requires_grad}
+    names = {
+        name
+        for name, p in wrapper.model.named_parameters(remove_duplicate=False)
+        if id(p) in trainable
+    }
+    arguments = []
+    for node, role in zip(
+        (n for n in module.graph.nodes if n.op == "placeholder"), inputs, strict=True
+    ):
+        value = node.meta["val"]
+        with fake_mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        if role.kind is InputKind.PARAMETER and role.name in names:
+            fake.requires_grad_()
+        arguments.append(fake)
+    with fake_mode, torch.set_grad_enabled(wrapper.returned.num_objectives > 0):
+        _Annotator(module).run(*arguments)
+
+
+class _Annotator(fx.Interpreter):
+    """Stores every node's fake result, with its `requires_grad`, in `meta["val"]`."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["val"] = result
+        return result
+
+
+def _explain(error: Exception) -> Exception:
+    """One line of the user's code in place of a page of graph; the user's own errors as they are."""
+    if isinstance(error, CaptureError):
+        return error
+    where = _user_frame(traceback.extract_tb(error.__traceback__))
+    place = f" at {where}" if where else ""
+    if type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") or (
+        "data-dependent" in str(error)
+    ):
+        return CaptureError(
+            f"The step function depends on a tensor's value in Python{place}. A step is captured "
+            f"once as a graph, so `if`, `while`, `int()`, `bool()`, `print()` and indexing with a "
+            f"tensor's value are not possible inside it. Use torch.where or masks, or move the "
+            f"decision out of the step function; a value that is only returned may use .item()."
+        )
+    if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
+        error.add_note(f"mpxla: raised while the step function was captured{place}.")
+        return error
+    text = str(error).strip().split("\n")[0][:500]
+    return CaptureError(
+        f"The step function could not be captured{place}: {type(error).__name__}: {text}"
+    )
+
+
+def _at_user_line() -> str:
+    where = _user_frame(traceback.extract_stack())
+    return f" at {where}" if where else ""
+
+
+def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """`file:line: source` of the innermost frame that is neither torch's nor mpxla's."""
+    for frame in reversed(frames):
+        name = frame.filename.replace("\\", "/")
+        outside = ("/torch/", "/mpxla/graph/", "/mpxla/runtime/", "/mpxla/parallel/", "<", "/functools")
+        if not any(part in name for part in outside) and "importlib" not in name:
+            return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
+    return None

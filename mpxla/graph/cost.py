@@ -1,0 +1,194 @@
+"""What each node of a step costs, and the step graph in the partitioner's words.
+
+Operations are counted by torch's own flop formulas while the graph runs on fake tensors; time is
+the larger of arithmetic and memory traffic on a `MachineModel`. An operator with several results
+and the nodes that pick them are one unit of placement.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpxla.graph.partition import GraphNode, NodeCost, NodeKind
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
+
+__all__ = ["MachineModel", "PartitionProblem", "build_problem"]
+
+_BACKWARD_FACTOR = 2.0
+"""A product has two derivatives, each as costly as itself."""
+_STATE_FACTOR = 4
+"""Weight, gradient and two moments of Adam, in units of the weight."""
+
+
+@dataclass(frozen=True)
+class MachineModel:
+    """Rates that turn counts into seconds. The defaults describe one core of a server CPU."""
+
+    flops_per_s: float = 8e10
+    memory_bytes_per_s: float = 1e10
+    link_bytes_per_s: float = 1e9
+    """Between two ranks, copies on both sides included."""
+    task_s: float = 2e-6
+    """Fixed cost of a node."""
+
+
+@dataclass(frozen=True)
+class PartitionProblem:
+    """The partitioner's input, and the way back from its nodes to the graph's.
+
+    Attributes:
+        nodes: units of placement, in program order.
+        parameter_bytes: weights, gradients and optimizer state of every trainable parameter.
+        members: nodes of the step graph that each unit stands for.
+        flops: forward floating-point operations of each unit.
+    """
+
+    nodes: tuple[GraphNode, ...]
+    parameter_bytes: Mapping[str, int]
+    members: tuple[tuple[fx.Node, ...], ...]
+    flops: tuple[int, ...]
+
+
+def build_problem(step: StepGraph, machine: MachineModel) -> PartitionProblem:
+    """Describes a step to the partitioner.
+
+    Args:
+        step: the captured step.
+        machine: rates of the target.
+    """
+    flops = _count_flops(step)
+    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    trainable = {
+        role.name
+        for node, role in roles.items()
+        if role.kind is InputKind.PARAMETER and node.meta["val"].requires_grad
+    }
+    new_buffers = {
+        node: role.name
+        for node, role in zip(step.output_nodes, step.outputs, strict=True)
+        if role.kind is OutputKind.BUFFER
+    }
+    units: dict[fx.Node, int] = {}
+    members: list[list[fx.Node]] = []
+    for node in step.graph.nodes:
+        if node.op == "output" or (
+            node in roles and roles[node].kind is not InputKind.STEP_INPUT
+        ):
+            continue
+        if node.target is operator.getitem and node.args[0] in units:
+            units[node] = units[node.args[0]]
+            members[units[node]].append(node)
+        else:
+            units[node] = len(members)
+            members.append([node])
+    nodes = tuple(
+        _unit(group, units, roles, trainable, new_buffers, flops, machine) for group in members
+    )
+    parameter_bytes = {
+        role.name: _num_bytes(node) * _STATE_FACTOR
+        for node, role in roles.items()
+        if role.name in trainable
+    }
+    return PartitionProblem(
+        nodes,
+        parameter_bytes,
+        tuple(tuple(group) for group in members),
+        tuple(sum(flops.get(n, 0) for n in group) for group in members),
+    )
+
+
+def _unit(
+    group: list[fx.Node],
+    units: Mapping[fx.Node, int],
+    roles: Mapping[fx.Node, object],
+    trainable: set[str],
+    new_buffers: Mapping[fx.Node, str],
+    flops: Mapping[fx.Node, int],
+    machine: MachineModel,
+) -> GraphNode:
+    head = group[0]
+    sources = [s for s in head.all_input_nodes]
+    held = [roles[s] for s in sources if s not in units]
+    is_input = head in roles
+    values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
+    output_bytes = sum(_num_bytes(n) for n in values)
+    needs_grad = any(n.meta["val"].requires_grad for n in values)
+    read_bytes = sum(_num_bytes(s) for s in sources)
+    forward_s = max(
+        sum(flops.get(n, 0) for n in group) / machine.flops_per_s,
+        (read_bytes + output_bytes) / machine.memory_bytes_per_s,
+    )
+    compute_s = 0.0 if is_input or _is_free(head) else (
+        machine.task_s + forward_s * (1 + (_BACKWARD_FACTOR if needs_grad else 0))
+    )
+    if is_input:
+        kind = NodeKind.INPUT
+    else:
+        kind = NodeKind.RANDOM if is_random(head) else NodeKind.COMPUTE
+    return GraphNode(
+        name=head.name,
+        inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
+        parameters=tuple(dict.fromkeys(r.name for r in held if r.name in trainable)),
+        buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in trainable)),
+        mutates=tuple(new_buffers[n] for n in group if n in new_buffers),
+        module_path=_module_path(head),
+        kind=kind,
+        cost=NodeCost(
+            compute_s=compute_s,
+            memory_bytes=output_bytes if needs_grad and not _is_free(head) else 0,
+            output_bytes=output_bytes,
+            gradient_bytes=output_bytes if needs_grad else 0,
+        ),
+    )
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether the node only renames memory."""
+    return bool(getattr(node.target, "is_view", False)) or node.target is operator.getitem
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(v.numel() * v.itemsize for v in values if isinstance(v, torch.Tensor))
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), "")
+
+
+def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
+    """Forward operations of every node, by torch's formulas, on fake tensors."""
+    module = fx.GraphModule(torch.nn.Module(), step.graph)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        arguments = [
+            torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in step.placeholders
+        ]
+    counter = _FlopInterpreter(module)
+    with fake_mode, torch.no_grad(), counter.mode:
+        counter.run(*arguments)
+    return counter.flops
+
+
+class _FlopInterpreter(fx.Interpreter):
+    """Notes how many operations each node adds to torch's counter."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.mode = FlopCounterMode(display=False)
+        self.flops: dict[fx.Node, int] = {}
+        self._total = 0
+
+    def run_node(self, n: fx.Node) -> object:
+        result = super().run_node(n)
+        total = self.mode.get_total_flops()
+        if total != self._total:
+            self.flops[n], self._total = total - self._total, total
+        return result

@@ -1,0 +1,120 @@
+"""Small rewrites that make an exported graph fit for cutting into stages.
+
+Each function changes a graph in place and has one purpose. They must not know about stages.
+"""
+
+import torch
+from torch import fx
+
+from mpxla.errors import CaptureError
+
+__all__ = [
+    "collapse_detaches",
+    "drop_runtime_checks",
+    "free_layouts",
+    "keep_gradient_barriers",
+    "resolve_numbers",
+]
+
+_aten = torch.ops.aten
+_CHECKS = (
+    _aten._assert_tensor_metadata.default,
+    _aten._assert_scalar.default,
+    _aten._assert_async.msg,
+    _aten.sym_constrain_range_for_size.default,
+    _aten.sym_constrain_range.default,
+)
+_KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+def keep_gradient_barriers(module: fx.GraphModule) -> None:
+    """Makes regions under `torch.no_grad()` detach their results, and autocast regions host ones.
+
+    Functionalization inlines such regions. A region without gradients would lose that meaning, so
+    its outputs get an explicit `detach`; an autocast region for the device would not apply to the
+    host tensors of the capture, so it is renamed.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            body = getattr(module, node.args[1].target)
+            keep_gradient_barriers(body)
+            if node.args[0] is False:
+                _detach_outputs(body)
+        elif name == "wrap_with_autocast":
+            device_type, *rest = node.args
+            if device_type in ("xla", "cuda"):
+                node.args = ("cpu", *rest)
+            body_node = next(a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
+            keep_gradient_barriers(getattr(module, body_node.target))
+
+
+def _detach_outputs(body: fx.GraphModule) -> None:
+    graph = body.graph
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+
+    def detach(value: fx.Node) -> fx.Node:
+        fake = value.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            return value
+        with graph.inserting_before(output):
+            node = graph.call_function(_aten.detach.default, (value,))
+        node.meta = dict(value.meta)
+        return node
+
+    output.args = fx.map_arg(output.args, detach)
+    body.recompile()
+
+
+def drop_runtime_checks(graph: fx.Graph) -> None:
+    """Removes assertions about metadata, which hold by construction and cannot run on XLA."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in _CHECKS and not node.users:
+            graph.erase_node(node)
+
+
+def resolve_numbers(graph: fx.Graph) -> None:
+    """Replaces a returned `x.item()` by `x`; the runtime turns it into a Python number.
+
+    Raises:
+        CaptureError: the number takes part in further computation.
+    """
+    for node in list(graph.nodes):
+        if node.target not in (_aten.item.default, _aten._local_scalar_dense.default):
+            continue
+        others = [user for user in node.users if user.op != "output"]
+        if others:
+            where = (node.meta.get("stack_trace") or "").strip().split("\n")
+            line = " ".join(part.strip() for part in where[-2:])
+            raise CaptureError(
+                f"The Python number read by .item() is used in a computation inside the step "
+                f"function ({line}). Keep it a tensor there; only a number that is returned may be "
+                f"read by .item()."
+            )
+        with graph.inserting_before(node):
+            value = graph.call_function(_aten.detach.default, (node.args[0],))
+        value.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+def collapse_detaches(graph: fx.Graph) -> None:
+    """Merges chains of `detach` (tracing leaves three for one) and drops `alias`."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        is_repeated = node.target is _aten.detach.default and (
+            node.args[0].target is _aten.detach.default
+        )
+        if is_repeated or node.target is _aten.alias.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def free_layouts(graph: fx.Graph) -> None:
+    """Turns views into reshapes: on the device, operators may lay out their results otherwise."""
+    for node in graph.nodes:
+        if node.target is _aten.view.default:
+            node.target = _aten.reshape.default

@@ -1,0 +1,262 @@
+"""Automatic partition: the best linear cut of a graph.
+
+The spine of the graph (`partition_flow.py`) is a sequence; nodes that must share a stage are glued
+to *pieces*, and a stage is a run of pieces. It costs
+
+    memory_weight       * (parameters + saved activations) / total memory
+  + (1 - memory_weight) * (compute + link * bytes over its two cuts) / total compute
+
+where the bytes over a cut are all values and gradients alive across it, and whatever the pieces of
+a stage share (a parameter, copied work) counts once, but again on every stage that has it. This
+module puts the graph into those terms; `partition_cuts.py` finds the cuts. It must not know
+tensors, modules or devices.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpxla.errors import PartitionError
+from mpxla.graph.partition import GraphNode, Partition, check_graph
+from mpxla.graph.partition_build import build_partition
+from mpxla.graph.partition_cuts import Chain, best_cuts
+from mpxla.graph.partition_flow import Flow, Group, Role, analyse, last_reader, spread
+from mpxla.graph.partition_manual import fixed_ranks, place_by_rank
+
+__all__ = ["partition_auto"]
+
+Pieces = Sequence[Sequence[int]]
+"""Nodes of the spine in cutting order, grouped where no cut is possible."""
+
+
+def partition_auto(
+    nodes: Sequence[GraphNode],
+    parameter_bytes: Mapping[str, int],
+    num_stages: int,
+    memory_weight: float,
+    link: float,
+    fixed: Mapping[str, int | tuple[int, ...]] | None = None,
+    *,
+    placement: Sequence[int] | None = None,
+) -> Partition:
+    """Cut a graph into stages so that the most expensive stage is as cheap as possible.
+
+    Args:
+        nodes: The graph, in program order.
+        parameter_bytes: Bytes of weights, gradient and optimizer state of every trainable
+            parameter, whether or not this graph reads it.
+        num_stages: Number of stages; each gets at least one node of the spine.
+        memory_weight: Share of memory in the cost of a stage, 0 to 1; the rest is time.
+        link: Seconds per byte that crosses a cut.
+        fixed: pp_rank or pp_ranks of parameters that have been placed before and must stay. If no
+            linear cut respects them, stages are formed as in manual partitioning, and their number
+            and placement may differ from what was asked for.
+        placement: pp_rank of every stage; stage s is on rank s by default.
+
+    Returns:
+        The partition with the smallest largest cost.
+
+    Raises:
+        PartitionError: More stages than the graph can be cut into, or arguments out of range.
+    """
+    check_graph(nodes, parameter_bytes)
+    _check_arguments(num_stages, memory_weight, link)
+    placement = tuple(range(num_stages)) if placement is None else tuple(placement)
+    _check_placement(placement, num_stages)
+    fixed = fixed or {}
+    flow = analyse(nodes, link)
+    num_ranks = max(placement) + 1
+    allowed = fixed_ranks(flow, num_ranks, fixed)
+    pieces = _glue(flow)
+    if num_stages > max(len(pieces), 1) and not fixed:
+        raise PartitionError(_too_many_stages(flow, pieces, num_stages))
+    found = None
+    if num_stages <= len(pieces):
+        starts = _first_starts(pieces, placement, allowed) if allowed else None
+        chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, starts)
+        found = best_cuts(chain, num_stages)
+    if found is None:
+        return place_by_rank(flow, parameter_bytes, num_ranks, allowed, fixed)
+    cuts, objective = found
+    position = {
+        index: stage
+        for stage, (start, stop) in enumerate(pairwise((0, *cuts, len(pieces))))
+        for piece in pieces[start:stop]
+        for index in piece
+    }
+    return build_partition(
+        flow, parameter_bytes, position, placement, num_ranks, fixed, objective=objective
+    )
+
+
+def _check_arguments(num_stages: int, memory_weight: float, link: float) -> None:
+    problems = []
+    if num_stages < 1:
+        problems.append(f"the number of stages is {num_stages}; use 1 or more")
+    if not 0 <= memory_weight <= 1:
+        problems.append(f"memory_weight is {memory_weight}; use a value from 0 to 1")
+    if not (math.isfinite(link) and link >= 0):
+        problems.append(f"the cost of a byte is {link} seconds; use a finite value from 0")
+    if problems:
+        raise PartitionError("Cannot partition: " + "; ".join(problems) + ".")
+
+
+def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:
+    if len(placement) != num_stages or placement[0] != 0 or min(placement) < 0:
+        raise PartitionError(
+            f"Cannot place {num_stages} stages by {placement}: name one rank from 0 per stage, and "
+            "rank 0 for stage 0, because rank 0 owns the inputs of the step."
+        )
+
+
+def _glue(flow: Flow) -> list[list[int]]:
+    """Split the spine at every place where a cut is possible."""
+    place = {index: slot for slot, index in enumerate(flow.order)}
+    depth = [0] * (len(flow.order) + 1)
+    for group in flow.groups:
+        slots = [place[member] for member in group.members]
+        depth[min(slots) + 1] += 1
+        depth[max(slots) + 1] -= 1
+    pieces: list[list[int]] = []
+    for index, groups_across in zip(flow.order, accumulate(depth), strict=False):
+        if groups_across and pieces:
+            pieces[-1].append(index)
+        else:
+            pieces.append([index])
+    return pieces
+
+
+def _too_many_stages(flow: Flow, pieces: Pieces, num_stages: int) -> str:
+    """Say how many stages are possible, and what limits them."""
+    most = max(len(pieces), 1)
+    text = (
+        f"Cannot cut the step into {num_stages} stages: at most {most} "
+        f"{'is' if most == 1 else 'are'} possible. It has {len(flow.order)} operations that depend "
+        "on parameters, random numbers or updated buffers"
+    )
+    largest = max(pieces, key=len, default=())
+    if len(largest) > 1:
+        place = {index: slot for slot, index in enumerate(flow.order)}
+
+        def extent(group: Group) -> int:
+            slots = [place[member] for member in group.members]
+            return max(slots) - min(slots)
+
+        inside = [group for group in flow.groups if group.members[0] in largest]
+        longest = max(inside, key=extent)
+        first, last = flow.nodes[largest[0]], flow.nodes[largest[-1]]
+        text += (
+            f", of which {len(largest)} cannot be separated, from {first.described()} to "
+            f"{last.described()}: {longest.reason}"
+        )
+    return text + ". Lower pipeline_parallel_degree, or use a model with more operations."
+
+
+def _first_starts(
+    pieces: Pieces, placement: tuple[int, ...], allowed: Mapping[int, frozenset[int]]
+) -> NDArray[np.int64]:
+    """[K + 1, S] earliest start of stage s if it ends at a position, by the allowed ranks."""
+    blocked_until = np.zeros((len(pieces) + 1, len(placement)), dtype=np.int64)
+    for slot, piece in enumerate(pieces):
+        for index in piece:
+            if index in allowed:
+                is_wrong = [rank not in allowed[index] for rank in placement]
+                blocked_until[slot + 1, is_wrong] = slot + 1
+    return np.maximum.accumulate(blocked_until, axis=0)
+
+
+def _chain(
+    flow: Flow,
+    pieces: Pieces,
+    parameter_bytes: Mapping[str, int],
+    memory_weight: float,
+    link: float,
+    first_start: NDArray[np.int64] | None,
+) -> Chain:
+    """Put pieces, shared things and cuts into one unit: shares of the totals."""
+    position = {index: slot for slot, piece in enumerate(pieces) for index in piece}
+    copies = spread(flow, position)
+    readers: dict[str, set[int]] = defaultdict(set)
+    for index, slot in position.items():
+        for name in flow.nodes[index].parameters:
+            readers[name].add(slot)
+    costs = [node.cost for node in flow.nodes]
+    total_memory = sum(parameter_bytes[name] for name in readers)
+    total_memory += sum(cost.memory_bytes for cost in costs)
+    total_compute = sum(cost.compute_s for cost in costs)
+    per_byte = memory_weight / total_memory if total_memory else 0.0
+    per_second = (1 - memory_weight) / total_compute if total_compute else 0.0
+    if per_byte == per_second == 0:
+        uses = {frozenset((slot,)): len(piece) / len(position) for slot, piece in enumerate(pieces)}
+    else:
+        uses = defaultdict(float)
+        for name, slots in readers.items():
+            uses[frozenset(slots)] += per_byte * parameter_bytes[name]
+        for slots, cost in zip(copies, costs, strict=True):
+            uses[slots] += per_byte * cost.memory_bytes + per_second * cost.compute_s
+    cut_bytes = _cut_bytes(flow, copies, len(pieces))
+    upper, lower, shared = _prefix_sums(uses, len(pieces))
+    return Chain(
+        upper=upper,
+        lower=lower,
+        crossing=np.array(cut_bytes, dtype=np.float64) * (per_second * link),
+        shared=shared,
+        preference=list(zip(_boundary_depths(flow, pieces), cut_bytes, strict=True)),
+        first_start=first_start,
+    )
+
+
+def _prefix_sums(
+    uses: Mapping[frozenset[int], float], num_pieces: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[list[tuple[int, float]]]]:
+    """Costs of the pieces with shared things at every use, at the first use, and the surplus."""
+    upper, lower = np.zeros(num_pieces + 1), np.zeros(num_pieces + 1)
+    shared: list[list[tuple[int, float]]] = [[] for _ in range(num_pieces)]
+    for slots, cost in uses.items():
+        if cost == 0:
+            continue
+        ordered = sorted(slots)
+        lower[ordered[0] + 1] += cost
+        upper[[slot + 1 for slot in ordered]] += cost
+        for previous, slot in pairwise(ordered):
+            shared[slot].append((previous, cost))
+    return upper.cumsum(), lower.cumsum(), shared
+
+
+def _cut_bytes(flow: Flow, copies: Sequence[frozenset[int]], num_pieces: int) -> list[int]:
+    """[K + 1] bytes of values and gradients alive across each position, zero at both ends."""
+    change = [0] * (num_pieces + 1)
+    for index, node in enumerate(flow.nodes):
+        if flow.roles[index] in (Role.CONSTANT, Role.LOCAL):
+            continue
+        size = node.cost.output_bytes + node.cost.gradient_bytes
+        change[min(copies[index]) + 1] += size
+        if (last := last_reader(flow, copies, index)) < num_pieces:
+            change[last + 1] -= size
+    crossing = list(accumulate(change))
+    assert crossing[0] == crossing[-1] == 0
+    return crossing
+
+
+def _boundary_depths(flow: Flow, pieces: Pieces) -> list[int]:
+    """[K + 1] how deep in the module tree each position cuts; zero at both ends."""
+    depths = [0]
+    for before, after in pairwise(pieces):
+        left = flow.nodes[before[-1]].module_path
+        right = flow.nodes[after[0]].module_path
+        depths.append(_common_depth(left, right))
+    return [*depths, 0]
+
+
+def _common_depth(left: str, right: str) -> int:
+    depth = 0
+    if left and right:
+        for one, other in zip(left.split("."), right.split("."), strict=False):
+            if one != other:
+                break
+            depth += 1
+    return depth

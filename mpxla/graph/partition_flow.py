@@ -1,0 +1,251 @@
+"""What a step's graph allows a partitioner to do: which nodes are cut, and which ones follow.
+
+Both partitioners decide about the *spine* only: the nodes that depend on a trainable parameter, on
+a random draw or on a buffer that the step updates. Everything else follows from where the spine's
+nodes are (`spread`):
+
+    role       node                                          where
+    SPINE      see above                                     decided by a partitioner
+    INPUT      step input                                    stage 0
+    CONSTANT   depends on constants and fixed buffers        a copy wherever it is read
+    LOCAL      depends on inputs, cheaper to redo than send  a copy wherever it is read
+    HOME       depends on inputs, otherwise                  its earliest reader's stage
+    EARLY      depends on inputs, far smaller than they are  stage 0
+
+This module must not know costs of stages, nor how the spine is cut.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mpxla.graph.partition import GraphNode, NodeKind
+
+__all__ = ["Flow", "Group", "Role", "analyse", "last_reader", "spread"]
+
+EARLY_REDUCTION = 2
+"""How many times smaller than the inputs it needs a value must be to be computed on stage 0."""
+
+
+class Role(Enum):
+    """How a node finds its stage; the module's table explains the values."""
+
+    SPINE = "spine"
+    INPUT = "input"
+    CONSTANT = "constant"
+    LOCAL = "local"
+    HOME = "home"
+    EARLY = "early"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Spine nodes that must share one stage."""
+
+    members: tuple[int, ...]
+    """At least two nodes, ascending."""
+    reason: str
+    """A clause for error texts, such as ``they use the buffer 'bn.mean', which the step updates``.
+    """
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The part of a graph's structure that partitioning depends on."""
+
+    nodes: tuple[GraphNode, ...]
+    roles: tuple[Role, ...]
+    consumers: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    """The spine in the order in which it is cut: program order, except that movable nodes stand
+    right before their first reader."""
+    movable: frozenset[int]
+    """Spine nodes that depend on no input (on parameters or random draws only) and may therefore
+    run late: work on parameters sits with its consumer."""
+    groups: tuple[Group, ...]
+
+
+def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
+    """Find each node's role, the spine's order and what must stay together.
+
+    Args:
+        nodes: The graph, in program order.
+        link: Seconds per byte of a transfer, against which repeated work is weighed.
+
+    Returns:
+        The structure that `spread` and the partitioners work on.
+    """
+    updated = {name for node in nodes for name in node.mutates}
+    from_input, stateful, in_spine = _dependences(nodes, updated)
+    consumers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for source in dict.fromkeys(node.inputs):
+            consumers[source].append(index)
+    groups = _groups(nodes, consumers, in_spine, updated)
+    grouped = {member for group in groups for member in group.members}
+    movable = frozenset(
+        index
+        for index in range(len(nodes))
+        if in_spine[index]
+        and not from_input[index]
+        and not stateful[index]
+        and index not in grouped
+    )
+    return Flow(
+        tuple(nodes),
+        _roles(nodes, from_input, in_spine, link),
+        tuple(map(tuple, consumers)),
+        _cutting_order(consumers, in_spine, movable),
+        movable,
+        groups,
+    )
+
+
+def spread(flow: Flow, position: Mapping[int, int]) -> list[frozenset[int]]:
+    """Place every node, given where the spine's nodes are.
+
+    Args:
+        flow: The analysed graph.
+        position: Position of every spine node. Positions are any integers from 0 that grow along
+            the pipeline: stages, or pieces of the graph that are still to be grouped to stages.
+
+    Returns:
+        For every node the positions that compute it; more than one for copies.
+    """
+    at: dict[int, frozenset[int]] = {}
+    copies: list[frozenset[int]] = [frozenset()] * len(flow.nodes)
+    for index in reversed(range(len(flow.nodes))):
+        role = flow.roles[index]
+        if role is Role.SPINE:
+            place = position[index]
+        elif role in (Role.INPUT, Role.EARLY) or not flow.consumers[index]:
+            place = 0
+        else:
+            needed = _union([copies[consumer] for consumer in flow.consumers[index]])
+            if role is not Role.HOME:
+                copies[index] = needed
+                continue
+            place = min(needed)
+        copies[index] = at.setdefault(place, frozenset((place,)))
+    return copies
+
+
+def last_reader(flow: Flow, copies: Sequence[frozenset[int]], index: int) -> int:
+    """The last position to which a node's value has to travel.
+
+    Args:
+        flow: The analysed graph.
+        copies: The result of `spread`.
+        index: The node.
+
+    Returns:
+        Its own position if nobody else reads it, or if every reader has a copy.
+    """
+    own = copies[index]
+    home = min(own)
+    if flow.roles[index] in (Role.CONSTANT, Role.LOCAL):
+        return home
+    return max([home, *(max(copies[consumer]) for consumer in flow.consumers[index])])
+
+
+def _union(sets: list[frozenset[int]]) -> frozenset[int]:
+    """Union that keeps the object if all sets are the same one, as along a chain."""
+    first = sets[0]
+    return first if all(other is first for other in sets) else first.union(*sets[1:])
+
+
+def _dependences(
+    nodes: Sequence[GraphNode], updated: set[str]
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """Whether each node depends on an input, on an updated buffer, and belongs to the spine."""
+    from_input, stateful, in_spine = [], [], []
+    for node in nodes:
+        touches = bool(node.mutates) or not updated.isdisjoint(node.buffers)
+        draws = node.kind is NodeKind.RANDOM
+        from_input.append(
+            node.kind is NodeKind.INPUT or any(from_input[source] for source in node.inputs)
+        )
+        stateful.append(touches or any(stateful[source] for source in node.inputs))
+        in_spine.append(
+            touches
+            or draws
+            or bool(node.parameters)
+            or any(in_spine[source] for source in node.inputs)
+        )
+    return from_input, stateful, in_spine
+
+
+def _groups(
+    nodes: Sequence[GraphNode],
+    consumers: Sequence[Sequence[int]],
+    in_spine: Sequence[bool],
+    updated: set[str],
+) -> tuple[Group, ...]:
+    """Users of an updated buffer, and values that cannot travel with their readers."""
+    users: dict[str, list[int]] = {name: [] for name in sorted(updated)}
+    for index, node in enumerate(nodes):
+        for name in updated.intersection((*node.buffers, *node.mutates)):
+            users[name].append(index)
+    groups = [
+        Group(tuple(members), f"they use the buffer {name!r}, which the step updates")
+        for name, members in users.items()
+        if len(members) > 1
+    ]
+    for index, node in enumerate(nodes):
+        stuck = in_spine[index] and node.cost.output_bytes == 0
+        if stuck and consumers[index]:
+            reason = f"the value of {node.name!r} cannot travel between stages"
+            groups.append(Group((index, *consumers[index]), reason))
+    return tuple(groups)
+
+
+def _cutting_order(
+    consumers: Sequence[Sequence[int]], in_spine: Sequence[bool], movable: frozenset[int]
+) -> tuple[int, ...]:
+    """The spine's nodes, sorted by the node before which they are wanted."""
+    wanted = list(range(len(in_spine)))
+    for index in reversed(range(len(in_spine))):
+        if index in movable and consumers[index]:
+            wanted[index] = min(wanted[consumer] for consumer in consumers[index])
+    spine = [index for index in range(len(in_spine)) if in_spine[index]]
+    return tuple(sorted(spine, key=lambda index: (wanted[index], index)))
+
+
+def _roles(
+    nodes: Sequence[GraphNode],
+    from_input: Sequence[bool],
+    in_spine: Sequence[bool],
+    link: float,
+) -> tuple[Role, ...]:
+    """Roles of all nodes; weighs redoing a node against sending its value."""
+    roles: list[Role] = []
+    fetched: list[frozenset[int]] = []  # what a stage must receive to have the node's value
+    redo_s: list[float] = []  # seconds it then spends, counting shared work more than once
+    for index, node in enumerate(nodes):
+        own = frozenset((index,))
+        sources = [fetched[source] for source in set(node.inputs)]
+        needed = _union(sources) if sources else frozenset()
+        seconds = node.cost.compute_s + sum(redo_s[source] for source in set(node.inputs))
+        if in_spine[index]:
+            role = Role.SPINE
+        elif node.kind is NodeKind.INPUT:
+            role = Role.INPUT
+        elif not from_input[index]:
+            role = Role.CONSTANT
+        else:
+            fetched_bytes = sum(nodes[source].cost.output_bytes for source in needed)
+            role = _role_of_input_work(node.cost.output_bytes, fetched_bytes, seconds, link)
+        is_copied = role in (Role.CONSTANT, Role.LOCAL)
+        roles.append(role)
+        fetched.append(needed if is_copied else own)
+        redo_s.append(seconds if is_copied else 0.0)
+    return tuple(roles)
+
+
+def _role_of_input_work(output_bytes: int, fetched_bytes: int, seconds: float, link: float) -> Role:
+    if output_bytes == 0:
+        return Role.LOCAL
+    if output_bytes * EARLY_REDUCTION <= fetched_bytes:
+        return Role.EARLY
+    is_cheap = seconds <= link * (output_bytes - fetched_bytes)
+    return Role.LOCAL if is_cheap else Role.HOME

@@ -1,0 +1,112 @@
+"""The partition as a table for people: what every stage holds and does, and how even it is.
+
+Returns text; printing or logging it is the caller's business. This module must not know how a
+partition is found.
+"""
+
+import textwrap
+from collections.abc import Sequence
+
+from mpxla.graph.partition import Partition, StageLoad
+from mpxla.graph.partition_modules import PART_MARK
+
+__all__ = ["format_report"]
+
+HEADER = ("stage", "rank", "modules", "parameters", "compute", "activations", "cut")
+IS_LEFT_ALIGNED = (False, False, True, False, False, False, False)
+GAP = "  "
+UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def format_report(
+    partition: Partition,
+    *,
+    title: str = "Partition assignments:",
+    modules_width: int = 48,
+) -> str:
+    """Write the partition as an aligned table.
+
+    Args:
+        partition: What to show.
+        title: The first line.
+        modules_width: Characters after which the list of modules continues on the next line.
+
+    Returns:
+        Lines of text: a row per stage (activations and bytes over the stage's cuts per microbatch),
+        then the balance, and where they occur tied parameters and idle ranks.
+    """
+    total_s = sum(load.compute_s for load in partition.loads)
+    rows = [HEADER]
+    for load in partition.loads:
+        modules = textwrap.wrap(
+            ", ".join(load.modules) or "-",
+            modules_width,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        rows.append(_row(load, modules[0], total_s))
+        rows.extend(("", "", line, "", "", "", "") for line in modules[1:])
+    return "\n".join([title, *_aligned(rows), *_notes(partition)])
+
+
+def _row(load: StageLoad, modules: str, total_s: float) -> tuple[str, ...]:
+    share = 100 * load.compute_s / total_s if total_s else 0.0
+    return (
+        str(load.stage),
+        str(load.rank),
+        modules,
+        f"{len(load.parameters)} ({_size(load.parameter_bytes)})",
+        f"{share:.1f} %",
+        _size(load.activation_bytes),
+        _size(load.cut_bytes),
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        GAP.join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, IS_LEFT_ALIGNED, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _notes(partition: Partition) -> list[str]:
+    compute, memory = [0.0] * partition.num_ranks, [0] * partition.num_ranks
+    for load in partition.loads:
+        compute[load.rank] += load.compute_s
+        memory[load.rank] += load.activation_bytes
+    for name, ranks in partition.parameter_ranks.items():
+        for rank in ranks:
+            memory[rank] += partition.parameter_bytes[name]
+    notes = [
+        f"balance of the ranks (largest / mean): compute {_balance(compute):.2f}, "
+        f"memory {_balance(memory):.2f}"
+    ]
+    tied = {name: ranks for name, ranks in partition.parameter_ranks.items() if len(ranks) > 1}
+    if tied:
+        places = (f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in tied.items())
+        notes.append(f"parameters held by several ranks: {'; '.join(places)}")
+    if partition.idle_ranks:
+        notes.append(f"ranks without a stage: {', '.join(map(str, partition.idle_ranks))}")
+    if any(name.endswith(PART_MARK) for load in partition.loads for name in load.modules):
+        notes.append(f"{PART_MARK} = a part of the module's operations")
+    return notes
+
+
+def _balance(amounts: Sequence[float]) -> float:
+    total = sum(amounts)
+    return max(amounts) * len(amounts) / total if total else 1.0
+
+
+def _size(num_bytes: int) -> str:
+    """Such as 0 B, 999 B, 1.5 KiB, 12 MiB: three significant digits."""
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    size, unit = num_bytes / 1024, 0
+    while size >= 999.5 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {UNITS[unit]}"

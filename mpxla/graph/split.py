@@ -1,0 +1,223 @@
+"""Cutting a step graph into stages by a given assignment of nodes.
+
+Phases: decide which nodes each stage holds (replicated ones are copied), find the values that
+cross borders and which of them carry gradients back, build one graph per stage. The result is the
+same on every rank. This module must not know how the assignment was found, nor ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, StepGraph
+from mpxla.stage.spec import InputPort, OutputPort, StageSpec, TensorSpec, Transfer
+
+__all__ = ["backward_transfers", "forward_transfers", "split_stages"]
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """Facts about the whole graph that every stage's construction needs."""
+
+    roles: Mapping[fx.Node, InputRole]
+    stages_of: Mapping[fx.Node, tuple[int, ...]]
+    reaches_objective: frozenset[fx.Node]
+
+    def stage_of(self, node: fx.Node) -> int:
+        """The stage whose value of `node` the others read."""
+        return self.stages_of[node][0]
+
+    def is_crossing(self, node: fx.Node, stage: int) -> bool:
+        """Whether `stage` has to receive `node`."""
+        if node in self.roles:
+            return self.roles[node].kind is InputKind.STEP_INPUT
+        return stage not in self.stages_of[node]
+
+    def has_grad(self, node: fx.Node, stage: int) -> bool:
+        """Whether `stage` contributes to the gradient of `node`."""
+        return _requires_grad(node) and any(
+            user in self.reaches_objective and stage in self.stages_of.get(user, ())
+            for user in node.users
+        )
+
+
+def split_stages(
+    step: StepGraph, stages_of: Mapping[fx.Node, Sequence[int]], num_stages: int
+) -> tuple[StageSpec, ...]:
+    """Builds the stages of a step.
+
+    Args:
+        step: the captured step.
+        stages_of: for every computing node the stages that hold it (several for replicated
+            nodes); a node's stage is never before that of its inputs.
+        num_stages: number of stages.
+    """
+    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    borders = _Borders(
+        roles,
+        {node: tuple(stages) for node, stages in stages_of.items()},
+        frozenset(_reaching(step)),
+    )
+    return tuple(_build_stage(step, borders, index) for index in range(num_stages))
+
+
+def forward_transfers(stages: Sequence[StageSpec]) -> tuple[Transfer, ...]:
+    """All messages from a stage to a later one, ordered by (source, target).
+
+    Step inputs travel from stage 0. A message may be one between stages of the same rank.
+    """
+    named: dict[tuple[int, int], list[InputPort]] = {}
+    for stage in stages:
+        for port in stage.inputs:
+            source = 0 if port.source is None else port.source
+            if source != stage.index:
+                named.setdefault((source, stage.index), []).append(port)
+    return tuple(
+        Transfer(s, t, tuple(p.name for p in ports), tuple(p.spec for p in ports))
+        for (s, t), ports in sorted(named.items())
+    )
+
+
+def backward_transfers(stages: Sequence[StageSpec]) -> tuple[Transfer, ...]:
+    """All messages of gradients, from a stage to an earlier one, ordered by (source, target)."""
+    named: dict[tuple[int, int], list[InputPort]] = {}
+    for stage in stages:
+        for port in stage.inputs:
+            if port.has_grad and port.source is not None:
+                named.setdefault((stage.index, port.source), []).append(port)
+    return tuple(
+        Transfer(s, t, tuple(p.name for p in ports), tuple(p.spec for p in ports))
+        for (s, t), ports in sorted(named.items())
+    )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def _reaching(step: StepGraph) -> set[fx.Node]:
+    """Nodes through which gradients of an objective flow."""
+    reaching = {
+        node
+        for node, role in zip(step.output_nodes, step.outputs, strict=True)
+        if role.kind is OutputKind.OBJECTIVE
+    }
+    for node in reversed(step.graph.nodes):
+        if _requires_grad(node) and any(user in reaching for user in node.users):
+            reaching.add(node)
+    return reaching
+
+
+def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
+    nodes = [n for n in step.graph.nodes if index in borders.stages_of.get(n, ())]
+    outside = _outside_inputs(nodes, borders, index)
+    crossing = [n for n in outside if borders.is_crossing(n, index)]
+    held = {
+        kind: [n for n in outside if n in borders.roles and borders.roles[n].kind is kind]
+        for kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT)
+    }
+    outputs, results, new_buffers, objectives = _stage_outputs(step, borders, nodes, index)
+    ordered = [*held[InputKind.PARAMETER], *held[InputKind.BUFFER], *held[InputKind.CONSTANT]]
+    graph = _copy_nodes(
+        [*ordered, *crossing], nodes, [*outputs, *results.values(), *new_buffers.values(), *objectives]
+    )
+    return StageSpec(
+        index=index,
+        graph=graph,
+        parameters=tuple(borders.roles[n].name for n in held[InputKind.PARAMETER]),
+        trained=tuple(
+            borders.roles[n].name
+            for n in held[InputKind.PARAMETER]
+            if borders.has_grad(n, index)
+        ),
+        buffers=tuple(borders.roles[n].name for n in held[InputKind.BUFFER]),
+        constants=tuple(borders.roles[n].name for n in held[InputKind.CONSTANT]),
+        inputs=tuple(_input_port(n, borders, index) for n in crossing),
+        outputs=tuple(_output_port(n, borders, index) for n in outputs),
+        results=tuple(results),
+        result_specs=tuple(TensorSpec.of(n.meta["val"]) for n in results.values()),
+        new_buffers=tuple(new_buffers),
+        num_objectives=len(objectives),
+    )
+
+
+def _outside_inputs(nodes: list[fx.Node], borders: _Borders, index: int) -> list[fx.Node]:
+    """Placeholders and values of other stages that the nodes read, in the graph's order."""
+    held = set(nodes)
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in held:
+                found[source] = None
+    return list(found)
+
+
+def _stage_outputs(
+    step: StepGraph, borders: _Borders, nodes: list[fx.Node], index: int
+) -> tuple[list[fx.Node], dict[int, fx.Node], dict[str, fx.Node], list[fx.Node]]:
+    """(values for later stages, results by index, new buffers by name, objectives)."""
+    outputs = [n for n in nodes if borders.stage_of(n) == index and _consumers(n, borders)]
+    results: dict[int, fx.Node] = {}
+    new_buffers: dict[str, fx.Node] = {}
+    objectives: list[fx.Node] = []
+    for node, role in zip(step.output_nodes, step.outputs, strict=True):
+        assert node not in borders.roles, "what a step returns is a node of its own"
+        if borders.stage_of(node) != index:
+            continue
+        if role.kind is OutputKind.RESULT:
+            results[role.index] = node
+        elif role.kind is OutputKind.BUFFER:
+            new_buffers[role.name] = node
+        else:
+            objectives.append(node)
+    return outputs, results, new_buffers, objectives
+
+
+def _consumers(node: fx.Node, borders: _Borders) -> tuple[int, ...]:
+    """Stages that have to receive the value of `node`."""
+    stages = {
+        stage
+        for user in node.users
+        for stage in borders.stages_of.get(user, ())
+        if stage not in borders.stages_of[node]
+    }
+    return tuple(sorted(stages))
+
+
+def _input_port(node: fx.Node, borders: _Borders, index: int) -> InputPort:
+    spec = TensorSpec.of(node.meta["val"])
+    role = borders.roles.get(node)
+    if role is not None:
+        return InputPort(node.name, spec, source=None, leaf=role.index)
+    return InputPort(
+        node.name, spec, source=borders.stage_of(node), has_grad=borders.has_grad(node, index)
+    )
+
+
+def _output_port(node: fx.Node, borders: _Borders, index: int) -> OutputPort:
+    consumers = _consumers(node, borders)
+    return OutputPort(
+        name=node.name,
+        spec=TensorSpec.of(node.meta["val"]),
+        consumers=consumers,
+        grad_sources=tuple(stage for stage in consumers if borders.has_grad(node, stage)),
+    )
+
+
+def _copy_nodes(
+    inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[n] for n in outputs))
+    graph.lint()
+    return graph

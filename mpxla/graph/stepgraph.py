@@ -1,0 +1,111 @@
+"""The captured step function as plain data: one graph with the role of every placeholder and output.
+
+Everything after capture (costs, partition, split, lowering) works on a `StepGraph`; nothing here
+knows how it was captured or how it will be cut.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["InputKind", "InputRole", "OutputKind", "OutputRole", "StepGraph", "is_random"]
+
+
+class InputKind(enum.Enum):
+    """What a placeholder of the graph stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    STEP_INPUT = "step input"
+
+
+@dataclass(frozen=True)
+class InputRole:
+    """Role of one placeholder.
+
+    `name` is the canonical parameter or buffer name inside the user's model, the constant's name,
+    or empty for a step input, whose `index` counts the tensor leaves of the call.
+    """
+
+    kind: InputKind
+    name: str = ""
+    index: int = -1
+
+
+class OutputKind(enum.Enum):
+    """What an output of the graph is for."""
+
+    BUFFER = "buffer"
+    """New value of a buffer that the step changes."""
+    OBJECTIVE = "objective"
+    """A scalar that the step differentiates (one per `model.backward` call and tensor)."""
+    RESULT = "result"
+    """A tensor that the step returns."""
+
+
+@dataclass(frozen=True)
+class OutputRole:
+    """Role of one output: the buffer's `name`, or the `index` of a result leaf or objective."""
+
+    kind: OutputKind
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class ResultLeaf:
+    """One leaf of the value that the step function returns.
+
+    Exactly one of: a tensor (`output` is its index among the results), a Python number read by
+    `.item()` (same, with `is_number`), or any other object (`output` is None, `value` holds it).
+    """
+
+    output: int | None
+    is_number: bool = False
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A functional ATen graph of model, loss and user code for one microbatch.
+
+    Attributes:
+        graph: functional graph; every node's `meta["val"]` is a fake CPU tensor whose
+            `requires_grad` tells whether gradients flow through it.
+        inputs: role of every placeholder, in graph order.
+        outputs: role of every element of the output node, in order.
+        result_leaves: leaves of the returned structure, in order.
+        result_spec: pytree structure of the returned value.
+        constants: values of the CONSTANT placeholders.
+        is_training: whether the step calls `model.backward`.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+    result_leaves: tuple[ResultLeaf, ...]
+    result_spec: Any
+    constants: Mapping[str, torch.Tensor]
+    is_training: bool
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Placeholder nodes, in the order of `inputs`."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output_nodes(self) -> list[fx.Node]:
+        """Nodes that the graph returns, in the order of `outputs`."""
+        (output,) = [node for node in self.graph.nodes if node.op == "output"]
+        return list(output.args[0])
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, so that running it twice gives different values."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,319 @@
+"""`DistributedModel`: the user's model, cut into stages at the first step.
+
+A facade: what it does is done by `ModelState`, `StepEngine` and `GradientReducer`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mpxla.errors import ConfigError, MpxlaError, StepError
+from mpxla.graph.capture import current_recorder
+from mpxla.graph.partition_report import format_report
+from mpxla.log import get_logger, warn_once
+from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.state import ModelState
+from mpxla.parallel.tags import partition_pins
+from mpxla.runtime.engine import StepEngine
+from mpxla.session import current
+
+__all__ = ["DistributedModel"]
+
+Hook = Callable[["DistributedModel", Any], None]
+
+
+class DistributedModel(nn.Module):
+    """Wraps the one model of a script. (SMP API reference, "smp.DistributedModel".)
+
+    With several pipeline stages, the model is partitioned in the first call of a step function,
+    and may be called only inside step functions. With one, it moves to the device at once, and
+    plain calls and `loss.backward()` work as well.
+
+    Args:
+        module: the model; its parameters stay the same `Parameter` objects.
+        trace_device: where SMP traced the model; capture here needs no device, so it is ignored.
+        trace_execution_times: not available yet.
+        overlapping_allreduce: reduce gradients over replicas as they become ready.
+        backward_passes_per_step: step calls to accumulate before that reduction.
+        average_grads_across_microbatches: mean (or sum) of gradients over microbatches.
+        bucket_cap_mb: bucket size of the reduction, in MiB.
+        trace_memory_usage: SMP's switch for measuring; sizes are known exactly here.
+        broadcast_buffers: keep buffers equal over replicas.
+        gradient_as_bucket_view: option of DDP without meaning here.
+
+    Raises:
+        MpxlaError: there is a `DistributedModel` already.
+        ConfigError: an option that is not available was asked for.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ):
+        session = current()
+        _check_options(module, trace_device, trace_execution_times, backward_passes_per_step)
+        if session.model is not None:
+            raise MpxlaError(
+                "a second smp.DistributedModel was created; a script can have one. Put all "
+                "networks into one module."
+            )
+        if not broadcast_buffers or gradient_as_bucket_view or not overlapping_allreduce:
+            warn_once(
+                "ignored model options",
+                "broadcast_buffers, gradient_as_bucket_view and overlapping_allreduce of "
+                "DistributedModel have no effect: buffers are made equal once, and gradients are "
+                "reduced at the end of the step.",
+            )
+        super().__init__()
+        self.module = module
+        self._state = ModelState(module)
+        self._optimizers: list[Any] = []
+        self._partition_hooks: dict[int, Hook] = {}
+        self._step_hooks: dict[int, Hook] = {}
+        reducer = GradientReducer(
+            session.transport,
+            session.topology.dp_group(session.rank),
+            session.device,
+            bucket_cap_mb,
+            backward_passes_per_step,
+        )
+        self._engine = StepEngine(
+            session,
+            self._state,
+            lambda: partition_pins(self.module, "model"),
+            self._when_placed,
+            average_grads_across_microbatches,
+            reducer,
+        )
+        self._is_single = session.config.pipeline_parallel_degree == 1
+        session.model = self
+        if self._is_single:
+            self._engine.adopt_single_stage()
+
+    # --- use ------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the user's model; only inside a step function when there are several stages.
+
+        Raises:
+            StepError: called outside with several stages.
+        """
+        if current_recorder() is None and not self._is_single:
+            raise StepError(
+                "the model was called outside a step function. With pipeline_parallel_degree > 1 "
+                "its parts live on different ranks: call it in a function decorated with @smp.step."
+            )
+        return self.module(*args, **kwargs)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Differentiates, like `torch.autograd.backward`, over all stages.
+
+        Args:
+            tensors: a scalar loss, or a sequence of tensors.
+            grad_tensors: gradients of the tensors, where they are not scalars.
+
+        Raises:
+            StepError: called outside a step function with several stages.
+        """
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.backward(tensors, grad_tensors)
+        elif self._is_single:
+            torch.autograd.backward(tensors, grad_tensors)
+        else:
+            raise StepError(
+                "model.backward was called outside a step function; call it in the function "
+                "decorated with @smp.step that computes the loss."
+            )
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the parameters are on their ranks."""
+        return self._state.is_placed
+
+    def get_module(self) -> nn.Module:
+        """The user's model."""
+        return self.module
+
+    def partition_report(self) -> str:
+        """Table of the stages: modules, parameters, shares, sizes. Extension of SMP's API.
+
+        Raises:
+            MpxlaError: no step has run yet.
+        """
+        if self._engine.first_cut is None:
+            raise MpxlaError("the model is partitioned by the first call of a step function.")
+        return format_report(self._engine.first_cut.partition)
+
+    # --- what is local --------------------------------------------------------------------------
+
+    def _require_partition(self, name: str) -> None:
+        if not self.partitioned:
+            raise MpxlaError(
+                f"model.{name} is known after the first call of a step function, which partitions "
+                f"the model."
+            )
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of the parameters that this rank holds. After partitioning."""
+        self._require_partition("local_named_parameters")
+        return self._state.local_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that this rank holds; may be empty. After partitioning."""
+        self._require_partition("local_parameters")
+        return (parameter for _, parameter in self._state.local_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, buffer) of the buffers that this rank holds. After partitioning."""
+        self._require_partition("local_named_buffers")
+        return (
+            (name, buffer)
+            for name, buffer in self._state.buffers.items()
+            if name in self._state.local_names
+        )
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers that this rank holds. After partitioning."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of the modules with a parameter or buffer here, and of their parents."""
+        self._require_partition("local_named_modules")
+        held = {n for n, c in self._state.canonical_names.items() if c in self._state.local_names}
+        owners = {name.rpartition(".")[0] for name in held}
+        for path, module in self.module.named_modules():
+            if any(o == path or o.startswith(f"{path}.") or not path for o in owners):
+                yield path, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules with a parameter or buffer here, and their parents. After partitioning."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's parameters and buffers by name, marked as partial. After partitioning."""
+        self._require_partition("local_state_dict")
+        full = self.module.state_dict()
+        names = self._state.canonical_names
+        local = {n: v for n, v in full.items() if names.get(n, n) in self._state.local_names}
+        return {**local, "_smp_is_partial": True}
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """Registers `hook(model, optimizer)`, run after partitioning, before the first forward.
+
+        `optimizer` is the `DistributedOptimizer`, or None where there is none.
+
+        Raises:
+            MpxlaError: the model is partitioned already and has several stages.
+        """
+        if self.partitioned and not self._is_single:
+            raise MpxlaError(
+                "register_post_partition_hook was called after the model was partitioned; register "
+                "hooks before the first step."
+            )
+        handle = RemovableHandle(self._partition_hooks)
+        self._partition_hooks[handle.id] = hook
+        return handle
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """Registers `hook(model, optimizer)`, run at the end of every step call."""
+        handle = RemovableHandle(self._step_hooks)
+        self._step_hooks[handle.id] = hook
+        return handle
+
+    def attach_optimizer(self, optimizer: Any) -> None:
+        """Called by `DistributedOptimizer`: its groups follow the parameters."""
+        self._optimizers.append(optimizer)
+        if self.partitioned:
+            optimizer.keep_local()
+
+    def _first_optimizer(self) -> Any:
+        return self._optimizers[0] if self._optimizers else None
+
+    def _when_placed(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.keep_local()
+        if not self._is_single:
+            self._run_partition_hooks()
+
+    def _run_partition_hooks(self) -> None:
+        hooks, self._partition_hooks = list(self._partition_hooks.values()), {}
+        for hook in hooks:
+            hook(self, self._first_optimizer())
+
+    def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs a step function; called by `smp.step`."""
+        if self._is_single and self._partition_hooks:
+            self._run_partition_hooks()
+        is_first = self._engine.first_cut is None
+        result = self._engine.call(rule, args, kwargs)
+        if is_first and current().rank == 0:
+            get_logger().info("%s", self.partition_report())
+        for hook in list(self._step_hooks.values()):
+            hook(self, self._first_optimizer())
+        return result
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a step function is being captured."""
+        return self._engine.is_tracing
+
+    @property
+    def last_run(self) -> Any:
+        """State of the last step on this rank (peaks of live activations). Extension."""
+        return self._engine.last_run
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Uneven numbers of batches over replicas: not available yet.
+
+        Raises:
+            ConfigError: there are several replicas.
+        """
+        if current().topology.dp_size > 1:
+            raise ConfigError(
+                "model.join() is not available yet; give all replicas the same number of batches "
+                "(DistributedSampler with drop_last=True)."
+            )
+        yield
+
+
+def _check_options(
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise MpxlaError(f"smp.DistributedModel wraps a torch.nn.Module, not {type(module).__name__}.")
+    if isinstance(module, DistributedModel):
+        raise MpxlaError("this model is a DistributedModel already.")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise MpxlaError(
+            "the model is wrapped in DistributedDataParallel; give smp.DistributedModel the plain "
+            "module and set ddp: True in the configuration."
+        )
+    if trace_device not in ("gpu", "cpu"):
+        raise ConfigError(f"trace_device is {trace_device!r}; use 'gpu' or 'cpu'.")
+    if trace_execution_times and trace_device == "cpu":
+        raise ConfigError("trace_execution_times=True does not go with trace_device='cpu'.")
+    if trace_execution_times:
+        raise ConfigError(
+            "trace_execution_times=True is not available yet; costs come from operation counts."
+        )
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ConfigError(
+            f"backward_passes_per_step is {backward_passes_per_step!r}; use an integer from 1."
+        )

@@ -1,0 +1,103 @@
+"""Parameters and buffers of the wrapped model, and where they live.
+
+Before partitioning they are the user's host tensors. Placing moves the ones of this rank to its
+device and frees the others, by exchanging the contents of the user's own `Parameter` objects: who
+holds a parameter (an optimizer, a scheduler, a closure) holds the placed one afterwards.
+This module must not know about graphs or schedules.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError
+
+__all__ = ["ModelState"]
+
+
+class ModelState:
+    """Names and storage of a model's parameters and buffers.
+
+    A tensor that is reachable under several names (tied weights) has one canonical name, the
+    first in `named_parameters` order.
+
+    Args:
+        module: the user's model.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.canonical_names: dict[str, str] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        self.local_names: frozenset[str] | None = None
+        by_id: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            canonical = by_id.setdefault(id(parameter), name)
+            self.canonical_names[name] = canonical
+            self.parameters.setdefault(canonical, parameter)
+        for path, owner in module.named_modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                canonical = by_id.setdefault(id(buffer), name)
+                self.canonical_names[name] = canonical
+                self._buffer_owners.setdefault(canonical, []).append((owner, key))
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether parameters have moved to their ranks."""
+        return self.local_names is not None
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Current buffers by canonical name."""
+        return {n: owners[0][0]._buffers[owners[0][1]] for n, owners in self._buffer_owners.items()}
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Replaces a buffer in every module that holds it."""
+        for owner, key in self._buffer_owners[name]:
+            owner._buffers[key] = value
+
+    def place(self, local_names: Iterable[str], device: torch.device) -> None:
+        """Moves local parameters and buffers to the device, and frees all others.
+
+        Args:
+            local_names: canonical names of the parameters and buffers of this rank.
+            device: this rank's device.
+
+        Raises:
+            MpxlaError: a parameter is still part of an autograd graph.
+        """
+        self.local_names = frozenset(local_names)
+        for name, parameter in self.parameters.items():
+            _exchange(name, parameter, device if name in self.local_names else torch.device("meta"))
+        for name, buffer in self.buffers.items():
+            target = device if name in self.local_names else torch.device("meta")
+            self.set_buffer(name, buffer.to(target))
+
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(canonical name, parameter) of what this rank holds."""
+        for name, parameter in self.parameters.items():
+            if self.local_names is None or name in self.local_names:
+                yield name, parameter
+
+
+def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter.device == device:
+        return
+    gradient = parameter.grad
+    parameter.grad = None
+    moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    if gradient is not None and device.type != "meta":
+        moved.grad = gradient.to(device)
+    try:
+        torch.utils.swap_tensors(parameter, moved)
+    except RuntimeError as error:
+        raise MpxlaError(
+            f"parameter {name} cannot move to {device}: {error}. Something still refers to it from "
+            f"outside Python's view (an autograd graph of an earlier forward, or a weak "
+            f"reference). Drop losses and outputs of earlier forwards before wrapping the model."
+        ) from error

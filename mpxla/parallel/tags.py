@@ -1,0 +1,96 @@
+"""Which pipeline rank the user wants a module on: `smp.partition` and `smp.set_partition`.
+
+Tags are put on modules when they are created, before any session exists, so they live on the
+modules themselves.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from mpxla.errors import MpxlaError, PartitionError
+
+__all__ = ["partition", "partition_pins", "set_partition"]
+
+_TAG = "_mpxla_partition"
+_stack: list[int] = []
+_original_init = nn.Module.__init__
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Places the modules created inside on pipeline rank `index`; the innermost context wins.
+
+    Ignored with `auto_partition: True`. (SMP API reference, "smp.partition".)
+
+    Args:
+        index: pipeline rank, below `pipeline_parallel_degree`.
+
+    Raises:
+        PartitionError: the index is out of range.
+    """
+    _check_index(index)
+    _stack.append(index)
+    if len(_stack) == 1:
+        nn.Module.__init__ = _tagging_init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _stack.pop()
+        if not _stack:
+            nn.Module.__init__ = _original_init  # type: ignore[method-assign]
+
+
+def _tagging_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _original_init(self, *args, **kwargs)
+    if _stack:
+        self.__dict__[_TAG] = _stack[-1]
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Places an existing module, with everything in it, on pipeline rank `index`.
+
+    Call it after `DistributedModel` and before the first step. (Seen in AWS's example scripts.)
+
+    Raises:
+        PartitionError: the index is out of range.
+        MpxlaError: the model has been partitioned already.
+    """
+    from mpxla.session import current, is_initialized
+
+    _check_index(index)
+    if is_initialized() and current().model is not None and current().model.partitioned:
+        raise MpxlaError(
+            "smp.set_partition was called after the model was partitioned; call it before the "
+            "first step."
+        )
+    for part in module.modules():
+        part.__dict__[_TAG] = index
+
+
+def _check_index(index: int) -> None:
+    from mpxla.session import current, is_initialized
+
+    if not isinstance(index, int) or index < 0:
+        raise PartitionError(f"smp.partition({index!r}): the index is an integer from 0.")
+    if is_initialized() and index >= current().config.pipeline_parallel_degree:
+        degree = current().config.pipeline_parallel_degree
+        raise PartitionError(
+            f"smp.partition({index}): pipeline_parallel_degree is {degree}, so valid indices are "
+            f"0 to {degree - 1}."
+        )
+
+
+def partition_pins(model: nn.Module, prefix: str) -> dict[str, int]:
+    """Module path -> pipeline rank of every tagged module of a model.
+
+    A module on its own tag or none; nested ones without a tag follow their parent by path.
+    """
+    pins: dict[str, int] = {}
+    for path, module in model.named_modules():
+        tag = module.__dict__.get(_TAG)
+        if tag is not None:
+            pins[f"{prefix}.{path}" if path else prefix] = tag
+    return pins

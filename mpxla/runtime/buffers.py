@@ -1,0 +1,67 @@
+"""Live values of a step on one rank, and how long each one stays.
+
+Three kinds: values that a stage reads (activations from earlier stages, step inputs), saved values
+between a stage's forward and backward, and gradients on their way back. Every entry is taken out by
+its last reader; the peak number of microbatches with saved values is recorded per stage, because
+the schedule promises a bound for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["LiveValues"]
+
+Arrival = Callable[[], list[torch.Tensor]]
+
+
+class LiveValues:
+    """Values of the running step, by stage and microbatch.
+
+    A message's values may still be on their way: `expect` stores a function that waits for them,
+    which runs when the first of them is read.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._arrivals: dict[tuple[str, int, int], tuple[Arrival, tuple[str, ...]]] = {}
+        self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+        self._in_flight: defaultdict[int, int] = defaultdict(int)
+        self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
+
+    def put(self, name: str, stage: int, microbatch: int, value: torch.Tensor) -> None:
+        """Stores a value for a stage that will read it."""
+        self._values[name, stage, microbatch] = value
+
+    def expect(
+        self, names: tuple[str, ...], stage: int, microbatch: int, arrival: Arrival
+    ) -> None:
+        """Registers a message whose values `stage` will read."""
+        for name in names:
+            self._arrivals[name, stage, microbatch] = (arrival, names)
+
+    def take(self, name: str, stage: int, microbatch: int) -> torch.Tensor:
+        """Removes and returns a value, waiting for its message if needed."""
+        key = (name, stage, microbatch)
+        if key in self._arrivals:
+            arrival, names = self._arrivals[key]
+            for other, value in zip(names, arrival(), strict=True):
+                del self._arrivals[other, stage, microbatch]
+                self._values[other, stage, microbatch] = value
+        return self._values.pop(key)
+
+    def save(self, stage: int, microbatch: int, saved: Sequence[torch.Tensor]) -> None:
+        """Keeps what the backward of (stage, microbatch) needs."""
+        self._saved[stage, microbatch] = saved
+        self._in_flight[stage] += 1
+        self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
+
+    def restore(self, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
+        """Hands out the saved values of (stage, microbatch) and forgets them."""
+        self._in_flight[stage] -= 1
+        return self._saved.pop((stage, microbatch))
+
+    def is_empty(self) -> bool:
+        """Whether everything stored was read."""
+        return not (self._values or self._arrivals or self._saved)

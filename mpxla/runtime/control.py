@@ -1,0 +1,38 @@
+"""Short messages from the first rank of a pipeline to the others: which step runs next.
+
+Unlike the user's `smp.send`, an announcement does not wait for its receivers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpxla.comm.objects import dump, restore
+
+__all__ = ["ControlChannel"]
+
+_CHANNEL = "control"
+
+
+class ControlChannel:
+    """Announcements inside one pipeline.
+
+    Args:
+        transport: the session's transport.
+        group: global ranks of the pipeline, by pp_rank.
+    """
+
+    def __init__(self, transport: Any, group: Sequence[int]):
+        self._transport = transport
+        self._first, *self._others = group
+
+    def announce(self, message: Any) -> None:
+        """Sends a picklable message to all other ranks of the pipeline. First rank only."""
+        if self._others:
+            data = dump(message, "announcement of a step")
+            for rank in self._others:
+                self._transport.send(data, rank, _CHANNEL)
+
+    def follow(self) -> Any:
+        """Waits for the first rank's next message. All other ranks."""
+        data = self._transport.recv(None, self._first, _CHANNEL).result()
+        return restore(data, self._first, self._transport.rank)

@@ -1,0 +1,390 @@
+"""One call of a step function, on every rank: announce, plan, run, collect.
+
+Phases of a call: the first pipeline rank splits its inputs and announces the call's signature; all
+ranks find or build the plan of that signature (the first plan places the parameters); each rank
+runs its list of actions; gradients and results are collected.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
+from mpxla.graph.capture import capture_step
+from mpxla.log import get_logger
+from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.state import ModelState
+from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.executor import Executor, StepRun
+from mpxla.runtime.gradients import collect_gradients
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.microbatch import SplitRule, split_arguments
+from mpxla.runtime.outputs import build_outputs
+from mpxla.runtime.plan import (
+    CutStep,
+    StepPlan,
+    compile_stages,
+    constant_tensors,
+    cut_step,
+    held_names,
+    schedule_step,
+)
+from mpxla.runtime.signature import Signature, describe_change, fill, local_objects, module_modes, sign
+from mpxla.session import Session
+from mpxla.stage.compile import seed_tensor
+from mpxla.stage.device import make_ready, to_device
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["StepEngine"]
+
+
+class StepEngine:
+    """Runs step functions for one distributed model.
+
+    Args:
+        session: configuration, topology and transport.
+        state: the model's parameters and buffers.
+        pins: gives module path -> pipeline rank at the time of partitioning.
+        on_placed: called once parameters are on their ranks.
+        average: whether gradients are the mean over microbatches (else the sum).
+        reducer: reduction of gradients over replicas.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        state: ModelState,
+        pins: Callable[[], Mapping[str, int]],
+        on_placed: Callable[[], None],
+        average: bool,
+        reducer: GradientReducer,
+    ):
+        self._session = session
+        self._state = state
+        self._pins = pins
+        self._on_placed = on_placed
+        self._average = average
+        self._reducer = reducer
+        self._group = session.topology.pp_group(session.rank)
+        self._pp_rank = session.topology.pp_rank(session.rank)
+        self._link = PipelineLink(session.transport, self._group, session.device)
+        self._control = ControlChannel(session.transport, self._group)
+        self._plans: dict[tuple[Any, ...], StepPlan] = {}
+        self._known: list[Signature] = []
+        self._parameter_ranks: dict[str, tuple[int, ...]] = {}
+        self._zeros: dict[TensorSpec, torch.Tensor] = {}
+        self._constants: dict[int, dict[str, torch.Tensor]] = {}
+        self.last_run: StepRun | None = None
+        self.first_cut: CutStep | None = None
+        self.is_tracing = False
+
+    def call(self, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one call of a step function. Every rank of the pipeline must call it.
+
+        Raises:
+            StepError: the call cannot be carried out; raised on all ranks of the pipeline.
+            PeerFailure: another rank failed during the call.
+        """
+        name = f"{rule.function.__module__}.{rule.function.__qualname__}"
+        try:
+            signature, tensors, objects, seed = self._agree(name, rule, args, kwargs)
+            plan = self._plans.get(signature.key)
+            if plan is None:
+                plan = self._build(signature, rule.function, objects)
+                seed = self._agree_on_seed(plan)
+            return self._run(plan, signature, tensors, seed)
+        except (PeerFailure, _Announced):
+            raise
+        except BaseException as error:
+            self._session.report_failure(f"step function {name}", error)
+            raise
+
+    # --- announce -------------------------------------------------------------------------------
+
+    def _agree(
+        self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any], int]:
+        """Signature of the call, as the first pipeline rank sees it, on all ranks."""
+        if self._pp_rank > 0:
+            return self._follow(name, args, kwargs)
+        try:
+            count = self._session.config.microbatches
+            parts = split_arguments(rule, args, kwargs, count)
+            signature, tensors, objects = sign(name, parts, self._state.module)
+        except MpxlaError as error:
+            self._control.announce(("error", name, type(error), str(error)))
+            raise _announced(error) from None
+        plan = self._plans.get(signature.key)
+        if plan is None:
+            self._control.announce(("new", name, signature))
+            return signature, tensors, objects, 0
+        seed = self._draw_seed(plan)
+        self._control.announce(("known", name, self._known.index(signature), seed, signature.modes))
+        return signature, tensors, objects, seed
+
+    def _follow(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any], int]:
+        kind, announced, *rest = self._control.follow()
+        if announced != name:
+            raise RankMismatch(
+                f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
+                f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
+                f"same step functions in the same order."
+            )
+        if kind == "error":
+            error_type, text = rest
+            raise _announced(error_type(f"{text} (found on pp_rank 0)"))
+        signature = rest[0] if kind == "new" else self._known[rest[0]]
+        if signature.modes != module_modes(self._state.module):
+            raise RankMismatch(
+                f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
+                f"from pp_rank 0. Call model.train() and model.eval() on all ranks."
+            )
+        objects = local_objects(args, kwargs)
+        return signature, [], objects, rest[1] if kind == "known" else 0
+
+    def _draw_seed(self, plan: StepPlan) -> int:
+        """A seed from torch's host generator, so that `torch.manual_seed` replays a run."""
+        return int(torch.randint(1 << 62, (1,)).item()) if plan.is_random else 0
+
+    def _agree_on_seed(self, plan: StepPlan) -> int:
+        if not plan.is_random:
+            return 0
+        if self._pp_rank > 0:
+            return self._control.follow()
+        seed = self._draw_seed(plan)
+        self._control.announce(seed)
+        return seed
+
+    # --- plan -----------------------------------------------------------------------------------
+
+    def _build(
+        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+    ) -> StepPlan:
+        started = time.perf_counter()
+        reason = describe_change(signature, self._known)
+        cut = self._cut(signature, function, objects)
+        self._check_agreement(cut)
+        if not self._state.is_placed:
+            self._place(cut)
+        self._check_held(cut)
+        schedule = schedule_step(cut, self._session.config, signature.num_microbatches)
+        plan = compile_stages(cut, schedule, self._pp_rank, self._session.device)
+        self._constants[id(plan)] = self._upload_constants(plan)
+        self._plans[signature.key] = plan
+        self._known.append(signature)
+        get_logger().info(
+            "compiled step function %s in %.1f s (%s): %d programs on this rank",
+            signature.function.rpartition(".")[2],
+            time.perf_counter() - started,
+            reason,
+            sum(1 + (p.backward is not None) for p in plan.programs.values()),
+        )
+        return plan
+
+    def _cut(
+        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+    ) -> CutStep:
+        def run(leaves: Sequence[torch.Tensor]) -> Any:
+            args, kwargs = fill(signature, leaves, objects)
+            return function(*args, **kwargs)
+
+        self.is_tracing = True
+        try:
+            with torch.set_grad_enabled(signature.grad_enabled):
+                step = capture_step(
+                    run, self._state.module, signature.tensor_leaves, self._state.canonical_names
+                )
+        finally:
+            self.is_tracing = False
+        fixed = self._parameter_ranks or None
+        return cut_step(step, self._session.config, self._pins(), fixed)
+
+    def _check_agreement(self, cut: CutStep) -> None:
+        """All ranks that run this plan together must have cut the same step alike."""
+        group = self._group if self._state.is_placed else self._session.topology.world_group()
+        prints = self._session.objects.allgather(cut.fingerprint(), group)
+        different = [r for r, text in zip(group, prints, strict=True) if text != prints[0]]
+        if different:
+            raise RankMismatch(
+                f"ranks {different} captured another step or model than rank {group[0]}: the "
+                f"graphs differ. Start the same script with the same arguments, model and "
+                f"configuration on all ranks."
+            )
+
+    def _place(self, cut: CutStep) -> None:
+        """Moves parameters to their ranks; values are those of the first replica."""
+        self._parameter_ranks = _with_unused(cut, self._state)
+        local = {n for n, ranks in self._parameter_ranks.items() if self._pp_rank in ranks}
+        self._state.place(local, self._session.device)
+        self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
+        self.first_cut = cut
+        self._on_placed()
+
+    def adopt_single_stage(self) -> None:
+        """Places all parameters here; used at construction when there is only one stage."""
+        names = [*self._state.parameters, *self._state.buffers]
+        self._parameter_ranks = {name: (0,) for name in names}
+        self._state.place(names, self._session.device)
+        self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
+        self._on_placed()
+
+    def _check_held(self, cut: CutStep) -> None:
+        if self.first_cut is None:
+            self.first_cut = cut
+        missing = held_names(cut, self._pp_rank) - (self._state.local_names or frozenset())
+        if missing:
+            raise StepError(
+                f"this step function reads {', '.join(sorted(missing))} on pipeline rank "
+                f"{self._pp_rank}, which does not hold it: the first step function decided where "
+                f"parameters live. Let the first call use the whole model."
+            )
+
+    def _upload_constants(self, plan: StepPlan) -> dict[str, torch.Tensor]:
+        needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
+        values = {n: v for n, v in constant_tensors(plan.cut).items() if n in needed}
+        return dict(zip(values, to_device(list(values.values()), self._session.device), strict=True))
+
+    # --- run ------------------------------------------------------------------------------------
+
+    def _run(
+        self, plan: StepPlan, signature: Signature, tensors: list[list[torch.Tensor]], seed: int
+    ) -> Any:
+        cut, count = plan.cut, signature.num_microbatches
+        self._link.set_placement(cut.placement)
+        step = StepRun(
+            tensors=self._tensors_of(plan),
+            inputs=self._upload_inputs(tensors),
+            seeds=self._seeds(plan, count, seed),
+            objective_seed=self._objective_seed(cut, count),
+            zeros=self._zero,
+        )
+        executor = Executor(
+            plan.programs,
+            cut.forward,
+            cut.backward,
+            self._link,
+            on_reduce=lambda stage, run: None,
+            input_leaves={
+                s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
+            },
+        )
+        executor.run(plan.schedule[self._pp_rank], step)
+        fetch = self._exchange_results(cut, step, count)
+        if cut.step.is_training:
+            self._finish_gradients(cut, step)
+        for program in plan.programs.values():
+            for name in program.lowered.spec.new_buffers:
+                self._state.set_buffer(name, step.tensors[name])
+        self.last_run = step
+        return build_outputs(cut.step.result_leaves, cut.step.result_spec, count, fetch)
+
+    def _tensors_of(self, plan: StepPlan) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = dict(self._state.local_parameters())
+        local = self._state.local_names or frozenset()
+        tensors.update((n, b) for n, b in self._state.buffers.items() if n in local)
+        make_ready(tensors.values())
+        tensors.update(self._constants[id(plan)])
+        return tensors
+
+    def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        flat = to_device([t for mb in tensors for t in mb], self._session.device)
+        make_ready(flat)
+        rest = iter(flat)
+        return [[next(rest) for _ in mb] for mb in tensors]
+
+    def _seeds(self, plan: StepPlan, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:
+        keys = [(stage, mb) for stage in plan.random_stages for mb in range(count)]
+        values = [seed_tensor(_mix(seed, *key), self._session.device) for key in keys]
+        make_ready(values)
+        return dict(zip(keys, values, strict=True))
+
+    def _objective_seed(self, cut: CutStep, count: int) -> torch.Tensor | None:
+        if not cut.step.is_training:
+            return None
+        scale = 1.0 / count if self._average else 1.0
+        (value,) = to_device([torch.tensor(scale)], self._session.device)
+        return value
+
+    def _zero(self, spec: TensorSpec) -> torch.Tensor:
+        if spec not in self._zeros:
+            zero = torch.zeros(spec.shape, dtype=spec.dtype)
+            (self._zeros[spec],) = to_device([zero], self._session.device)
+        return self._zeros[spec]
+
+    def _exchange_results(
+        self, cut: CutStep, step: StepRun, count: int
+    ) -> Callable[[int], list[torch.Tensor]]:
+        """Sends this rank's results to the pipeline; returns how to get any result."""
+        owner = {i: cut.placement[s] for i, s in cut.owner_of_result().items()}
+        specs = cut.result_specs()
+        mine = [i for i in sorted(owner) if owner[i] == self._pp_rank]
+        if mine:
+            packed = [step.results[i, mb] for i in mine for mb in range(count)]
+            for rank in range(len(self._group)):
+                if rank != self._pp_rank:
+                    self._link.send_to(rank, packed, "output")
+        arrivals: dict[int, _Arrival] = {}
+        for rank in sorted(set(owner.values()) - {self._pp_rank}):
+            theirs = [i for i in sorted(owner) if owner[i] == rank]
+            wanted = [specs[i] for i in theirs for _ in range(count)]
+            arrivals[rank] = _Arrival(
+                theirs, count, self._link.receive_from(rank, wanted, "output")
+            )
+
+        def fetch(index: int) -> list[torch.Tensor]:
+            if owner[index] == self._pp_rank:
+                return [step.results[index, mb] for mb in range(count)]
+            return arrivals[owner[index]].get(index)
+
+        return fetch
+
+    def _finish_gradients(self, cut: CutStep, step: StepRun) -> None:
+        specs = {n: TensorSpec.of(p) for n, p in self._state.parameters.items()}
+        gradients = collect_gradients(cut, step, self._pp_rank, self._link, specs)
+        step.accumulators.clear()
+        self._reducer.finish(self._state, gradients)
+
+
+class _Announced(MpxlaError):
+    """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
+
+
+def _announced(error: MpxlaError) -> MpxlaError:
+    """The same error, of a class that also is `_Announced`."""
+    kind = type(type(error).__name__, (type(error), _Announced), {"__module__": "mpxla.errors"})
+    return kind(*error.args)
+
+
+class _Arrival:
+    """Results of another rank, unpacked when the first of them is read."""
+
+    def __init__(self, indices: list[int], count: int, wait: Callable[[], list[torch.Tensor]]):
+        self._indices = indices
+        self._count = count
+        self._wait = wait
+        self._values: dict[int, list[torch.Tensor]] | None = None
+
+    def get(self, index: int) -> list[torch.Tensor]:
+        if self._values is None:
+            flat = iter(self._wait())
+            self._values = {i: [next(flat) for _ in range(self._count)] for i in self._indices}
+        return self._values[index]
+
+
+def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:
+    """Ranks of all parameters and buffers; what the step does not read lives on rank 0."""
+    ranks = cut.parameter_ranks()
+    names = [*state.parameters, *state.buffers]
+    return {name: ranks.get(name, (0,)) for name in names}
+
+
+def _mix(seed: int, stage: int, microbatch: int) -> int:
+    """A seed for one program call, far from those of its neighbours (splitmix64's finalizer)."""
+    value = (seed + 0x9E3779B97F4A7C15 * (1 + microbatch + (stage << 32))) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1

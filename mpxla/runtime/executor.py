@@ -1,0 +1,235 @@
+"""Running one rank's list of actions.
+
+One handler per kind of action; the list decides the order, so this file knows nothing about
+schedules. Executions are asynchronous: a handler starts a program and goes on. The only waits are
+for messages that have not arrived when a program needs them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mpxla.errors import MpxlaError
+from mpxla.runtime.buffers import LiveValues
+from mpxla.schedule.action import Action, Op
+from mpxla.stage.compile import Executable
+from mpxla.stage.lower import LoweredStage
+from mpxla.stage.spec import TensorSpec, Transfer
+
+__all__ = ["CompiledStage", "Executor", "StageLink", "StepRun"]
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """A stage that this rank runs: its lowering and its one or two executables."""
+
+    lowered: LoweredStage
+    forward: Executable
+    backward: Executable | None
+
+
+class StageLink(Protocol):
+    """Messages between stages of different ranks."""
+
+    def send(self, tensors: Sequence[torch.Tensor], transfer: Transfer, channel: str) -> None:
+        """Starts sending the tensors of one message; returns at once."""
+        ...
+
+    def receive(self, transfer: Transfer, channel: str) -> Callable[[], list[torch.Tensor]]:
+        """Expects one message; the returned function waits for it and gives device tensors."""
+        ...
+
+
+@dataclass
+class StepRun:
+    """State of one running step on one rank.
+
+    Attributes:
+        tensors: this rank's parameters, buffers and constants by name, on the device. Buffers are
+            replaced as the stages change them.
+        inputs: tensor leaves of every microbatch (only where stage 0 lives).
+        seeds: random seed of every (stage, microbatch) on the device; empty without random ops.
+        objective_seed: gradient of the objectives, one element on the device.
+        zeros: gives a zero accumulator for a spec.
+        accumulators: gradients so far, by (stage, parameter name).
+        results: values of the step's results, by (result index, microbatch).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    inputs: Sequence[Sequence[torch.Tensor]]
+    seeds: Mapping[tuple[int, int], torch.Tensor]
+    objective_seed: torch.Tensor | None
+    zeros: Callable[[TensorSpec], torch.Tensor]
+    accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    values: LiveValues = field(default_factory=LiveValues)
+
+
+class Executor:
+    """Runs the actions of one rank for one compiled step.
+
+    Args:
+        stages: the stages that this rank runs, by index.
+        forward_transfers: all messages of activations, from any stage to any other.
+        backward_transfers: all messages of gradients.
+        link: sends and receives between ranks.
+        on_reduce: called with a stage whose gradients are complete.
+        input_leaves: which values that a stage reads are step inputs: stage -> name -> leaf.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, CompiledStage],
+        forward_transfers: Sequence[Transfer],
+        backward_transfers: Sequence[Transfer],
+        link: StageLink,
+        on_reduce: Callable[[int, StepRun], None],
+        input_leaves: Mapping[int, Mapping[str, int]],
+    ):
+        self._input_leaves = input_leaves
+        self._stages = stages
+        self._forward = {(t.source, t.target): t for t in forward_transfers}
+        self._backward = {(t.source, t.target): t for t in backward_transfers}
+        self._link = link
+        self._on_reduce = on_reduce
+        self._held: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._handlers: dict[Op, Callable[[Action, StepRun], None]] = {
+            Op.FORWARD: self._run_forward,
+            Op.BACKWARD: self._run_backward,
+            Op.SEND_FORWARD: self._send_forward,
+            Op.RECV_FORWARD: self._receive_forward,
+            Op.SEND_BACKWARD: self._send_backward,
+            Op.RECV_BACKWARD: self._receive_backward,
+            Op.REDUCE: self._reduce,
+        }
+
+    def run(self, actions: Sequence[Action], step: StepRun) -> None:
+        """Runs all actions in order. Every rank of the pipeline must run its own list.
+
+        Raises:
+            MpxlaError: with a note that names the action that failed.
+        """
+        self._held = {}
+        for action in actions:
+            with _blame(action):
+                self._handlers[action.op](action, step)
+
+    def _run_forward(self, action: Action, step: StepRun) -> None:
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        spec = stage.lowered.spec
+        arguments = [step.tensors[name] for name in spec.parameters]
+        arguments += [step.tensors[name] for name in (*spec.buffers, *spec.constants)]
+        for port in spec.inputs:
+            if port.source is None and 0 in self._stages:
+                arguments.append(step.inputs[microbatch][port.leaf])
+            else:
+                arguments.append(step.values.take(port.name, spec.index, microbatch))
+        outputs = stage.forward(arguments, step.seeds.get((spec.index, microbatch)))
+        self._deliver_outputs(stage, microbatch, outputs, step)
+        if stage.backward is not None:
+            saved_outputs = outputs[len(outputs) - stage.lowered.num_saved :]
+            saved = [
+                arguments[s.argument] if s.output is None else saved_outputs[s.output]
+                for s in stage.lowered.saved
+            ]
+            step.values.save(spec.index, microbatch, saved)
+
+    def _deliver_outputs(
+        self, stage: CompiledStage, microbatch: int, outputs: list[torch.Tensor], step: StepRun
+    ) -> None:
+        spec = stage.lowered.spec
+        remaining = iter(outputs)
+        for port in spec.outputs:
+            value = next(remaining)
+            for consumer in port.consumers:
+                if consumer in self._stages:
+                    step.values.put(port.name, consumer, microbatch, value)
+                else:
+                    self._held[port.name, consumer, microbatch] = value
+        for index in spec.results:
+            step.results[index, microbatch] = next(remaining)
+        for name in spec.new_buffers:
+            step.tensors[name] = next(remaining)
+
+    def _run_backward(self, action: Action, step: StepRun) -> None:
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        if stage.backward is None:
+            return
+        spec, lowered = stage.lowered.spec, stage.lowered
+        accumulators = step.accumulators.get(spec.index)
+        if accumulators is None:
+            first = lowered.backward_inputs[: lowered.num_accumulators]
+            accumulators = [step.zeros(s) for s in first]
+        grads = [
+            step.values.take(_grad_name(spec.outputs[port].name, source), spec.index, microbatch)
+            for port, source in lowered.grad_ports
+        ]
+        saved = step.values.restore(spec.index, microbatch)
+        outputs = stage.backward([*accumulators, *saved, *grads, step.objective_seed])
+        step.accumulators[spec.index] = outputs[: lowered.num_accumulators]
+        ports = [port for port in spec.inputs if port.has_grad]
+        for port, grad in zip(ports, outputs[lowered.num_accumulators :], strict=True):
+            name = _grad_name(port.name, spec.index)
+            if port.source in self._stages:
+                step.values.put(name, port.source, microbatch, grad)
+            else:
+                self._held[name, port.source, microbatch] = grad
+
+    def _send_forward(self, action: Action, step: StepRun) -> None:
+        transfer = self._forward[action.stage, action.peer]
+        inputs = self._input_leaves[action.peer] if action.stage == 0 else {}
+        tensors = [
+            step.inputs[action.microbatch][inputs[name]]
+            if name in inputs
+            else self._held.pop((name, action.peer, action.microbatch))
+            for name in transfer.names
+        ]
+        self._link.send(tensors, transfer, "forward")
+
+    def _receive_forward(self, action: Action, step: StepRun) -> None:
+        transfer = self._forward[action.peer, action.stage]
+        arrival = self._link.receive(transfer, "forward")
+        step.values.expect(transfer.names, action.stage, action.microbatch, arrival)
+
+    def _send_backward(self, action: Action, step: StepRun) -> None:
+        transfer = self._backward[action.stage, action.peer]
+        tensors = [
+            self._held.pop((_grad_name(name, action.stage), action.peer, action.microbatch))
+            for name in transfer.names
+        ]
+        self._link.send(tensors, transfer, "backward")
+
+    def _receive_backward(self, action: Action, step: StepRun) -> None:
+        transfer = self._backward[action.peer, action.stage]
+        arrival = self._link.receive(transfer, "backward")
+        names = tuple(_grad_name(name, action.peer) for name in transfer.names)
+        step.values.expect(names, action.stage, action.microbatch, arrival)
+
+    def _reduce(self, action: Action, step: StepRun) -> None:
+        self._on_reduce(action.stage, step)
+
+
+def _grad_name(value: str, stage: int) -> str:
+    """Key of the gradient of `value` that comes from `stage`."""
+    return f"d {value} by {stage}"
+
+
+@contextlib.contextmanager
+def _blame(action: Action) -> Iterator[None]:
+    try:
+        yield
+    except MpxlaError as error:
+        error.add_note(_where(action))
+        raise
+    except RuntimeError as error:
+        raise MpxlaError(f"{error}\n{_where(action)}") from error
+
+
+def _where(action: Action) -> Any:
+    place = f"stage {action.stage}"
+    if action.microbatch is not None:
+        place += f", microbatch {action.microbatch}"
+    return f"mpxla: while running {action} ({action.op.name.lower()} of {place})."

@@ -1,0 +1,262 @@
+"""From a signature to everything a rank needs to run it: the plan of a step.
+
+Phases: capture the step, partition it (or follow an earlier partition), split it into stages,
+generate and prove the schedule, place parameters, lower and compile this rank's stages.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from mpxla.config import Config
+from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
+from mpxla.graph.partition import Partition
+from mpxla.graph.partition_auto import partition_auto
+from mpxla.graph.partition_manual import partition_manual
+from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
+from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
+from mpxla.log import get_logger
+from mpxla.runtime.executor import CompiledStage
+from mpxla.schedule.action import Action
+from mpxla.schedule.generate import generate
+from mpxla.schedule.lower import add_communication, add_reduce
+from mpxla.schedule.simulate import simulate
+from mpxla.stage.compile import compile_graph
+from mpxla.stage.lower import lower_stage
+from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
+
+__all__ = ["CutStep", "StepPlan", "compile_stages", "cut_step", "schedule_step"]
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """A step cut into stages; equal on all ranks of a job.
+
+    Attributes:
+        step: the captured step.
+        problem: what the partitioner was given.
+        partition: what it decided.
+        stages: the stages.
+        forward: messages of activations between stages.
+        backward: messages of gradients.
+    """
+
+    step: StepGraph
+    problem: PartitionProblem
+    partition: Partition
+    stages: tuple[StageSpec, ...]
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...]
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage."""
+        return self.partition.placement
+
+    def parameter_ranks(self) -> dict[str, tuple[int, ...]]:
+        """Pipeline ranks that hold each parameter or buffer that the step reads."""
+        holders: dict[str, set[int]] = {}
+        for stage in self.stages:
+            for name in (*stage.parameters, *stage.buffers):
+                holders.setdefault(name, set()).add(self.placement[stage.index])
+        return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+
+    def trained_stages(self) -> dict[str, tuple[int, ...]]:
+        """Stages that contribute to each parameter's gradient."""
+        stages: dict[str, list[int]] = {}
+        for stage in self.stages:
+            for name in stage.trained:
+                stages.setdefault(name, []).append(stage.index)
+        return {name: tuple(found) for name, found in stages.items()}
+
+    def owner_of_result(self) -> dict[int, int]:
+        """Stage that computes each result of the step."""
+        return {index: stage.index for stage in self.stages for index in stage.results}
+
+    def result_specs(self) -> dict[int, TensorSpec]:
+        """Spec of each result of the step."""
+        return {
+            index: spec
+            for stage in self.stages
+            for index, spec in zip(stage.results, stage.result_specs, strict=True)
+        }
+
+    def fingerprint(self) -> str:
+        """Digest that is equal on two ranks if they cut the same step in the same way."""
+        text = [str(self.placement)]
+        for stage in self.stages:
+            text += [str(stage.graph), str(stage.parameters), str(stage.inputs), str(stage.outputs)]
+        return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one rank runs for one signature.
+
+    Attributes:
+        cut: the step in stages.
+        schedule: actions of every pipeline rank.
+        programs: this rank's compiled stages by index.
+        random_stages: this rank's stages that draw random numbers.
+        is_random: whether any stage of the step does.
+        compile_s: seconds that lowering and compiling took.
+    """
+
+    cut: CutStep
+    schedule: tuple[tuple[Action, ...], ...]
+    programs: Mapping[int, CompiledStage]
+    random_stages: tuple[int, ...]
+    is_random: bool
+    compile_s: float = field(compare=False, default=0.0)
+
+
+def cut_step(
+    step: StepGraph,
+    config: Config,
+    pins: Mapping[str, int],
+    fixed: Mapping[str, tuple[int, ...]] | None,
+) -> CutStep:
+    """Partitions a step and splits it.
+
+    Args:
+        step: the captured step.
+        config: degrees, weights and whether to partition automatically.
+        pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
+        fixed: where parameters live already, from an earlier signature.
+
+    Raises:
+        PartitionError: the step cannot be cut as asked.
+    """
+    machine = MachineModel()
+    problem = build_problem(step, machine)
+    degree = config.pipeline_parallel_degree
+    if config.auto_partition:
+        partition = partition_auto(
+            problem.nodes,
+            problem.parameter_bytes,
+            degree,
+            config.memory_weight,
+            1.0 / machine.link_bytes_per_s,
+            fixed=fixed,
+        )
+    else:
+        partition = partition_manual(
+            problem.nodes,
+            problem.parameter_bytes,
+            degree,
+            _pin_nodes(problem, pins, fixed),
+            config.default_partition,
+        )
+    stages_of: dict[fx.Node, Sequence[int]] = {}
+    for index, group in enumerate(problem.members):
+        for node in group:
+            if node.op != "placeholder":
+                stages_of[node] = partition.stages_of(index)
+    stages = split_stages(step, stages_of, partition.num_stages)
+    return CutStep(
+        step, problem, partition, stages, forward_transfers(stages), backward_transfers(stages)
+    )
+
+
+def _pin_nodes(
+    problem: PartitionProblem,
+    pins: Mapping[str, int],
+    fixed: Mapping[str, tuple[int, ...]] | None,
+) -> dict[int, int]:
+    """Rank of every node whose innermost tagged module, or fixed parameter, gives one."""
+    result: dict[int, int] = {}
+    for index, node in enumerate(problem.nodes):
+        path = node.module_path
+        while path:
+            if path in pins:
+                result[index] = pins[path]
+                break
+            path = path.rpartition(".")[0]
+        for name in node.parameters:
+            ranks = (fixed or {}).get(name)
+            if ranks and result.get(index) not in ranks:
+                result[index] = ranks[0]
+    return result
+
+
+def schedule_step(cut: CutStep, config: Config, num_microbatches: int) -> tuple[
+    tuple[Action, ...], ...
+]:
+    """Generates every rank's actions and proves them free of deadlock.
+
+    Raises:
+        ScheduleError: a bug in a schedule; the text shows the grid.
+    """
+    forward = {(t.source, t.target) for t in cut.forward}
+    backward = {(t.source, t.target) for t in cut.backward}
+    compute = generate(
+        config.pipeline,
+        num_microbatches,
+        cut.placement,
+        config.active_microbatches,
+        training=cut.step.is_training,
+    )
+    schedule = add_communication(compute, cut.placement, forward, backward)
+    if cut.step.is_training:
+        schedule = add_reduce(schedule, cut.placement)
+    simulate(schedule, cut.placement, forward, backward)
+    schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
+    return tuple(tuple(actions) for actions in schedule)
+
+
+def compile_stages(
+    cut: CutStep,
+    schedule: tuple[tuple[Action, ...], ...],
+    pp_rank: int,
+    device: torch.device,
+) -> StepPlan:
+    """Lowers and compiles the stages of one pipeline rank.
+
+    Raises:
+        LoweringError: an operator has no XLA lowering.
+    """
+    started = time.perf_counter()
+    programs: dict[int, CompiledStage] = {}
+    for stage in cut.stages:
+        if cut.placement[stage.index] == pp_rank:
+            programs[stage.index] = _compile_stage(stage, cut.step.is_training, device)
+    elapsed = time.perf_counter() - started
+    get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
+    return StepPlan(
+        cut=cut,
+        schedule=schedule,
+        programs=programs,
+        random_stages=tuple(i for i, p in programs.items() if p.forward.is_random),
+        is_random=any(is_random(node) for node in cut.step.graph.nodes),
+        compile_s=elapsed,
+    )
+
+
+def _compile_stage(stage: StageSpec, is_training: bool, device: torch.device) -> CompiledStage:
+    lowered = lower_stage(stage, is_training, device)
+    name = f"stage {stage.index}"
+    forward = compile_graph(f"{name} forward", lowered.forward, lowered.forward_inputs, device)
+    backward = None
+    if lowered.backward is not None:
+        backward = compile_graph(
+            f"{name} backward", lowered.backward, lowered.backward_inputs, device
+        )
+    return CompiledStage(lowered, forward, backward)
+
+
+def held_names(cut: CutStep, pp_rank: int) -> set[str]:
+    """Parameters and buffers that a pipeline rank holds for this step."""
+    return {name for name, ranks in cut.parameter_ranks().items() if pp_rank in ranks}
+
+
+def constant_tensors(cut: CutStep) -> dict[str, torch.Tensor]:
+    """Values of the constants that the step captured, by name."""
+    return {
+        role.name: cut.step.constants[role.name]
+        for role in cut.step.inputs
+        if role.kind is InputKind.CONSTANT
+    }

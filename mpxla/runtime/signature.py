@@ -1,0 +1,226 @@
+"""What makes two calls of a step function the same program.
+
+A signature is the structure of the arguments, shape and dtype of every tensor for one microbatch,
+the values of plain arguments, and the modes that change what the function does. The first pipeline
+rank owns the inputs; it announces the signature, and the other ranks put their own objects
+(modules, namespaces) in the places that cannot travel.
+This module must not know how a step is captured or run.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from mpxla.errors import RankMismatch
+from mpxla.graph.capture import TensorLeaf
+
+__all__ = ["LocalObject", "PlainValue", "Signature", "describe_change", "fill", "local_objects", "sign"]
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class PlainValue:
+    """An argument whose value is part of the program."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True)
+class LocalObject:
+    """An argument that every rank replaces by its own: a module, a namespace, any other object."""
+
+    path: str
+    type_name: str
+
+    def __str__(self) -> str:
+        return self.type_name
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Everything that decides which program a call needs.
+
+    Attributes:
+        function: qualified name of the step function.
+        structure: pytree structure of (args, kwargs).
+        paths: readable path of every leaf.
+        leaves: description of every leaf.
+        num_microbatches: how many microbatches the call has.
+        modes: digest of the train/eval flags of the model's modules.
+        grad_enabled: whether gradients are enabled around the call.
+        autocast: (enabled, dtype) of the active autocast regions.
+    """
+
+    function: str
+    structure: Any
+    paths: tuple[str, ...]
+    leaves: tuple[TensorLeaf | PlainValue | LocalObject, ...]
+    num_microbatches: int
+    modes: str
+    grad_enabled: bool
+    autocast: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable identity."""
+        return (
+            self.function,
+            str(self.structure),
+            self.leaves,
+            self.num_microbatches,
+            self.modes,
+            self.grad_enabled,
+            self.autocast,
+        )
+
+    @property
+    def tensor_leaves(self) -> list[TensorLeaf]:
+        """The tensor leaves, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+
+
+def sign(
+    function: str,
+    microbatches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    model: nn.Module | None,
+) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any]]:
+    """Describes a call.
+
+    Returns:
+        (signature, tensor leaves of every microbatch, local objects by path).
+
+    Raises:
+        RankMismatch: microbatches of different structure (from a faulty `smp_slice`).
+    """
+    flat = [pytree.tree_flatten_with_path(tuple(mb)) for mb in microbatches]
+    with_paths, structure = flat[0]
+    paths = tuple(pytree.keystr(path) for path, _ in with_paths)
+    objects: dict[str, Any] = {}
+    leaves: list[TensorLeaf | PlainValue | LocalObject] = []
+    for path, (_, value) in zip(paths, with_paths, strict=True):
+        if isinstance(value, torch.Tensor):
+            leaves.append(TensorLeaf(tuple(value.shape), value.dtype))
+        elif isinstance(value, _PLAIN):
+            leaves.append(PlainValue(value))
+        else:
+            objects[path] = value
+            leaves.append(LocalObject(path, type(value).__name__))
+    tensors = [
+        [value for _, value in leaves_of_mb if isinstance(value, torch.Tensor)]
+        for leaves_of_mb, _ in flat
+    ]
+    _check_equal_parts(function, structure, flat, tensors)
+    signature = Signature(
+        function=function,
+        structure=structure,
+        paths=paths,
+        leaves=tuple(leaves),
+        num_microbatches=len(microbatches),
+        modes=module_modes(model),
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=_autocast_state(),
+    )
+    return signature, tensors, objects
+
+
+def _check_equal_parts(function: str, structure: Any, flat: Any, tensors: Any) -> None:
+    for index, (_, other) in enumerate(flat):
+        shapes = [(t.shape, t.dtype) for t in tensors[index]]
+        if other != structure or shapes != [(t.shape, t.dtype) for t in tensors[0]]:
+            raise RankMismatch(
+                f"{function}: microbatch {index} differs from microbatch 0 in structure, shape or "
+                f"dtype. smp_slice has to return equally shaped parts for every microbatch."
+            )
+
+
+def local_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects among a rank's own arguments, by path, for the places of `LocalObject` leaves."""
+    with_paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    return {
+        pytree.keystr(path): value
+        for path, value in with_paths
+        if not isinstance(value, (*_PLAIN, torch.Tensor))
+    }
+
+
+def fill(
+    signature: Signature, tensors: Sequence[torch.Tensor], objects: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the function, with these tensors in the places of the tensor leaves.
+
+    Raises:
+        RankMismatch: this rank's call has no object where the first pipeline rank's has one.
+    """
+    remaining = iter(tensors)
+    values: list[Any] = []
+    for leaf in signature.leaves:
+        if isinstance(leaf, TensorLeaf):
+            values.append(next(remaining))
+        elif isinstance(leaf, PlainValue):
+            values.append(leaf.value)
+        elif leaf.path in objects:
+            values.append(objects[leaf.path])
+        else:
+            raise RankMismatch(
+                f"{signature.function}: pp_rank 0 passes a {leaf.type_name} at {leaf.path}, and "
+                f"this rank passes none there. Call the step function with the same arguments on "
+                f"all ranks (tensors may be dummies on pipeline ranks above 0)."
+            )
+    args, kwargs = pytree.tree_unflatten(values, signature.structure)
+    return tuple(args), dict(kwargs)
+
+
+def module_modes(model: nn.Module | None) -> str:
+    """Digest of the train/eval flags of all modules."""
+    if model is None:
+        return ""
+    flags = bytes(module.training for module in model.modules())
+    return hashlib.blake2b(flags, digest_size=8).hexdigest()
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "xla", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def describe_change(new: Signature, known: Sequence[Signature]) -> str:
+    """Why a call needs a new program: what differs from the most similar known signature."""
+    same = [old for old in known if old.function == new.function]
+    if not same:
+        return "first call"
+    return min((_differences(new, old) for old in same), key=len)[0]
+
+
+def _differences(new: Signature, old: Signature) -> list[str]:
+    changes: list[str] = []
+    if str(new.structure) != str(old.structure):
+        changes.append("the structure of the arguments changed")
+    else:
+        for path, a, b in zip(new.paths, old.leaves, new.leaves, strict=True):
+            if a != b:
+                changes.append(f"argument {path} changed from {_text(a)} to {_text(b)}")
+    for name in ("num_microbatches", "grad_enabled", "autocast"):
+        a, b = getattr(old, name), getattr(new, name)
+        if a != b:
+            changes.append(f"{name} changed from {a} to {b}")
+    if new.modes != old.modes:
+        changes.append("the train/eval mode of the model changed")
+    return [" and ".join(changes), *changes]
+
+
+def _text(leaf: TensorLeaf | PlainValue | LocalObject) -> str:
+    if isinstance(leaf, TensorLeaf):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return str(leaf)

@@ -1,0 +1,12 @@
+"""Pipeline schedules as plain data: one list of actions per rank, made and proved before it runs.
+
+    action.py     what an action is, and its text
+    generate.py   integers -> forwards and backwards of every rank
+    lower.py      passes: add transfers, add reductions
+    simulate.py   dry run with costs: proves a schedule and predicts its timeline
+    grid.py       the picture in the errors of the two above
+    render.py     timeline -> text or Chrome trace
+
+The same lists are executed, drawn and profiled. Nothing here knows torch, processes, transports or
+what a stage computes. Import the module that defines a name: nothing is re-exported here.
+"""

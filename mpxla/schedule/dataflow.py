@@ -1,0 +1,107 @@
+"""What every forward and backward reads, and what of it crosses ranks: the meaning of the edges.
+
+One statement of the rules that the passes rely on and the simulator enforces, per microbatch:
+
+    F of stage s   reads the F of every u with (u, s) in forward_edges
+    B of stage s   reads its own F, and the B of every t with (t, s) in backward_edges
+
+A value read on another rank than its own travels as one transfer per edge and microbatch. Edges may
+skip stages, and a forward edge may have no gradient. This module must not know orders or times.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpxla.errors import ScheduleError
+from mpxla.schedule.action import Op
+
+__all__ = ["Dataflow", "Edge", "Kind"]
+
+Edge = tuple[int, int]
+
+
+class Kind(NamedTuple):
+    """An action of no particular microbatch."""
+
+    stage: int
+    op: Op
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Edges between stages that have a place.
+
+    Attributes:
+        placement: pipeline rank of every stage.
+        forward_edges: (source, destination) of values, source < destination.
+        backward_edges: (source, destination) of gradients; reversed forward edges.
+        training: whether there are backwards; without them gradients do not travel.
+    """
+
+    placement: tuple[int, ...]
+    forward_edges: frozenset[Edge]
+    backward_edges: frozenset[Edge]
+    training: bool
+
+    @classmethod
+    def of(
+        cls,
+        placement: Sequence[int],
+        forward_edges: Iterable[Edge],
+        backward_edges: Iterable[Edge],
+        training: bool,
+    ) -> "Dataflow":
+        """Checks edges against each other and against the placement.
+
+        Raises:
+            ScheduleError: an edge names no stage, points the wrong way, or is a gradient of a value
+                that does not travel; the text lists all such edges.
+        """
+        stages = range(len(placement))
+        forward, backward = frozenset(forward_edges), frozenset(backward_edges)
+        problems: list[str] = []
+        for kind, edges in (("forward", forward), ("backward", backward)):
+            for source, target in sorted(edges):
+                if source not in stages or target not in stages:
+                    problems.append(
+                        f"{kind} edge {source} -> {target} names a stage outside "
+                        f"0..{len(placement) - 1}"
+                    )
+                elif kind == "forward" and source >= target:
+                    problems.append(f"forward edge {source} -> {target} does not go to a later one")
+                elif kind == "backward" and (target, source) not in forward:
+                    problems.append(
+                        f"backward edge {source} -> {target} has no forward edge "
+                        f"{target} -> {source}"
+                    )
+        if problems:
+            raise ScheduleError(
+                f"Edges between stages do not fit {len(placement)} stages: {'; '.join(problems)}. "
+                "Values travel to later stages, and their gradients back along the same edges."
+            )
+        return cls(tuple(placement), forward, backward, training)
+
+    def reads(self, op: Op, stage: int) -> list[Kind]:
+        """Forwards and backwards, on any rank, whose results a forward or backward reads."""
+        if op is Op.FORWARD:
+            return [Kind(u, op) for u, target in sorted(self.forward_edges) if target == stage]
+        gradients = [Kind(t, op) for t, target in sorted(self.backward_edges) if target == stage]
+        return [Kind(stage, Op.FORWARD), *gradients]
+
+    def computes(self) -> list[Kind]:
+        """Forwards and backwards of one microbatch."""
+        ops = (Op.FORWARD, Op.BACKWARD) if self.training else (Op.FORWARD,)
+        return [Kind(stage, op) for stage in range(len(self.placement)) for op in ops]
+
+    def sends(self) -> list[Kind]:
+        """Sending ends of the transfers of one microbatch: the edges that cross ranks."""
+        backward = self.backward_edges if self.training else frozenset[Edge]()
+        edges = [(Op.SEND_FORWARD, edge) for edge in sorted(self.forward_edges)]
+        edges += [(Op.SEND_BACKWARD, edge) for edge in sorted(backward)]
+        return [
+            Kind(source, op, target)
+            for op, (source, target) in edges
+            if self.placement[source] != self.placement[target]
+        ]

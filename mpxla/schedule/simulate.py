@@ -1,0 +1,335 @@
+"""Dry run of a schedule: proves that it cannot deadlock and predicts its timeline.
+
+Every rank carries out its list strictly in order. Two semantics of transfers:
+
+    rendezvous   A transfer begins when both ends have reached it and holds both ranks until it is
+                 done. This is how a two-rank collective behaves, and the stricter promise: lists
+                 that pass are free of deadlock under any buffering.
+    buffered     Sending costs its rank nothing; messages between two ranks in one direction travel
+                 one after another. A receive only announces the message, and the forward or
+                 backward that reads it waits for it. Values and gradients are separate streams, in
+                 each of which messages arrive in the order of sending.
+
+Phases: check every list by itself (`validate.py`), run all ranks until nobody can go on, and either
+explain who waits for whom or measure. The result depends on the lists and costs alone, not on the
+order in which ranks are visited, because every wait is for one particular action.
+
+This module must not know how schedules are made.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpxla.errors import ScheduleError
+from mpxla.schedule.action import Action, Op
+from mpxla.schedule.dataflow import Dataflow, Edge
+from mpxla.schedule.grid import Cell, format_failure
+from mpxla.schedule.timeline import Span, Timeline
+from mpxla.schedule.validate import check_lists, check_stages, has_backwards
+
+__all__ = ["Costs", "Span", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions cost, in any one unit of time.
+
+    Attributes:
+        forward: cost of a forward, for all stages or one number per stage.
+        backward: cost of a backward, for all stages or one number per stage.
+        transfer: cost of a transfer, for all edges or by (source, destination) stage of what
+            travels; edges that are not named cost nothing.
+        reduce: cost of a reduction, for all stages or one number per stage.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward: float | Sequence[float] = 1.0
+    transfer: float | Mapping[Edge, float] = 0.0
+    reduce: float | Sequence[float] = 0.0
+
+
+def simulate(
+    schedule: Sequence[Sequence[Action]],
+    placement: Sequence[int],
+    forward_edges: Iterable[Edge],
+    backward_edges: Iterable[Edge],
+    costs: Costs | None = None,
+    rendezvous: bool = True,
+) -> Timeline:
+    """Runs a schedule without running it.
+
+    Args:
+        schedule: actions of every rank; ranks without stages have empty lists.
+        placement: pipeline rank of every stage.
+        forward_edges: (source, destination) stages of values.
+        backward_edges: (source, destination) stages of gradients; not looked at if the schedule has
+            no backwards.
+        costs: what actions take; None: forwards and backwards take 1, everything else nothing.
+        rendezvous: whether a transfer needs both ends at the same time, see the module.
+
+    Returns:
+        When every action ran.
+
+    Raises:
+        ScheduleError: an action is missing, duplicate, misplaced or before something it reads;
+            messages overtake each other; the ranks deadlock; edges or costs do not fit the stages.
+    """
+    check_stages(schedule, placement)
+    flow = Dataflow.of(placement, forward_edges, backward_edges, has_backwards(schedule))
+    durations = _durations(costs or Costs(), flow)
+    check_lists(schedule, flow)
+    run_type = _RendezvousRun if rendezvous else _BufferedRun
+    return run_type(schedule, flow, durations).timeline()
+
+
+_Durations = dict[tuple[int, Op, int | None], float]
+
+
+def _durations(costs: Costs, flow: Dataflow) -> _Durations:
+    """Duration of every kind of action."""
+    num_stages = len(flow.placement)
+    result: _Durations = {}
+    problems: list[str] = []
+    for op, name in (
+        (Op.FORWARD, "forward"),
+        (Op.BACKWARD, "backward"),
+        (Op.REDUCE, "reduce"),
+    ):
+        cost = getattr(costs, name)
+        per_stage = [cost] * num_stages if isinstance(cost, int | float) else list(cost)
+        if len(per_stage) != num_stages:
+            problems.append(f"{name} has {len(per_stage)} costs for {num_stages} stages")
+        result |= {(stage, op, None): cost for stage, cost in enumerate(per_stage)}
+    transfer = costs.transfer
+    for stage, op, peer in flow.sends():
+        assert peer is not None, "a send has a peer"
+        is_mapping = isinstance(transfer, Mapping)
+        cost = transfer.get((stage, peer), 0.0) if is_mapping else transfer
+        receive = Op.RECV_FORWARD if op is Op.SEND_FORWARD else Op.RECV_BACKWARD
+        result[stage, op, peer] = result[peer, receive, stage] = cost
+    problems += [
+        f"{op.name} of stage {stage} costs {cost}"
+        for (stage, op, _), cost in result.items()
+        if not 0 <= cost < float("inf")
+    ]
+    if problems:
+        raise ScheduleError(
+            f"Costs cannot be used: {'; '.join(problems)}. Give one number that is not negative, "
+            "or one per stage."
+        )
+    return result
+
+
+class _Run:
+    """All ranks of a run: how far each has come, and when."""
+
+    def __init__(
+        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
+    ):
+        self.schedule = schedule
+        self.placement = flow.placement
+        self.flow = flow
+        self.durations = durations
+        self.clock = [0.0] * len(schedule)
+        self.starts: list[list[float]] = [[] for _ in schedule]
+        self.ends: list[list[float]] = [[] for _ in schedule]
+
+    def timeline(self) -> Timeline:
+        """Runs until nobody can go on.
+
+        Raises:
+            ScheduleError: some rank has not finished.
+        """
+        ready = list(range(len(self.schedule)))
+        while ready:
+            self.advance(ready.pop(), ready)
+        if any(len(e) < len(a) for e, a in zip(self.ends, self.schedule, strict=True)):
+            raise ScheduleError(self._explain())
+        spans = (
+            tuple(map(Span, actions, starts, ends))
+            for actions, starts, ends in zip(self.schedule, self.starts, self.ends, strict=True)
+        )
+        return Timeline(self.placement, tuple(spans))
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        """Runs a rank until it must wait; ranks that it sets free are appended to `ready`."""
+        raise NotImplementedError
+
+    def awaited(self, rank: int) -> tuple[int, Action, str]:
+        """Whom a blocked rank waits for: the rank, the action it must reach, and both in words."""
+        raise NotImplementedError
+
+    def record(self, rank: int, start: float, end: float) -> None:
+        """Notes that the rank's next action ran."""
+        self.starts[rank].append(start)
+        self.ends[rank].append(end)
+        self.clock[rank] = end
+
+    def _explain(self) -> str:
+        blocked: dict[Cell, str] = {}
+        waits_for: dict[int, int] = {}
+        for rank, actions in enumerate(self.schedule):
+            step = len(self.ends[rank])
+            if step < len(actions):
+                other, action, reason = self.awaited(rank)
+                there = len(self.ends[other])
+                waits_for[rank] = other
+                blocked[Cell(rank, step)] = (
+                    f"{reason} (step {self.schedule[other].index(action)} there; "
+                    f"rank {other} is at step {there})"
+                )
+        cycle = _cycle(waits_for)
+        headline = (
+            f"Deadlock: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])} wait for each "
+            "other. Let both ends meet their transfers in the same order, as add_communication does."
+        )
+        failing = Cell(cycle[0], len(self.ends[cycle[0]]))
+        return format_failure(self.schedule, failing, headline, blocked)
+
+
+class _RendezvousRun(_Run):
+    """Transfers hold both ranks; `waiting` has the rank that reached its end of a transfer first."""
+
+    def __init__(
+        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
+    ):
+        super().__init__(schedule, flow, durations)
+        self.waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        actions, durations, clock = self.schedule[rank], self.durations, self.clock
+        for step in range(len(self.ends[rank]), len(actions)):
+            stage, op, microbatch, peer = actions[step]
+            duration = durations[stage, op, peer]
+            now = clock[rank]
+            if peer is None:
+                self.record(rank, now, now + duration)
+                continue
+            # A transfer is known by its sending end.
+            sender = _SENDING_END.get(op)
+            key = (stage, op, microbatch, peer) if sender is None else (peer, sender, microbatch, stage)
+            other = self.waiting.pop(key, None)
+            if other is None:
+                self.waiting[key] = rank
+                return
+            start = max(now, clock[other])
+            self.record(rank, start, start + duration)
+            self.record(other, start, start + duration)
+            ready.append(other)
+
+    def awaited(self, rank: int) -> tuple[int, Action, str]:
+        action = self.schedule[rank][len(self.ends[rank])].other_end()
+        other = self.placement[action.stage]
+        return other, action, f"rank {other} to reach {action}"
+
+
+class _BufferedRun(_Run):
+    """Messages travel by themselves; computes wait for those that they read."""
+
+    def __init__(
+        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
+    ):
+        super().__init__(schedule, flow, durations)
+        self._check_streams()
+        self._arrival: dict[Action, float] = {}
+        self._link_free: dict[tuple[int, int], float] = {}
+        self._waiting: dict[Action, int] = {}
+        self._messages = {kind: self._messages_of(kind.op, kind.stage) for kind in flow.computes()}
+
+    def _messages_of(self, op: Op, stage: int) -> list[tuple[int, Op]]:
+        """Source and operation of the messages that a compute reads."""
+        send = Op.SEND_FORWARD if op is Op.FORWARD else Op.SEND_BACKWARD
+        return [
+            (read.stage, send)
+            for read in self.flow.reads(op, stage)
+            if self.placement[read.stage] != self.placement[stage]
+        ]
+
+    def _check_streams(self) -> None:
+        """Checks that messages are received in the order in which they are sent."""
+        sent: dict[tuple[int, int, Op], list[Action]] = {}
+        for rank, actions in enumerate(self.schedule):
+            for action in actions:
+                if action.op.is_send and action.peer is not None:
+                    stream = (rank, self.placement[action.peer], action.op)
+                    sent.setdefault(stream, []).append(action)
+        streams = {stream: iter(actions) for stream, actions in sent.items()}
+        for rank, actions in enumerate(self.schedule):
+            for step, action in enumerate(actions):
+                if not action.op.is_receive:
+                    continue
+                expected = action.other_end()
+                source = self.placement[expected.stage]
+                arriving = next(streams[source, rank, expected.op])
+                if arriving != expected:
+                    headline = (
+                        f"Rank {rank}, step {step}, {action}: the next message from rank {source} "
+                        f"is {arriving}, as messages arrive in the order of sending. Receive in "
+                        "that order, as add_communication does."
+                    )
+                    raise ScheduleError(format_failure(self.schedule, Cell(rank, step), headline))
+
+    def advance(self, rank: int, ready: list[int]) -> None:
+        actions, durations = self.schedule[rank], self.durations
+        for step in range(len(self.ends[rank]), len(actions)):
+            action = actions[step]
+            stage, op, _, peer = action
+            start = self.clock[rank]
+            if peer is not None:
+                self.record(rank, start, start)
+                if op.is_send:
+                    self._depart(action, rank, start, ready)
+                continue
+            if op is not Op.REDUCE:
+                missing = self._missing_message(action)
+                if missing is not None:
+                    self._waiting[missing] = rank
+                    return
+                start = self._start(action, start)
+            self.record(rank, start, start + durations[stage, op, None])
+
+    def _depart(self, action: Action, rank: int, now: float, ready: list[int]) -> None:
+        assert action.peer is not None, "a send has a peer"
+        link = (rank, self.placement[action.peer])
+        duration = self.durations[action.stage, action.op, action.peer]
+        arrival = max(now, self._link_free.get(link, 0.0)) + duration
+        self._arrival[action] = self._link_free[link] = arrival
+        receiver = self._waiting.pop(action, None)
+        if receiver is not None:
+            ready.append(receiver)
+
+    def _read_messages(self, action: Action) -> list[Action]:
+        messages = self._messages[action.stage, action.op, None]
+        return [Action(source, op, action.microbatch, action.stage) for source, op in messages]
+
+    def _missing_message(self, action: Action) -> Action | None:
+        """A message that the compute reads and that nobody has sent yet."""
+        for message in self._read_messages(action):
+            if message not in self._arrival:
+                return message
+        return None
+
+    def _start(self, action: Action, now: float) -> float:
+        """When everything that the compute reads has arrived."""
+        return max([now, *(self._arrival[message] for message in self._read_messages(action))])
+
+    def awaited(self, rank: int) -> tuple[int, Action, str]:
+        message = self._missing_message(self.schedule[rank][len(self.ends[rank])])
+        assert message is not None, "only a compute without its message is blocked"
+        other = self.placement[message.stage]
+        return other, message, f"rank {other} to send {message}"
+
+
+_SENDING_END = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
+
+
+def _cycle(waits_for: Mapping[int, int]) -> list[int]:
+    """Ranks that wait for each other in a circle, from the lowest one on."""
+    rank = next(iter(waits_for))
+    seen: list[int] = []
+    while rank not in seen:
+        seen.append(rank)
+        rank = waits_for[rank]
+    cycle = seen[seen.index(rank) :]
+    lowest = cycle.index(min(cycle))
+    return cycle[lowest:] + cycle[:lowest]

@@ -1,0 +1,238 @@
+"""The one process-wide value: configuration, launch, topology, device and transport.
+
+`init` makes it, `shutdown` drops it, `current` gives it. Nothing else in mpxla is global, except
+tags on modules (`parallel/tags.py`), which exist before `init`.
+"""
+
+import atexit
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpxla import log
+from mpxla.comm.host import HostTransport
+from mpxla.comm.lifeline import Lifeline
+from mpxla.comm.loopback import LoopbackTransport
+from mpxla.comm.objects import Objects
+from mpxla.config import Config, describe_difference, resolve
+from mpxla.env import LaunchEnv, read_environment
+from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.stage.device import current_device
+from mpxla.topology import CommGroup, Topology
+
+if TYPE_CHECKING:
+    from mpxla.parallel.model import DistributedModel
+
+__all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
+
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass
+class Session:
+    """Everything that holds from `init` to `shutdown`.
+
+    Attributes:
+        config: the resolved configuration.
+        env: how the process was launched.
+        topology: rank arithmetic.
+        device: this rank's device.
+        transport: moves tensors between ranks.
+        objects: moves picklable objects between ranks.
+        lifeline: knows who is alive; None in a world of one.
+        process_groups: `torch.distributed` group of every kind of group.
+        model: the distributed model, once there is one.
+    """
+
+    config: Config
+    env: LaunchEnv
+    topology: Topology
+    device: torch.device
+    transport: Any
+    objects: Objects
+    lifeline: Lifeline | None
+    process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
+    model: "DistributedModel | None" = None
+    owns_default_group: bool = True
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.env.rank
+
+    def report_failure(self, where: str, error: BaseException) -> None:
+        """Tells all other ranks that this one cannot go on."""
+        if self.lifeline is not None and not isinstance(error, PeerFailure):
+            self.lifeline.report(where, error)
+
+
+_session: Session | None = None
+
+
+def current() -> Session:
+    """The session.
+
+    Raises:
+        MpxlaError: `init` has not been called.
+    """
+    if _session is None:
+        raise MpxlaError("smp.init() has not been called; call it first in the script.")
+    return _session
+
+
+def is_initialized() -> bool:
+    """Whether `init` ran in this process."""
+    return _session is not None
+
+
+def init(config: dict[str, Any] | None = None) -> None:
+    """Starts mpxla; every process of the job calls it first in the script.
+
+    Settings come from the launcher (`SM_HP_MP_PARAMETERS`, `MPXLA_CONFIG`), then from `config`,
+    then from defaults. Creates the default `torch.distributed` process group if there is none. A
+    second call warns and changes nothing. (SMP API reference, "Initialization".)
+
+    Args:
+        config: values for keys that the launcher does not set.
+
+    Raises:
+        ConfigError: unknown keys or refused values; all problems at once.
+        TopologyError: the number of processes does not fit the degrees.
+        RankMismatch: ranks were started with different configurations.
+    """
+    global _session
+    if _session is not None:
+        log.get_logger().warning("smp.init() was called again; the second call changes nothing.")
+        return
+    env = read_environment()
+    log.set_rank(env.rank, env.world_size)
+    log.set_level(env.log_level)
+    resolved = resolve(config, env)
+    resolved.check_world_size(env.world_size)
+    topology = Topology(
+        env.world_size,
+        resolved.pipeline_parallel_degree,
+        resolved.tensor_parallel_degree,
+        resolved.placement_strategy,
+    )
+    device = current_device()
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        _start_process_group(env)
+    _session = _connect(resolved, env, topology, device, owns_group)
+    _install_excepthook()
+    atexit.register(shutdown_if_started)
+
+
+def _start_process_group(env: LaunchEnv) -> None:
+    """The default gloo group, by the file of a test runner, the launcher's store, or alone."""
+    if env.rendezvous_file is not None:
+        store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
+    elif env.world_size == 1:
+        store = dist.HashStore()
+    else:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{env.master_addr}:{env.master_port}",
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=_RENDEZVOUS_TIMEOUT,
+        )
+        return
+    dist.init_process_group(
+        "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
+    )
+
+
+def _connect(
+    config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
+) -> Session:
+    if env.world_size == 1:
+        transport: Any = LoopbackTransport()
+        lifeline = None
+    else:
+        store = dist.distributed_c10d._get_default_store()
+        lifeline = Lifeline(env.rank, env.world_size, store)
+        transport = HostTransport(env.rank, env.world_size, lifeline)
+    objects = Objects(transport)
+    _check_configs(config, env, objects)
+    group_lists = {kind: topology.groups(kind) for kind in CommGroup}
+    unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
+    transport.make_groups(list(unique))
+    session = Session(
+        config, env, topology, device, transport, objects, lifeline, owns_default_group=owns_group
+    )
+    if config.ddp:
+        session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
+    for line in config.describe():
+        if env.rank == 0:
+            log.get_logger().info("configuration: %s", line)
+    return session
+
+
+def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
+    """Raises on every rank if any two ranks have different configurations."""
+    world = tuple(range(env.world_size))
+    everyone = objects.allgather((config.fingerprint(), config.as_dict()), world)
+    for rank, (text, values) in enumerate(everyone):
+        if text != everyone[0][0]:
+            difference = describe_difference(everyone[0][1], values, "rank 0", f"rank {rank}")
+            raise RankMismatch(
+                f"ranks 0 and {rank} were started with different configurations:\n{difference}\n"
+                f"Give smp.init the same configuration on all ranks."
+            )
+
+
+def _make_process_groups(
+    group_lists: dict[CommGroup, Any], unique: list[tuple[int, ...]], rank: int
+) -> dict[CommGroup, dist.ProcessGroup]:
+    """torch.distributed groups for the getters; a collective call over all ranks."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in unique}
+    return {
+        kind: made[ranks]
+        for kind, groups in group_lists.items()
+        for ranks in groups
+        if rank in ranks
+    }
+
+
+def _install_excepthook() -> None:
+    """An uncaught exception of the script is told to the other ranks before the process ends."""
+    previous = sys.excepthook
+
+    def report(kind: Any, error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        if _session is not None:
+            _session.report_failure("the training script", error)
+
+    sys.excepthook = report
+
+
+def shutdown() -> None:
+    """Ends mpxla in this process: waits for messages under way and drops the session.
+
+    Called by itself at the end of the process. Afterwards `init` may be called again.
+
+    Raises:
+        MpxlaError: `init` has not been called.
+    """
+    current()
+    shutdown_if_started()
+
+
+def shutdown_if_started() -> None:
+    """`shutdown`, or nothing where there is no session."""
+    global _session
+    session, _session = _session, None
+    if session is None:
+        return
+    session.transport.close()
+    if session.lifeline is not None:
+        session.lifeline.close()
+    if session.owns_default_group and dist.is_initialized():
+        dist.destroy_process_group()
+    log.forget_warnings()

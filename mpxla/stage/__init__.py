@@ -1,0 +1,1 @@
+"""From the nodes of one stage to executables: specification, lowering, compilation."""

@@ -1,0 +1,33 @@
+"""Operators rewritten while a stage is lowered, because torch_xla 2.9 gets them wrong or slow.
+
+- `fill` with a tensor reads the value on the host.
+- Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
+
+`test_decompositions` fails when torch_xla no longer needs an entry.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+
+__all__ = ["DECOMPOSITIONS"]
+
+_aten = torch.ops.aten
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """torch_xla 2.9 fills with a Python number, which it reads from the value tensor."""
+    return value.to(tensor.dtype).expand(tensor.shape)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.fill.Tensor: _fill,
+    **get_decompositions(
+        [
+            _aten._native_batch_norm_legit_functional.default,
+            _aten.native_batch_norm_backward.default,
+        ]
+    ),
+}

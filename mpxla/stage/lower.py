@@ -1,0 +1,365 @@
+"""Lowering of a stage to its forward and backward graphs.
+
+The stage's graph is traced together with its derivative on fake tensors of the XLA device (so that
+operators decompose as that device wants them), then cut into
+
+    forward:  (parameters, buffers, constants, inputs) -> (outputs, results, new buffers, saved)
+    backward: (accumulators, saved, gradients of outputs, seed) -> (accumulators, gradients of inputs)
+
+Saved values that are the stage's own arguments do not pass through the programs: the caller keeps
+them. The backward adds to the gradient accumulators itself, so that a microbatch costs two
+executions however many came before. `seed` is the gradient of every objective: a scalar that holds
+the mean over microbatches (and later the loss scale), so that changing it compiles nothing.
+
+This module must not know about ranks, schedules or how graphs are executed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpxla.stage.cleanup import is_view, simplify
+from mpxla.stage.decompositions import DECOMPOSITIONS
+from mpxla.stage.spec import StageSpec, TensorSpec
+
+__all__ = ["LoweredStage", "SavedValue", "lower_stage"]
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """Where the backward finds one of its saved arguments.
+
+    Attributes:
+        argument: index among the forward's arguments, if it is one of them.
+        output: else index among the saved outputs of the forward.
+    """
+
+    argument: int | None = None
+    output: int | None = None
+
+
+@dataclass(frozen=True)
+class LoweredStage:
+    """The two graphs of a stage, on XLA tensors, with what their ports mean.
+
+    Attributes:
+        spec: the stage.
+        forward: graph module; arguments as in the module docstring.
+        forward_inputs: specs of its arguments.
+        num_saved: how many saved values follow its other outputs.
+        saved: for every saved argument of the backward, where it comes from.
+        saved_specs: shapes and dtypes of the saved outputs.
+        backward: graph module, or None where nothing receives a gradient.
+        backward_inputs: specs of its arguments (accumulators first, seed last).
+        grad_ports: (output index, consumer stage) of every gradient argument, in order.
+    """
+
+    spec: StageSpec
+    forward: fx.GraphModule
+    forward_inputs: tuple[TensorSpec, ...]
+    num_saved: int
+    saved: tuple[SavedValue, ...]
+    saved_specs: tuple[TensorSpec, ...]
+    backward: fx.GraphModule | None
+    backward_inputs: tuple[TensorSpec, ...]
+    grad_ports: tuple[tuple[int, int], ...]
+
+    @property
+    def num_accumulators(self) -> int:
+        """Gradient accumulators: the first arguments and results of the backward."""
+        return len(self.spec.trained)
+
+
+def lower_stage(spec: StageSpec, is_training: bool, device: torch.device) -> LoweredStage:
+    """Lowers a stage for a device.
+
+    Args:
+        spec: the stage.
+        is_training: whether to derive a backward.
+        device: device with its index, for instance `xla:0`.
+    """
+    placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
+    inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
+    if not (is_training and spec.has_backward):
+        return _lower_forward_only(spec, inputs, device)
+    return _lower_joint(spec, inputs, device)
+
+
+def _differentiated_inputs(spec: StageSpec) -> list[int]:
+    """Indices of the arguments that get a gradient: trained parameters, then inputs."""
+    first_input = len(spec.parameters) + len(spec.buffers) + len(spec.constants)
+    trained = [spec.parameters.index(name) for name in spec.trained]
+    return trained + [first_input + i for i, port in enumerate(spec.inputs) if port.has_grad]
+
+
+def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list[torch.Tensor]]:
+    """The stage as a function of its arguments; only what carries gradients stays attached."""
+    module = fx.GraphModule(torch.nn.Module(), _on_device(spec.graph, device))
+    attached = [bool(port.grad_sources) for port in spec.outputs]
+    attached += [False] * (len(spec.results) + len(spec.new_buffers))
+    attached += [True] * spec.num_objectives
+
+    def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
+        outputs = module(*arguments)
+        # Results must not be arguments, nor share memory with each other.
+        return [
+            (value if keep else value.detach()).clone()
+            for value, keep in zip(outputs, attached, strict=True)
+        ]
+
+    return run
+
+
+def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """A copy of the graph whose device constants name `device`."""
+    copy = fx.Graph()
+    output = copy.graph_copy(graph, val_map={})
+    copy.output(output)
+
+    def moved(value: object) -> object:
+        return device if isinstance(value, torch.device) else value
+
+    for node in copy.nodes:
+        if node.op == "call_function":
+            node.args = tuple(moved(a) for a in node.args)
+            node.kwargs = {
+                k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
+            }
+    return copy
+
+
+def _fake_arguments(
+    specs: Sequence[TensorSpec], differentiated: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [
+            torch.empty(
+                s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated
+            )
+            for i, s in enumerate(specs)
+        ]
+
+
+def _trace(
+    function: Callable[..., list[torch.Tensor]], arguments: list[torch.Tensor], is_joint: bool
+) -> fx.GraphModule:
+    return aot_export_joint_simple(
+        function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
+    )
+
+
+def _lower_forward_only(
+    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device
+) -> LoweredStage:
+    function = _stage_function(spec, device)
+    arguments = _fake_arguments(inputs, (), device)
+    with torch.no_grad(), fx.traceback.preserve_node_meta():
+        graph = simplify(_trace(function, arguments, is_joint=False))
+    num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
+    _keep_outputs(graph, range(num_outputs))
+    return LoweredStage(
+        spec=spec,
+        forward=graph,
+        forward_inputs=inputs,
+        num_saved=0,
+        saved=(),
+        saved_specs=(),
+        backward=None,
+        backward_inputs=(),
+        grad_ports=(),
+    )
+
+
+def _lower_joint(
+    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device
+) -> LoweredStage:
+    differentiated = _differentiated_inputs(spec)
+    arguments = _fake_arguments(inputs, differentiated, device)
+    with torch.enable_grad(), fx.traceback.preserve_node_meta():
+        joint = simplify(_trace(_stage_function(spec, device), arguments, is_joint=True))
+    num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
+    joint_inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
+    forward, backward = min_cut_rematerialization_partition(
+        joint, joint_inputs, num_fwd_outputs=num_plain + spec.num_objectives
+    )
+    _recompute_views(forward, backward, num_plain + spec.num_objectives)
+    saved, saved_nodes = _route_saved(forward, num_plain, spec.num_objectives)
+    return _assemble(spec, inputs, forward, backward, saved, saved_nodes, differentiated)
+
+
+def _outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
+    (output,) = [n for n in module.graph.nodes if n.op == "output"]
+    return list(output.args[0])
+
+
+def _set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
+    (output,) = [n for n in module.graph.nodes if n.op == "output"]
+    output.args = (tuple(values),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _keep_outputs(module: fx.GraphModule, kept: Sequence[int]) -> None:
+    values = _outputs_of(module)
+    _set_outputs(module, [values[i] for i in kept])
+
+
+def _recompute_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Saves the argument of a view (a transposed weight, say) in place of the view.
+
+    As an output the view would be a copy for every microbatch; in the backward it costs nothing.
+    """
+    values = _outputs_of(forward)
+    saved = values[num_outputs:]
+    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
+        chain = []
+        while is_view(node):
+            chain.append(node)
+            node = node.args[0]
+        if not chain or node.op != "placeholder":
+            continue
+        saved[position] = node
+        with backward.graph.inserting_before(_first_computing(backward)):
+            rebuilt = holder
+            for view in reversed(chain):
+                rebuilt = backward.graph.call_function(
+                    view.target, (rebuilt, *view.args[1:]), dict(view.kwargs)
+                )
+                rebuilt.meta = dict(view.meta)
+            first_view = _first_in_chain(rebuilt, len(chain))
+        holder.meta = dict(node.meta)
+        holder.replace_all_uses_with(rebuilt, delete_user_cb=lambda user: user is not first_view)
+    _set_outputs(forward, [*values[:num_outputs], *saved])
+    backward.graph.lint()
+    backward.recompile()
+
+
+def _first_computing(module: fx.GraphModule) -> fx.Node:
+    return next(n for n in module.graph.nodes if n.op != "placeholder")
+
+
+def _first_in_chain(last: fx.Node, length: int) -> fx.Node:
+    for _ in range(length - 1):
+        last = last.args[0]
+    return last
+
+
+def _route_saved(
+    forward: fx.GraphModule, num_plain: int, num_objectives: int
+) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
+    """Drops objectives and repeated or passed-on values from the forward's outputs."""
+    placeholders = {n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")}
+    values = _outputs_of(forward)
+    plain, saved = values[:num_plain], values[num_plain + num_objectives :]
+    routes: list[SavedValue] = []
+    unique: dict[fx.Node, int] = {}
+    for node in saved:
+        if node in placeholders:
+            routes.append(SavedValue(argument=placeholders[node]))
+        else:
+            routes.append(SavedValue(output=unique.setdefault(node, len(unique))))
+    _set_outputs(forward, [*plain, *unique])
+    return tuple(routes), list(unique)
+
+
+def _assemble(
+    spec: StageSpec,
+    inputs: tuple[TensorSpec, ...],
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    saved: tuple[SavedValue, ...],
+    saved_nodes: Sequence[fx.Node],
+    differentiated: Sequence[int],
+) -> LoweredStage:
+    """Wraps the derivative so that it sums gradients, seeds objectives and accumulates."""
+    grad_ports = tuple(
+        (i, stage) for i, port in enumerate(spec.outputs) for stage in port.grad_sources
+    )
+    saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
+    accumulators = tuple(inputs[spec.parameters.index(name)] for name in spec.trained)
+    all_saved = tuple(
+        inputs[s.argument] if s.argument is not None else saved_specs[s.output] for s in saved
+    )
+    seed = TensorSpec((), torch.float32)
+    grads = tuple(spec.outputs[i].spec for i, _ in grad_ports)
+    tangents = [n for n in backward.graph.nodes if n.op == "placeholder"][len(saved) :]
+    wrapped = _Backward(
+        backward,
+        num_accumulators=len(accumulators),
+        num_saved=len(saved),
+        port_of_grad=tuple(port for port, _ in grad_ports),
+        objective_specs=tuple(
+            TensorSpec.of(n.meta["val"]) for n in tangents[len(tangents) - spec.num_objectives :]
+        ) if spec.num_objectives else (),
+        input_specs=tuple(inputs[i] for i in differentiated[len(accumulators) :]),
+        gradients=tuple(differentiated),
+    )
+    return LoweredStage(
+        spec=spec,
+        forward=forward,
+        forward_inputs=inputs,
+        num_saved=len(saved_nodes),
+        saved=saved,
+        saved_specs=saved_specs,
+        backward=wrapped,
+        backward_inputs=(*accumulators, *all_saved, *grads, seed),
+        grad_ports=grad_ports,
+    )
+
+
+class _Backward(torch.nn.Module):
+    """(accumulators, saved, gradients, seed) -> (accumulators, gradients of inputs)."""
+
+    def __init__(
+        self,
+        derivative: fx.GraphModule,
+        num_accumulators: int,
+        num_saved: int,
+        port_of_grad: tuple[int, ...],
+        objective_specs: tuple[TensorSpec, ...],
+        input_specs: tuple[TensorSpec, ...],
+        gradients: tuple[int, ...],
+    ):
+        super().__init__()
+        self.derivative = derivative
+        self._num_accumulators = num_accumulators
+        self._num_saved = num_saved
+        self._port_of_grad = port_of_grad
+        self._objective_specs = objective_specs
+        self._input_specs = input_specs
+        self._gradients = gradients
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        first_grad = self._num_accumulators + self._num_saved
+        accumulators = arguments[: self._num_accumulators]
+        saved = arguments[self._num_accumulators : first_grad]
+        seed = arguments[-1]
+        tangents = self._sum_by_port(arguments[first_grad:-1])
+        tangents += [
+            seed.to(spec.dtype).expand(spec.shape) for spec in self._objective_specs
+        ]
+        results = self.derivative(*saved, *tangents)
+        grads = [results[i] for i in self._gradients]
+        updated = [
+            a if g is None else a + g.to(a.dtype)
+            for a, g in zip(accumulators, grads, strict=False)
+        ]
+        for grad, spec in zip(grads[len(updated) :], self._input_specs, strict=True):
+            if grad is None:
+                grad = torch.zeros(spec.shape, dtype=spec.dtype, device=seed.device)
+            updated.append(grad)
+        return updated
+
+    def _sum_by_port(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One gradient per output; an output read by several stages gets the sum."""
+        by_port: dict[int, list[torch.Tensor]] = {}
+        for port, grad in zip(self._port_of_grad, grads, strict=True):
+            by_port.setdefault(port, []).append(grad)
+        return [functools.reduce(torch.add, parts) for parts in by_port.values()]

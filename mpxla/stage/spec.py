@@ -1,0 +1,124 @@
+"""What a stage takes and gives: parameters, values that cross its borders, results.
+
+Plain data, equal on all ranks, so that both ends of a transfer agree without talking.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+__all__ = ["InputPort", "OutputPort", "StageSpec", "TensorSpec", "Transfer"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """The spec of an existing (or fake) tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class InputPort:
+    """A value that a stage reads and does not compute.
+
+    Attributes:
+        name: name of the value, unique in the step graph.
+        spec: its shape and dtype, for one microbatch.
+        source: stage that computes it, or None for a step input (which lives with stage 0).
+        leaf: for a step input, its index among the tensor leaves of the call.
+        has_grad: whether the stage's backward gives a gradient for it.
+    """
+
+    name: str
+    spec: TensorSpec
+    source: int | None
+    leaf: int = -1
+    has_grad: bool = False
+
+
+@dataclass(frozen=True)
+class OutputPort:
+    """A value that a stage computes and later stages read.
+
+    Attributes:
+        name: name of the value, unique in the step graph.
+        spec: its shape and dtype, for one microbatch.
+        consumers: stages that read it, ascending.
+        grad_sources: those among them that send a gradient back.
+    """
+
+    name: str
+    spec: TensorSpec
+    consumers: tuple[int, ...]
+    grad_sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The values that one stage hands to another in one message, in order."""
+
+    source: int
+    target: int
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes for one microbatch."""
+        return sum(spec.num_bytes for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a step.
+
+    The graph's placeholders are, in order: parameters, buffers, constants, inputs. Its outputs are,
+    in order: outputs, results, new buffers, objectives.
+
+    Attributes:
+        index: position in the pipeline.
+        graph: the stage's nodes, functional, on host tensors.
+        parameters: names of the parameters it reads.
+        trained: those that get a gradient from this stage.
+        buffers: names of the buffers it reads.
+        constants: names of the constants it reads.
+        inputs: values it reads.
+        outputs: values it gives to later stages.
+        results: indices of the step's results that it computes.
+        result_specs: their shapes and dtypes.
+        new_buffers: names of the buffers that it changes.
+        num_objectives: how many scalars it differentiates.
+    """
+
+    index: int
+    graph: fx.Graph
+    parameters: tuple[str, ...]
+    trained: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    inputs: tuple[InputPort, ...]
+    outputs: tuple[OutputPort, ...]
+    results: tuple[int, ...]
+    result_specs: tuple[TensorSpec, ...]
+    new_buffers: tuple[str, ...]
+    num_objectives: int
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything in this stage receives a gradient."""
+        return bool(self.trained) or any(port.has_grad for port in self.inputs)

@@ -1,0 +1,131 @@
+"""Optimal cuts of plain chains of numbers."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpxla.graph.partition_cuts import Chain, best_cuts
+
+pytestmark = pytest.mark.unit
+
+
+def make_chain(costs, crossing=None, shared=(), preference=None, first_start=None):
+    """`shared` lists (pieces, cost): what all these pieces use and a stage pays once."""
+    num_pieces = len(costs)
+    upper, lower = np.array(costs, dtype=float), np.array(costs, dtype=float)
+    surplus = [[] for _ in costs]
+    for pieces, cost in shared:
+        upper[list(pieces)] += cost
+        lower[pieces[0]] += cost
+        for previous, piece in pairwise(pieces):
+            surplus[piece].append((previous, cost))
+    prices = np.zeros(num_pieces + 1)
+    prices[1:-1] = 0 if crossing is None else crossing
+    return Chain(
+        upper=np.concatenate([[0.0], upper.cumsum()]),
+        lower=np.concatenate([[0.0], lower.cumsum()]),
+        crossing=prices,
+        shared=surplus,
+        preference=preference or [(0, 0)] * (num_pieces + 1),
+        first_start=first_start,
+    )
+
+
+def largest_cost(costs, crossing, shared, cuts):
+    edges = (0, *cuts, len(costs))
+    prices = [0, *crossing, 0]
+    return max(
+        sum(costs[start:stop])
+        + sum(cost for pieces, cost in shared if any(start <= p < stop for p in pieces))
+        + prices[start]
+        + prices[stop]
+        for start, stop in pairwise(edges)
+    )
+
+
+@st.composite
+def cases(draw):
+    num_pieces = draw(st.integers(2, 9))
+    numbers = st.integers(0, 9)
+    costs = draw(st.lists(numbers, min_size=num_pieces, max_size=num_pieces))
+    crossing = draw(st.lists(numbers, min_size=num_pieces - 1, max_size=num_pieces - 1))
+    pieces = st.sets(st.integers(0, num_pieces - 1), min_size=2).map(lambda own: tuple(sorted(own)))
+    shared = draw(st.lists(st.tuples(pieces, numbers), max_size=3))
+    preference = draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), numbers), min_size=num_pieces - 1, max_size=num_pieces - 1
+        )
+    )
+    return costs, crossing, shared, preference, draw(st.integers(1, num_pieces))
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_cost_and_preference_against_brute_force(case):
+    costs, crossing, shared, preference, num_stages = case
+    ways = [
+        (
+            largest_cost(costs, crossing, shared, cuts),
+            sum(preference[cut - 1][0] for cut in cuts),
+            sum(preference[cut - 1][1] for cut in cuts),
+        )
+        for cuts in combinations(range(1, len(costs)), num_stages - 1)
+    ]
+    chain = make_chain(costs, crossing, shared, [(0, 0), *preference, (0, 0)])
+    cuts, cost = best_cuts(chain, num_stages)
+    assert len(cuts) == num_stages - 1
+    expected = min(ways)
+    assert cost == pytest.approx(expected[0])
+    assert cost == pytest.approx(largest_cost(costs, crossing, shared, cuts))
+    assert sum(preference[cut - 1][0] for cut in cuts) == expected[1]
+    assert sum(preference[cut - 1][1] for cut in cuts) == expected[2]
+
+
+def test_every_stage_gets_a_piece_even_if_cutting_costs():
+    assert best_cuts(make_chain([1, 1, 1], crossing=[5, 7]), 3) == ((1, 2), 13.0)
+
+
+def test_free_chain():
+    cuts, cost = best_cuts(make_chain([0, 0, 0, 0]), 3)
+    assert (len(set(cuts)), cost) == (2, 0.0)
+
+
+def test_what_is_shared_pulls_its_users_together():
+    plain = best_cuts(make_chain([4, 1, 1, 4, 1, 1]), 2)
+    shared = best_cuts(make_chain([4, 1, 1, 4, 1, 1], shared=[((2, 3), 8)]), 2)
+    assert plain == ((3,), 6.0)
+    assert shared[0] in {(2,), (4,)} and shared[1] == 15.0 if shared[0] == (2,) else 18.0
+
+
+def test_restriction_is_kept():
+    first_start = np.zeros((5, 2), dtype=np.int64)
+    first_start[1:, 1] = 1  # piece 0 must not be in stage 1 ...
+    first_start[2:, 0] = 2  # ... nor piece 1 in stage 0
+    assert best_cuts(make_chain([1, 1, 1, 1], first_start=first_start), 2) == ((1,), 3.0)
+
+
+def test_restriction_without_a_way():
+    first_start = np.full((4, 2), 3, dtype=np.int64)
+    assert best_cuts(make_chain([1, 1, 1], first_start=first_start), 2) is None
+
+
+def test_preference_of_many_huge_numbers_does_not_overflow():
+    num_pieces = 200
+    preference = [(0, 0), *[(30, 2**55 + k) for k in range(num_pieces - 1)], (0, 0)]
+    preference[50] = (29, 2**56)
+    cuts, _ = best_cuts(make_chain([0.0] * num_pieces, preference=preference), 100)
+    assert 50 in cuts
+    assert len(cuts) == 99
+
+
+def test_wide_runs_are_searched_completely():
+    """One dominant piece leaves all cuts but those around it free, so preferences decide."""
+    costs = [1.0] * 500
+    costs[250] = 1e6
+    preference = [(0, 0), *[(1, 0)] * 499, (0, 0)]
+    for cut in (7, 499):
+        preference[cut] = (0, 5)
+    assert best_cuts(make_chain(costs, preference=preference), 5) == ((7, 250, 251, 499), 1e6)

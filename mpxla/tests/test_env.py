@@ -1,0 +1,268 @@
+"""Reading the environment of torchrun, mpirun and a process started by hand."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from mpxla.env import LaunchEnv, read_environment
+from mpxla.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPIRUN_TWO_NODES = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+def without(environ, *names):
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def refused(environ):
+    """Text of the error that reading must raise."""
+    with pytest.raises(ConfigError) as caught:
+        read_environment(environ)
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def no_neuron(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+def test_no_variables_mean_one_process():
+    assert read_environment({}) == LaunchEnv()
+    assert (LaunchEnv().rank, LaunchEnv().world_size, LaunchEnv().source) == (0, 1, "none")
+
+
+def test_a_rendezvous_address_alone_is_no_launcher():
+    assert read_environment({"MASTER_ADDR": "x", "MASTER_PORT": "1"}).source == "none"
+
+
+def test_os_environ_is_the_default(monkeypatch):
+    monkeypatch.setenv("MPXLA_LOG_LEVEL", "debug")
+    assert read_environment().log_level == "DEBUG"
+
+
+def test_torchrun():
+    assert read_environment(TORCHRUN) == LaunchEnv(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_size=4,
+        node_rank=1,
+        num_nodes=2,
+        master_addr="node0",
+        master_port=1234,
+        source="torchrun",
+    )
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_lowest_and_highest_port(port):
+    assert read_environment(TORCHRUN | {"MASTER_PORT": str(port)}).master_port == port
+
+
+def test_torchrun_believes_the_groups_of_uneven_nodes():
+    env = read_environment(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
+    assert (env.node_rank, env.num_nodes) == (2, 3)
+
+
+def test_without_groups_ranks_fill_node_by_node():
+    env = read_environment(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+    assert (env.node_rank, env.num_nodes) == (1, 2)
+
+
+def test_torchrun_inside_mpirun_wins():
+    env = read_environment(TORCHRUN | MPIRUN)
+    assert (env.source, env.rank) == ("torchrun", 5)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            without(TORCHRUN, "LOCAL_RANK", "MASTER_PORT"),
+            "the environment sets RANK, WORLD_SIZE, LOCAL_WORLD_SIZE but not LOCAL_RANK, "
+            "MASTER_PORT: start all processes with torchrun",
+        ),
+        ({"WORLD_SIZE": "1"}, "sets WORLD_SIZE but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER"),
+        (TORCHRUN | {"RANK": " "}, "sets WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE but not RANK:"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8 must be below WORLD_SIZE=8"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 must be an integer >= 0"),
+        (TORCHRUN | {"RANK": "two"}, "RANK=two must be an integer >= 0"),
+        (TORCHRUN | {"WORLD_SIZE": "8.0"}, "WORLD_SIZE=8.0 must be an integer >= 0"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be below LOCAL_WORLD_SIZE=4"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"},
+            "LOCAL_RANK=0 must be below LOCAL_WORLD_SIZE=0",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 must be at most WORLD_SIZE=8"),
+        (TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK=2 must be below GROUP_WORLD_SIZE=2"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port from 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 must be a port"),
+    ],
+)
+def test_contradictory_torchrun_variables(environ, text):
+    assert text in refused(environ)
+
+
+def test_all_problems_of_the_launcher_are_listed():
+    text = refused(TORCHRUN | {"RANK": "x", "LOCAL_RANK": "7", "MASTER_PORT": "99999"})
+    assert text.startswith("the launcher's environment variables cannot be used:\n  - ")
+    assert text.count("\n  - ") == 3
+
+
+def test_mpirun_on_one_node():
+    assert read_environment(MPIRUN) == LaunchEnv(
+        rank=3,
+        world_size=4,
+        local_rank=3,
+        local_size=4,
+        master_addr="127.0.0.1",
+        master_port=29500,
+        source="mpirun",
+    )
+
+
+def test_mpirun_on_two_nodes():
+    env = read_environment(MPIRUN_TWO_NODES | {"MASTER_ADDR": "node0", "MASTER_PORT": "77"})
+    assert (env.master_addr, env.master_port) == ("node0", 77)
+    assert (env.node_rank, env.num_nodes, env.local_rank) == (1, 2, 1)
+
+
+def test_mpirun_with_variables_that_a_wrapper_exports():
+    assert read_environment(MPIRUN | {"RANK": "3", "WORLD_SIZE": "4"}).source == "mpirun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            MPIRUN_TWO_NODES,
+            "4 processes run on several nodes (2 on this one), but MASTER_ADDR is not set; set it "
+            "to the host of rank 0, for instance with mpirun -x MASTER_ADDR=<host>",
+        ),
+        (
+            without(MPIRUN, "OMPI_COMM_WORLD_SIZE"),
+            "OMPI_COMM_WORLD_SIZE is not set, although mpirun sets it",
+        ),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"},
+            "OMPI_COMM_WORLD_RANK=4 must be below OMPI_COMM_WORLD_SIZE=4",
+        ),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "a"},
+            "OMPI_COMM_WORLD_LOCAL_RANK=a must be an integer >= 0",
+        ),
+        (MPIRUN | {"MASTER_PORT": "x"}, "MASTER_PORT=x must be an integer >= 0"),
+        (MPIRUN | {"RANK": "1"}, "RANK=1 contradicts OMPI_COMM_WORLD_RANK=3; unset RANK"),
+    ],
+)
+def test_contradictory_mpirun_variables(environ, text):
+    assert text in refused(environ)
+
+
+def test_configuration_as_json_text():
+    env = read_environment(
+        {"SM_HP_MP_PARAMETERS": '{"partitions": 2}', "MPXLA_CONFIG": ' {"microbatches": 4}'}
+    )
+    assert env.smp_parameters == {"partitions": 2}
+    assert env.mpxla_config == {"microbatches": 4}
+
+
+def test_blank_configuration_counts_as_unset():
+    env = read_environment({"SM_HP_MP_PARAMETERS": "", "MPXLA_CONFIG": "  "})
+    assert (env.smp_parameters, env.mpxla_config) == (None, None)
+
+
+def test_configuration_as_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"microbatches": 4}))
+    assert read_environment({"MPXLA_CONFIG": str(path)}).mpxla_config == {"microbatches": 4}
+
+
+def test_missing_file(tmp_path):
+    path = tmp_path / "nowhere.json"
+    text = refused({"MPXLA_CONFIG": str(path)})
+    assert f"MPXLA_CONFIG (file {path}) cannot be read: [Errno 2] No such file" in text
+    assert 'Set it to JSON text such as {"microbatches": 4}, or to the path' in text
+
+
+def test_file_that_is_not_text(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read: 'utf-8' codec" in refused({"MPXLA_CONFIG": str(path)})
+
+
+def test_bad_json_in_a_file_names_file_and_position(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1,\n "b" 2}')
+    text = refused({"MPXLA_CONFIG": str(path)})
+    assert re.search(r"MPXLA_CONFIG \(file .*\) is not valid JSON: .* line 2, column 6", text)
+
+
+def test_bad_json_names_variable_and_position():
+    text = refused({"SM_HP_MP_PARAMETERS": '{"partitions": 2,}'})
+    assert text.startswith("SM_HP_MP_PARAMETERS is not valid JSON: ")
+    assert "at line 1, column 17" in text or "at line 1, column 18" in text
+    assert """near '{"partitions": 2,}'""" in text
+
+
+def test_sagemaker_variable_is_never_a_path(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert "is not valid JSON" in refused({"SM_HP_MP_PARAMETERS": str(path)})
+
+
+@pytest.mark.parametrize("name", ["SM_HP_MP_PARAMETERS", "MPXLA_CONFIG"])
+def test_json_that_is_no_object(name):
+    assert f"{name} must hold a JSON object of configuration keys" in refused({name: "[1]"})
+
+
+def test_device_from_the_environment():
+    assert read_environment({"PJRT_DEVICE": "TPU"}).pjrt_device == "TPU"
+
+
+def test_device_defaults_to_neuron_where_its_library_is_installed(monkeypatch):
+    asked = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: asked.append(name) or object())
+    assert read_environment({}).pjrt_device == "NEURON"
+    assert asked == ["libneuronxla"]
+    assert read_environment({"PJRT_DEVICE": "CPU"}).pjrt_device == "CPU"
+
+
+def test_rendezvous_file():
+    assert read_environment({}).rendezvous_file is None
+    assert read_environment({"MPXLA_RENDEZVOUS_FILE": "/tmp/x"}).rendezvous_file == "/tmp/x"
+
+
+def test_the_description_is_frozen():
+    env: Any = LaunchEnv()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        env.rank = 1
+
+
+def test_log_level():
+    assert read_environment({}).log_level == "INFO"
+    assert read_environment({"MPXLA_LOG_LEVEL": "warning"}).log_level == "WARNING"
+    assert "MPXLA_LOG_LEVEL=LOUD must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL" in refused(
+        {"MPXLA_LOG_LEVEL": "loud"}
+    )
