@@ -23,9 +23,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-__all__ = ["Process", "become_zygote", "fork_process", "start_process", "stop_zygote"]
+__all__ = [
+    "RANK_ENVIRON",
+    "Process",
+    "become_zygote",
+    "fork_process",
+    "start_process",
+    "stop_zygote",
+]
 
 _PRELOADED = ("torch", "torch_xla")
+RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+"""What every rank process has from the start: one core each, and the device that is everywhere."""
 _MAX_ORDER_BYTES = 1 << 17
 _COMMAND = "from mpxla._rank_worker import main; main()"
 
@@ -96,7 +105,8 @@ class _Zygote:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = _popen(theirs.fileno(), "zygote", os.environ, None, None)
+        environ = {**os.environ, **RANK_ENVIRON}
+        self._process = _popen(theirs.fileno(), "zygote", environ, None, None)
         theirs.close()
 
     def fork(
@@ -164,8 +174,6 @@ def _popen(
         stderr=stderr,
         env={
             **environ,
-            "OMP_NUM_THREADS": "1",
-            "PJRT_DEVICE": "CPU",
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         },

@@ -24,7 +24,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from mpxla._rank_launcher import Process, fork_process, start_process, stop_zygote
+from mpxla._rank_launcher import (
+    RANK_ENVIRON,
+    Process,
+    fork_process,
+    start_process,
+    stop_zygote,
+)
 from mpxla._rank_worker import Failed, Finished, FunctionRef, Request, Started
 
 __all__ = ["Call", "Outcome", "RankPool", "borrow_pool", "discard_pool", "make_call"]
@@ -109,8 +115,7 @@ class RankProcess:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "PJRT_DEVICE": "CPU",
+            **RANK_ENVIRON,
             **env,
         }
         launch = start_process if env else fork_process

@@ -168,9 +168,6 @@ def _connect(
     )
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
-    for line in config.describe():
-        if env.rank == 0:
-            log.get_logger().info("configuration: %s", line)
     return session
 
 

@@ -35,8 +35,14 @@ class TrainingLog:
         self._num_train_samples = len(train_loader) * (train_loader.batch_size or 1)
         self._num_test_samples = len(test_loader) * (test_loader.batch_size or 1)
         self._is_silent = is_silent
-        num_steps = num_epochs * len(train_loader)
-        self._bar = tqdm(total=num_steps, desc="training", unit="it", disable=is_silent)
+        # The delay hides the bar until the first step is done, and so below what is logged in it.
+        self._bar = tqdm(
+            total=num_epochs * len(train_loader),
+            desc="training",
+            unit="it",
+            disable=is_silent,
+            delay=1e-3,
+        )
         self._train_losses: list[float] = []
         self._durations_s: list[float] = []
         self._started_s = 0.0
@@ -58,6 +64,7 @@ class TrainingLog:
         """Notes the mean loss of the epoch and stops its clock."""
         self._durations_s.append(time.perf_counter() - self._started_s)
         self._train_losses.append(train_loss)
+        self._bar.clear()
 
     def end_evaluation(self, test_loss: float, accuracy: float) -> None:
         """Prints the line of the epoch that just ended."""

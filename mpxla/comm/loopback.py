@@ -29,6 +29,9 @@ from mpxla.errors import RankMismatch
 
 __all__ = ["LoopbackTransport", "loopback_world"]
 
+SETTLE_S = 1.0
+"""Messages between threads are never under way for long."""
+
 _Combine = Callable[[list[Any]], list[Any]]
 
 
@@ -65,7 +68,7 @@ class _SharedWatch(FailureWatch):
     """The watch of one thread; its report reaches all threads of the world."""
 
     def __init__(self, rank: int, world: _World, world_size: int) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size, settle_s=SETTLE_S)
         self._world = world
 
     def _spread(self, failure: Failure) -> None:

@@ -129,7 +129,9 @@ def _bottleneck(chain: Chain, num_stages: int, limit: float) -> float:
     for column in _columns(chain, num_stages, limit):
         before = slice(column.stages.start - 1, column.stages.stop - 1)
         runs = np.maximum(best[before, column.start : column.stop], column.cost)
-        runs[~_legal(chain, column)] = np.inf
+        if chain.first_start is not None:
+            first = chain.first_start[column.stop, before]
+            runs[np.arange(column.start, column.stop) < first[:, None]] = np.inf
         best[column.stages, column.stop] = runs.min(axis=1)
     return float(best[-1, -1])
 
@@ -232,14 +234,6 @@ def _packed(preference: Sequence[tuple[int, int]], num_stages: int) -> NDArray[n
     unit = 1 + num_stages * (largest_minor // coarseness)
     packed = [major * unit + minor // coarseness for major, minor in preference]
     return np.array(packed, dtype=np.int64)
-
-
-def _legal(chain: Chain, column: _Column) -> NDArray[np.bool_]:
-    """[stages, runs] which runs the restriction allows."""
-    if chain.first_start is None:
-        return np.True_
-    first = chain.first_start[column.stop, column.stages.start - 1 : column.stages.stop - 1]
-    return np.arange(column.start, column.stop) >= first[:, None]
 
 
 def _columns(chain: Chain, num_stages: int, limit: float) -> Iterator[_Column]:

@@ -130,8 +130,7 @@ def _check_ranges(
 def _check_flow(copies: Sequence[tuple[int, ...]], nodes: Sequence[GraphNode]) -> None:
     """Data flows forward, single nodes are single, and groups are together."""
     flow = analyse(nodes, link=0.0)
-    for index, node in enumerate(nodes):
-        own = copies[index]
+    for index, (node, own) in enumerate(zip(nodes, copies, strict=True)):
         if len(own) > 1 and flow.roles[index] in (Role.SPINE, Role.INPUT):
             _refuse(f"{node.name!r} is on stages {list(own)}, but it must not be repeated")
         for source in node.inputs:

@@ -154,7 +154,7 @@ def place_by_rank(
     has_inputs = any(node.kind is NodeKind.INPUT for node in flow.nodes)
     _sink(flow, num_ranks, allowed, level, has_inputs)
     _merge(flow, num_ranks, level, has_inputs)
-    used = sorted({*level.values(), *([0] if has_inputs else [])}) or [0]
+    used = _used(level, has_inputs) or [0]
     stage = {number: place for place, number in enumerate(used)}
     return build_partition(
         flow,
@@ -229,8 +229,9 @@ def _levels(flow: Flow, num_ranks: int, allowed: Ranks) -> dict[int, int]:
             groups_of.setdefault(index, []).append(number)
     floor = [0] * len(flow.groups)
     level: dict[int, int] = {}
+    raised: int | None = None
     for _ in range(len(flow.groups) + 1):
-        raised: int | None = None
+        raised = None
         for index in sorted(flow.order):
             before = [level[source] for source in flow.nodes[index].inputs if source in level]
             floors = [floor[number] for number in groups_of.get(index, ())]
@@ -241,6 +242,7 @@ def _levels(flow: Flow, num_ranks: int, allowed: Ranks) -> dict[int, int]:
                     raised = number
         if raised is None:
             return level
+    assert raised is not None
     group = flow.groups[raised]
     first, last = flow.nodes[group.members[0]], flow.nodes[group.members[-1]]
     raise PartitionError(
@@ -257,11 +259,17 @@ def _next_level(start: int, ranks: frozenset[int] | None, num_ranks: int) -> int
     return start + min((rank - start) % num_ranks for rank in ranks)
 
 
+def _used(level: Mapping[int, int], has_inputs: bool) -> list[int]:
+    """Levels with nodes, ascending; inputs are on level 0."""
+    used = set(level.values())
+    return sorted(used | {0} if has_inputs else used)
+
+
 def _sink(
     flow: Flow, num_ranks: int, allowed: Ranks, level: dict[int, int], has_inputs: bool
 ) -> None:
     """Phase 2: move work that needs no input next to its first reader."""
-    used = sorted({*level.values(), *([0] if has_inputs else [])}, reverse=True)
+    used = _used(level, has_inputs)[::-1]
     for index in sorted(flow.movable, reverse=True):
         if not flow.consumers[index]:
             continue
@@ -276,7 +284,7 @@ def _sink(
 
 def _merge(flow: Flow, num_ranks: int, level: dict[int, int], has_inputs: bool) -> None:
     """Phase 3: empty levels whose nodes can all wait for the next level of the same rank."""
-    used = sorted(set(level.values()))
+    used = _used(level, has_inputs)
     for place, number in enumerate(used):
         later = [other for other in used[place + 1 :] if other % num_ranks == number % num_ranks]
         if not later or (number == 0 and has_inputs):

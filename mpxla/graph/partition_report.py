@@ -36,7 +36,7 @@ def format_report(
         then the balance, and where they occur tied parameters and idle ranks.
     """
     total_s = sum(load.compute_s for load in partition.loads)
-    rows = [HEADER]
+    rows: list[tuple[str, ...]] = [HEADER]
     for load in partition.loads:
         modules = textwrap.wrap(
             ", ".join(load.modules) or "-",

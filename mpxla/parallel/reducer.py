@@ -119,7 +119,7 @@ class GradientReducer:
         if len(self._group) > 1 and names:
             packed = pack([local[name].detach().cpu() for name in names])
             packed = self._transport.broadcast(packed, self._group[0], self._group).result()
-            specs = [(tuple(local[n].shape), local[n].dtype) for n in names]
+            specs = [TensorSpec.of(local[n]) for n in names]
             self._store(state, names, unpack(packed, specs))
         self._equalize_shared(state, parameter_ranks, pp_rank, link)
 

@@ -49,6 +49,5 @@ class PipelineLink:
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
     ) -> Callable[[], list[torch.Tensor]]:
         """Expects one message; the returned function waits and gives device tensors."""
-        pairs = [(spec.shape, spec.dtype) for spec in specs]
-        handle = self._transport.recv_many(pairs, self._group[pp_rank], channel)
+        handle = self._transport.recv_many(list(specs), self._group[pp_rank], channel)
         return lambda: to_device(handle.result(), self._device)

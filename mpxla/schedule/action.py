@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 
-__all__ = ["Action", "Op", "format_schedule", "parse_action", "parse_schedule"]
+__all__ = ["OTHER_END", "Action", "Op", "format_schedule", "parse_action", "parse_schedule"]
 
 
 class Op(StrEnum):
@@ -60,12 +60,13 @@ class Op(StrEnum):
         return self.is_send or self.is_receive
 
 
-_OTHER_END = {
+OTHER_END = {
     Op.SEND_FORWARD: Op.RECV_FORWARD,
     Op.RECV_FORWARD: Op.SEND_FORWARD,
     Op.SEND_BACKWARD: Op.RECV_BACKWARD,
     Op.RECV_BACKWARD: Op.SEND_BACKWARD,
 }
+"""What the stage at the other end of a transfer does."""
 
 
 class Action(NamedTuple):
@@ -96,12 +97,12 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the action is not a transfer.
         """
-        if self.op not in _OTHER_END or self.peer is None:
+        if self.op not in OTHER_END or self.peer is None:
             raise ScheduleError(
                 f"{self} has no other end, because it is not a transfer. Ask for the other end of "
                 "sends and receives only."
             )
-        return Action(self.peer, _OTHER_END[self.op], self.microbatch, self.stage)
+        return Action(self.peer, OTHER_END[self.op], self.microbatch, self.stage)
 
 
 _PATTERN = re.compile(

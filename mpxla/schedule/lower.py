@@ -35,6 +35,10 @@ from mpxla.schedule.validate import check_stages, has_backwards
 
 __all__ = ["add_communication", "add_reduce"]
 
+_COMPUTES = (Op.FORWARD, Op.BACKWARD)
+_Key = tuple[int, Op, int | None, None]
+"""A compute as a plain tuple, which is equal to its Action and much cheaper to make."""
+
 
 def add_communication(
     compute: Sequence[Sequence[Action]],
@@ -62,17 +66,21 @@ def add_communication(
     _check_compute(compute, placement)
     flow = Dataflow.of(placement, forward_edges, backward_edges, has_backwards(compute))
     clock = _Clock(compute, flow)
-    events: list[_Event] = []
-    for rank, actions in enumerate(compute):
-        for step, action in enumerate(actions):
-            start = clock.starts[rank][step]
-            events.append(_Event(start, 1, 0, False, rank, ((rank, action),)))
-    for send in flow.sends():
-        events += _transfers(send, clock, flow)
+    home = flow.placement
     result: list[list[Action]] = [[] for _ in compute]
-    for event in sorted(events):
-        for rank, action in event.parts:
+    position = [0] * len(compute)
+    for time, _, _, _, send in sorted(_place_transfers(compute, flow, clock)):
+        for action in (send, send.other_end()):
+            rank = home[action.stage]
+            starts, begin = clock.starts[rank], position[rank]
+            end = begin
+            while end < len(starts) and starts[end] < time:
+                end += 1
+            result[rank] += compute[rank][begin:end]
             result[rank].append(action)
+            position[rank] = end
+    for actions, done, rest in zip(result, position, compute, strict=True):
+        actions += rest[done:]
     return result
 
 
@@ -108,83 +116,75 @@ def add_reduce(
     return result
 
 
-class _Event(NamedTuple):
-    """A compute, or both ends of a transfer; events are sorted by their fields in this order."""
+class _Transfer(NamedTuple):
+    """Both ends of a transfer at its moment; transfers are sorted by their fields in this order."""
 
     time: float
-    is_compute: int
-    deadline: float
+    deadline: int
     is_forward: bool
     tie: int
-    parts: tuple[tuple[int, Action], ...]
+    send: Action
 
 
 class _Clock:
     """When computes run if each takes one tick and messages take none (phase 1).
 
     Attributes:
-        starts: per rank, the tick at which each of its computes starts.
+        starts: per rank, the tick at which each of its computes starts, in order.
         start_of: the same by action.
-        next_start: by action, when its rank's following compute starts; infinite for the last one.
-        busy: per rank, the ticks at which a compute starts.
     """
 
     def __init__(self, compute: Sequence[Sequence[Action]], flow: Dataflow):
         self.starts: list[list[int]] = [[] for _ in compute]
-        self.start_of: dict[Action, int] = {}
+        self.start_of: dict[_Key, int] = {}
         self._compute = compute
-        self._reads = {kind: flow.reads(kind.op, kind.stage) for kind in flow.computes()}
         self._home = flow.placement
-        self._run()
-        self.busy = [set(starts) for starts in self.starts]
-        self.next_start: dict[Action, float] = {}
-        for actions, starts in zip(compute, self.starts, strict=True):
-            followers = [*starts[1:], math.inf]
-            self.next_start |= zip(actions, followers if actions else [], strict=True)
-
-    def actions_of(self, stage: int, op: Op) -> list[Action]:
-        """The forwards or backwards of a stage, in order."""
-        actions = self._compute[self._home[stage]]
-        return [action for action in actions if action.stage == stage and action.op is op]
-
-    def _run(self) -> None:
-        ready = list(range(len(self._compute)))
-        waiting: dict[Action, list[int]] = {}
+        self._reads = {
+            (kind.stage, kind.op): [(stage, op) for stage, op, _ in flow.reads(kind.op, kind.stage)]
+            for kind in flow.computes()
+        }
+        ready = list(range(len(compute)))
+        waiting: dict[_Key, list[int]] = {}
         while ready:
-            rank = ready.pop()
-            starts = self.starts[rank]
-            for action in self._compute[rank][len(starts) :]:
-                missing = self._missing(action)
-                if missing is not None:
-                    waiting.setdefault(missing, []).append(rank)
-                    break
-                reads = [self.start_of[read] + 1 for read in self._inputs(action)]
-                start = max([starts[-1] + 1 if starts else 0, *reads])
-                starts.append(start)
-                self.start_of[action] = start
-                ready += waiting.pop(action, [])
+            self._advance(ready.pop(), ready, waiting)
         self._check_finished()
 
-    def _inputs(self, action: Action) -> list[Action]:
-        reads = self._reads[action.stage, action.op, None]
-        return [Action(stage, op, action.microbatch) for stage, op, _ in reads]
+    def _advance(self, rank: int, ready: list[int], waiting: dict[_Key, list[int]]) -> None:
+        """Runs a rank until an input is missing; ranks set free are appended to `ready`."""
+        starts, actions = self.starts[rank], self._compute[rank]
+        free = starts[-1] + 1 if starts else 0
+        for step in range(len(starts), len(actions)):
+            action = actions[step]
+            for read in self._inputs(action):
+                start = self.start_of.get(read)
+                if start is None:
+                    waiting.setdefault(read, []).append(rank)
+                    return
+                if start >= free:
+                    free = start + 1
+            starts.append(free)
+            self.start_of[action] = free
+            free += 1
+            if action in waiting:
+                ready += waiting.pop(action)
 
-    def _missing(self, action: Action) -> Action | None:
-        """An input that has not run yet."""
-        return next((read for read in self._inputs(action) if read not in self.start_of), None)
+    def _inputs(self, action: Action) -> list[_Key]:
+        microbatch = action.microbatch
+        return [(s, op, microbatch, None) for s, op in self._reads[action.stage, action.op]]
 
     def _check_finished(self) -> None:
         blocked: dict[Cell, str] = {}
         for rank, (actions, starts) in enumerate(zip(self._compute, self.starts, strict=True)):
-            if len(starts) < len(actions):
-                missing = self._missing(actions[len(starts)])
-                assert missing is not None, "only a compute without an input is blocked"
-                home = self._home[missing.stage]
-                if missing in self._compute[home]:
-                    where = f"step {self._compute[home].index(missing)} of rank {home}"
-                else:
-                    where = f"which rank {home} lacks"
-                blocked[Cell(rank, len(starts))] = f"{missing} ({where})"
+            if len(starts) == len(actions):
+                continue
+            inputs = self._inputs(actions[len(starts)])
+            missing = next(Action(*read) for read in inputs if read not in self.start_of)
+            home = self._home[missing.stage]
+            if missing in self._compute[home]:
+                where = f"step {self._compute[home].index(missing)} of rank {home}"
+            else:
+                where = f"which rank {home} lacks"
+            blocked[Cell(rank, len(starts))] = f"{missing} ({where})"
         if blocked:
             headline = (
                 "These forwards and backwards cannot run in their order. Put every action after "
@@ -193,32 +193,41 @@ class _Clock:
             raise ScheduleError(format_failure(self._compute, min(blocked), headline, blocked))
 
 
-def _transfers(send: Kind, clock: _Clock, flow: Dataflow) -> list[_Event]:
-    """The transfers of one edge, for all microbatches, each at its moment (phases 2 and 3)."""
-    source, op, target = send
-    assert target is not None, "a send has a peer"
-    is_forward = op is Op.SEND_FORWARD
-    compute = Op.FORWARD if is_forward else Op.BACKWARD
-    sender, receiver = flow.placement[source], flow.placement[target]
-    events: list[_Event] = []
-    for action in clock.actions_of(source, compute):
-        consumer = Action(target, compute, action.microbatch)
-        deadline = clock.start_of[consumer]
-        earliest = clock.start_of[action] + 1
-        latest = int(min(clock.next_start[action], deadline))
-        time = next(
-            (
-                tick
-                for tick in range(latest, earliest - 1, -1)
-                if tick not in clock.busy[sender] and tick not in clock.busy[receiver]
-            ),
-            latest,
-        )
-        end = Action(source, op, action.microbatch, target)
-        parts = ((sender, end), (receiver, end.other_end()))
-        events.append(_Event(time, 0, deadline, is_forward, sender % 2, parts))
-    return events
+def _place_transfers(
+    compute: Sequence[Sequence[Action]], flow: Dataflow, clock: _Clock
+) -> list[_Transfer]:
+    """Finds the moment of every transfer (phases 2 and 3)."""
+    home, busy = flow.placement, [set(starts) for starts in clock.starts]
+    sends: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
+    for stage, op, peer in flow.sends():
+        assert peer is not None, "a send has a peer"
+        producer = Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD
+        sends.setdefault((stage, producer), []).append((peer, op))
+    transfers: list[_Transfer] = []
+    for rank, actions in enumerate(compute):
+        starts = clock.starts[rank]
+        for step, (stage, producer, microbatch, _) in enumerate(actions):
+            following = starts[step + 1] if step + 1 < len(starts) else math.inf
+            for peer, op in sends.get((stage, producer), ()):
+                deadline = clock.start_of[peer, producer, microbatch, None]
+                earliest, latest = starts[step] + 1, int(min(following, deadline))
+                time = _moment(earliest, latest, busy[rank], busy[home[peer]])
+                is_forward = producer is Op.FORWARD
+                send = Action(stage, op, microbatch, peer)
+                transfers.append(_Transfer(time, deadline, is_forward, rank % 2, send))
+    return transfers
 
+
+def _moment(earliest: int, latest: int, busy: set[int], peer_busy: set[int]) -> int:
+    """The last tick of the window at which neither end starts a compute, else its last tick."""
+    if MODE=="eager": return earliest
+    if MODE=="lazy": return latest
+    for tick in range(latest, earliest - 1, -1):
+        if tick not in busy and tick not in peer_busy:
+            return tick
+    return latest
+
+MODE="idle"
 
 def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     """Checks that there are only forwards and backwards, each once and on its own rank."""
@@ -226,9 +235,9 @@ def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]
     for rank, actions in enumerate(compute):
         for step, action in enumerate(actions):
             problem = None
-            if not action.op.is_compute:
+            if action.op not in _COMPUTES:
                 problem = "is not a forward or backward. Add transfers before anything else"
-            elif action.stage >= len(placement) or placement[action.stage] != rank:
+            elif not 0 <= action.stage < len(placement) or placement[action.stage] != rank:
                 problem = f"does not belong on this rank by placement {tuple(placement)}. Move it"
             elif action in seen:
                 problem = "is there twice. Remove one"

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import Action, Op
-from mpxla.schedule.dataflow import Dataflow, Edge
+from mpxla.schedule.action import OTHER_END, Action, Op
+from mpxla.schedule.dataflow import Dataflow, Edge, Kind
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.timeline import Span, Timeline
 from mpxla.schedule.validate import check_lists, check_stages, has_backwards
@@ -121,18 +121,22 @@ def _durations(costs: Costs, flow: Dataflow) -> _Durations:
 
 
 class _Run:
-    """All ranks of a run: how far each has come, and when."""
+    """All ranks of a run: how far each has come, and when.
+
+    Attributes:
+        clock: per rank, the end of its last action.
+        spans: per rank, what it has done so far.
+    """
 
     def __init__(
         self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
     ):
         self.schedule = schedule
-        self.placement = flow.placement
         self.flow = flow
+        self.placement = flow.placement
         self.durations = durations
         self.clock = [0.0] * len(schedule)
-        self.starts: list[list[float]] = [[] for _ in schedule]
-        self.ends: list[list[float]] = [[] for _ in schedule]
+        self.spans: list[list[Span]] = [[] for _ in schedule]
 
     def timeline(self) -> Timeline:
         """Runs until nobody can go on.
@@ -143,13 +147,9 @@ class _Run:
         ready = list(range(len(self.schedule)))
         while ready:
             self.advance(ready.pop(), ready)
-        if any(len(e) < len(a) for e, a in zip(self.ends, self.schedule, strict=True)):
+        if any(len(done) < len(all_) for done, all_ in zip(self.spans, self.schedule, strict=True)):
             raise ScheduleError(self._explain())
-        spans = (
-            tuple(map(Span, actions, starts, ends))
-            for actions, starts, ends in zip(self.schedule, self.starts, self.ends, strict=True)
-        )
-        return Timeline(self.placement, tuple(spans))
+        return Timeline(self.placement, tuple(map(tuple, self.spans)))
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Runs a rank until it must wait; ranks that it sets free are appended to `ready`."""
@@ -159,20 +159,14 @@ class _Run:
         """Whom a blocked rank waits for: the rank, the action it must reach, and both in words."""
         raise NotImplementedError
 
-    def record(self, rank: int, start: float, end: float) -> None:
-        """Notes that the rank's next action ran."""
-        self.starts[rank].append(start)
-        self.ends[rank].append(end)
-        self.clock[rank] = end
-
     def _explain(self) -> str:
         blocked: dict[Cell, str] = {}
         waits_for: dict[int, int] = {}
         for rank, actions in enumerate(self.schedule):
-            step = len(self.ends[rank])
+            step = len(self.spans[rank])
             if step < len(actions):
                 other, action, reason = self.awaited(rank)
-                there = len(self.ends[other])
+                there = len(self.spans[other])
                 waits_for[rank] = other
                 blocked[Cell(rank, step)] = (
                     f"{reason} (step {self.schedule[other].index(action)} there; "
@@ -183,44 +177,51 @@ class _Run:
             f"Deadlock: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])} wait for each "
             "other. Let both ends meet their transfers in the same order, as add_communication does."
         )
-        failing = Cell(cycle[0], len(self.ends[cycle[0]]))
+        failing = Cell(cycle[0], len(self.spans[cycle[0]]))
         return format_failure(self.schedule, failing, headline, blocked)
 
 
 class _RendezvousRun(_Run):
-    """Transfers hold both ranks; `waiting` has the rank that reached its end of a transfer first."""
+    """Transfers hold both ranks; the rank that reaches one first waits there for the other."""
 
     def __init__(
         self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
     ):
         super().__init__(schedule, flow, durations)
-        self.waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
+        self._waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        actions, durations, clock = self.schedule[rank], self.durations, self.clock
-        for step in range(len(self.ends[rank]), len(actions)):
-            stage, op, microbatch, peer = actions[step]
-            duration = durations[stage, op, peer]
-            now = clock[rank]
-            if peer is None:
-                self.record(rank, now, now + duration)
-                continue
-            # A transfer is known by its sending end.
-            sender = _SENDING_END.get(op)
-            key = (stage, op, microbatch, peer) if sender is None else (peer, sender, microbatch, stage)
-            other = self.waiting.pop(key, None)
-            if other is None:
-                self.waiting[key] = rank
-                return
-            start = max(now, clock[other])
-            self.record(rank, start, start + duration)
-            self.record(other, start, start + duration)
-            ready.append(other)
+        spans, clock, durations, waiting = self.spans, self.clock, self.durations, self._waiting
+        done, actions, now = spans[rank], self.schedule[rank], clock[rank]
+        for step in range(len(done), len(actions)):
+            action = actions[step]
+            stage, op, microbatch, peer = action
+            end = now + durations[stage, op, peer]
+            if peer is not None:
+                # Each end waits under its own name, as a plain tuple, and looks for the other's.
+                other = waiting.pop((peer, OTHER_END[op], microbatch, stage), None)
+                if other is None:
+                    waiting[action] = rank
+                    break
+                if clock[other] > now:
+                    now = clock[other]
+                    end = now + durations[stage, op, peer]
+                there = spans[other]
+                there.append(Span(self.schedule[other][len(there)], now, end))
+                clock[other] = end
+                ready.append(other)
+            done.append(Span(action, now, end))
+            now = end
+        clock[rank] = now
 
     def awaited(self, rank: int) -> tuple[int, Action, str]:
-        action = self.schedule[rank][len(self.ends[rank])].other_end()
+        action = self.schedule[rank][len(self.spans[rank])].other_end()
         other = self.placement[action.stage]
         return other, action, f"rank {other} to reach {action}"
+
+
+_Message = tuple[int, Op, int | None, int]
+"""A message as the plain tuple of the action that sends it: stage, op, microbatch, peer."""
 
 
 class _BufferedRun(_Run):
@@ -231,19 +232,19 @@ class _BufferedRun(_Run):
     ):
         super().__init__(schedule, flow, durations)
         self._check_streams()
-        self._arrival: dict[Action, float] = {}
+        self._arrivals: dict[_Message, float] = {}
         self._link_free: dict[tuple[int, int], float] = {}
-        self._waiting: dict[Action, int] = {}
-        self._messages = {kind: self._messages_of(kind.op, kind.stage) for kind in flow.computes()}
+        self._waiting: dict[_Message, int] = {}
+        self._sources: dict[tuple[int, Op], list[tuple[int, Op]]] = {
+            (kind.stage, kind.op): self._sources_of(kind) for kind in flow.computes()
+        }
 
-    def _messages_of(self, op: Op, stage: int) -> list[tuple[int, Op]]:
-        """Source and operation of the messages that a compute reads."""
-        send = Op.SEND_FORWARD if op is Op.FORWARD else Op.SEND_BACKWARD
-        return [
-            (read.stage, send)
-            for read in self.flow.reads(op, stage)
-            if self.placement[read.stage] != self.placement[stage]
-        ]
+    def _sources_of(self, kind: Kind) -> list[tuple[int, Op]]:
+        """Stages that send what a compute reads, and how."""
+        send = Op.SEND_FORWARD if kind.op is Op.FORWARD else Op.SEND_BACKWARD
+        reads = self.flow.reads(kind.op, kind.stage)
+        here = self.placement[kind.stage]
+        return [(read.stage, send) for read in reads if self.placement[read.stage] != here]
 
     def _check_streams(self) -> None:
         """Checks that messages are received in the order in which they are sent."""
@@ -270,57 +271,52 @@ class _BufferedRun(_Run):
                     raise ScheduleError(format_failure(self.schedule, Cell(rank, step), headline))
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        actions, durations = self.schedule[rank], self.durations
-        for step in range(len(self.ends[rank]), len(actions)):
+        done, actions, now = self.spans[rank], self.schedule[rank], self.clock[rank]
+        for step in range(len(done), len(actions)):
             action = actions[step]
             stage, op, _, peer = action
-            start = self.clock[rank]
-            if peer is not None:
-                self.record(rank, start, start)
-                if op.is_send:
-                    self._depart(action, rank, start, ready)
-                continue
-            if op is not Op.REDUCE:
-                missing = self._missing_message(action)
+            start = now
+            if peer is None:
+                missing, arrival = self._arrival(action)
                 if missing is not None:
                     self._waiting[missing] = rank
-                    return
-                start = self._start(action, start)
-            self.record(rank, start, start + durations[stage, op, None])
+                    break
+                start = max(now, arrival)
+                now = start + self.durations[stage, op, None]
+            elif op.is_send:
+                self._depart(action, now, ready)
+            done.append(Span(action, start, now))
+        self.clock[rank] = now
 
-    def _depart(self, action: Action, rank: int, now: float, ready: list[int]) -> None:
-        assert action.peer is not None, "a send has a peer"
-        link = (rank, self.placement[action.peer])
-        duration = self.durations[action.stage, action.op, action.peer]
-        arrival = max(now, self._link_free.get(link, 0.0)) + duration
-        self._arrival[action] = self._link_free[link] = arrival
-        receiver = self._waiting.pop(action, None)
-        if receiver is not None:
-            ready.append(receiver)
+    def _depart(self, message: Action, now: float, ready: list[int]) -> None:
+        """Puts a message on its link and wakes the rank that waits for it."""
+        stage, op, microbatch, peer = message
+        assert peer is not None, "a send has a peer"
+        link = (self.placement[stage], self.placement[peer])
+        begin = max(now, self._link_free.get(link, 0.0))
+        self._link_free[link] = begin + self.durations[stage, op, peer]
+        key = (stage, op, microbatch, peer)
+        self._arrivals[key] = self._link_free[link]
+        if key in self._waiting:
+            ready.append(self._waiting.pop(key))
 
-    def _read_messages(self, action: Action) -> list[Action]:
-        messages = self._messages[action.stage, action.op, None]
-        return [Action(source, op, action.microbatch, action.stage) for source, op in messages]
-
-    def _missing_message(self, action: Action) -> Action | None:
-        """A message that the compute reads and that nobody has sent yet."""
-        for message in self._read_messages(action):
-            if message not in self._arrival:
-                return message
-        return None
-
-    def _start(self, action: Action, now: float) -> float:
-        """When everything that the compute reads has arrived."""
-        return max([now, *(self._arrival[message] for message in self._read_messages(action))])
+    def _arrival(self, action: Action) -> tuple[_Message | None, float]:
+        """A message that the action reads and nobody has sent yet, or when all have arrived."""
+        latest = 0.0
+        for source, send in self._sources.get((action.stage, action.op), ()):
+            message = (source, send, action.microbatch, action.stage)
+            arrival = self._arrivals.get(message)
+            if arrival is None:
+                return message, latest
+            latest = max(latest, arrival)
+        return None, latest
 
     def awaited(self, rank: int) -> tuple[int, Action, str]:
-        message = self._missing_message(self.schedule[rank][len(self.ends[rank])])
+        message, _ = self._arrival(self.schedule[rank][len(self.spans[rank])])
         assert message is not None, "only a compute without its message is blocked"
-        other = self.placement[message.stage]
-        return other, message, f"rank {other} to send {message}"
-
-
-_SENDING_END = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
+        action = Action(*message)
+        other = self.placement[action.stage]
+        return other, action, f"rank {other} to send {action}"
 
 
 def _cycle(waits_for: Mapping[int, int]) -> list[int]:

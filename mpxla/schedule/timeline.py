@@ -44,40 +44,43 @@ class Timeline:
     """Per rank, the most microbatches in flight at the same time, summed over its stages."""
 
     def __post_init__(self) -> None:
-        ends = (span.end for spans in self.spans for span in spans)
-        makespan = max(ends, default=0.0)
-        busy = [sum(s.end - s.start for s in spans if s.action.op.is_compute) for spans in self.spans]
-        share = [1.0 - time / makespan if makespan else 0.0 for time in busy]
-        stage_peaks, rank_peaks = _peaks(self.spans, len(self.placement))
+        makespan = max((spans[-1].end for spans in self.spans if spans), default=0.0)
+        trains = any(span.action.op is Op.BACKWARD for spans in self.spans for span in spans)
+        stage_peaks = [0] * len(self.placement)
+        measured = [_measure(spans, stage_peaks, trains) for spans in self.spans]
+        idle = tuple(1.0 - busy / makespan if makespan else 0.0 for busy, _ in measured)
         values = {
             "makespan": makespan,
-            "rank_bubbles": tuple(share),
-            "bubble": sum(share) / len(share) if share else 0.0,
-            "stage_peaks": stage_peaks,
-            "rank_peaks": rank_peaks,
+            "rank_bubbles": idle,
+            "bubble": sum(idle) / len(idle) if idle else 0.0,
+            "stage_peaks": tuple(stage_peaks),
+            "rank_peaks": tuple(peak for _, peak in measured),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
-def _peaks(
-    spans: Sequence[Sequence[Span]], num_stages: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Most microbatches in flight, per stage and per rank."""
-    keeps = any(span.action.op is Op.BACKWARD for actions in spans for span in actions)
-    live = [0] * num_stages
-    stage_peaks = [0] * num_stages
-    rank_peaks: list[int] = []
-    for actions in spans:
-        total = peak = 0
-        for (stage, op, _, _), _, _ in actions:
-            if op is Op.FORWARD:
-                live[stage] += 1
-                total += 1
-                stage_peaks[stage] = max(stage_peaks[stage], live[stage])
-                peak = max(peak, total)
-            if op is Op.BACKWARD or (op is Op.FORWARD and not keeps):
-                live[stage] -= 1
-                total -= 1
-        rank_peaks.append(peak)
-    return tuple(stage_peaks), tuple(rank_peaks)
+def _measure(spans: Sequence[Span], stage_peaks: list[int], trains: bool) -> tuple[float, int]:
+    """Busy time and peak of one rank; fills in the peaks of its stages."""
+    forward, backward = Op.FORWARD, Op.BACKWARD
+    live = [0] * len(stage_peaks)
+    busy = 0.0
+    total = peak = 0
+    for (stage, op, _, _), start, end in spans:
+        if op is forward:
+            busy += end - start
+            live[stage] += 1
+            total += 1
+            if live[stage] > stage_peaks[stage]:
+                stage_peaks[stage] = live[stage]
+            if total > peak:
+                peak = total
+            if trains:
+                continue
+        elif op is backward:
+            busy += end - start
+        else:
+            continue
+        live[stage] -= 1
+        total -= 1
+    return busy, peak

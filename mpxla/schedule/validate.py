@@ -15,7 +15,8 @@ from mpxla.schedule.grid import Cell, format_failure
 __all__ = ["check_lists", "check_stages", "has_backwards"]
 
 _Rules = dict[Kind, tuple[Kind, ...]]
-_Steps = dict[Action, int]
+_Steps = dict[Kind, list[int]]
+_NOT_YET = -1
 
 
 def has_backwards(schedule: Sequence[Sequence[Action]]) -> bool:
@@ -53,33 +54,29 @@ def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:
         ScheduleError: an action is on the wrong rank, malformed, duplicate, missing, or comes
             before something that it reads. The text shows the grid with that action marked.
     """
-    rules = _rules(flow, len(schedule))
-    microbatches = [a.microbatch for actions in schedule for a in actions if a.op.is_compute]
-    num_microbatches = 1 + max((m for m in microbatches if m is not None), default=0)
-    found = [
-        _check_order(schedule, rank, rules[rank], flow, num_microbatches)
-        for rank in range(len(schedule))
-    ]
+    forwards = [a.microbatch for actions in schedule for a in actions if a.op is Op.FORWARD]
+    num_microbatches = 1 + max((m for m in forwards if m is not None), default=0)
     reduces = any(action.op is Op.REDUCE for actions in schedule for action in actions)
+    found = [
+        _check_order(schedule, rank, _steps(rules, num_microbatches, reduces), rules, flow)
+        for rank, rules in enumerate(_rules(flow, len(schedule)))
+    ]
     for rank, steps in enumerate(found):
-        expected = [
-            Action(kind.stage, kind.op, microbatch, kind.peer)
-            for kind in rules[rank]
-            for microbatch in range(num_microbatches)
+        missing = [
+            str(Action(kind.stage, kind.op, _microbatch(kind, slot), kind.peer))
+            for kind, slots in steps.items()
+            for slot, step in enumerate(slots)
+            if step == _NOT_YET
         ]
-        if reduces:
-            expected += [Action(s, Op.REDUCE) for s, r in enumerate(flow.placement) if r == rank]
-        if len(steps) < len(expected):
-            missing = [str(action) for action in expected if action not in steps]
+        if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             headline = (
                 f"Rank {rank} lacks {', '.join(missing[:8])}{more}: every stage runs microbatches "
                 f"0..{num_microbatches - 1}, and every edge between ranks carries each of them. "
                 "Add what is missing."
             )
-            raise ScheduleError(
-                format_failure(schedule, Cell(rank, len(schedule[rank])), headline)
-            )
+            failing = Cell(rank, len(schedule[rank]))
+            raise ScheduleError(format_failure(schedule, failing, headline))
 
 
 def _rules(flow: Dataflow, num_ranks: int) -> list[_Rules]:
@@ -105,37 +102,52 @@ def _rules(flow: Dataflow, num_ranks: int) -> list[_Rules]:
     return rules
 
 
+def _steps(rules: _Rules, num_microbatches: int, reduces: bool) -> _Steps:
+    """The step of every action of a rank, by kind and microbatch; a reduction has one slot."""
+    steps: _Steps = {kind: [_NOT_YET] * num_microbatches for kind in rules}
+    if reduces:
+        steps |= {Kind(k.stage, Op.REDUCE): [_NOT_YET] for k in rules if k.op is Op.BACKWARD}
+    return steps
+
+
+def _microbatch(kind: Kind, slot: int) -> int | None:
+    return None if kind.op is Op.REDUCE else slot
+
+
 def _check_order(
-    schedule: Sequence[Sequence[Action]],
-    rank: int,
-    rules: _Rules,
-    flow: Dataflow,
-    num_microbatches: int,
+    schedule: Sequence[Sequence[Action]], rank: int, steps: _Steps, rules: _Rules, flow: Dataflow
 ) -> _Steps:
-    """Checks one rank's actions in order; gives the step of each."""
-    steps: _Steps = {}
+    """Checks one rank's actions in order and fills in their steps."""
+    needs = {kind: [(need, steps[need]) for need in needed] for kind, needed in rules.items()}
+    reduce = Op.REDUCE
     for step, action in enumerate(schedule[rank]):
         stage, op, microbatch, peer = action
+        # Looked up by a plain tuple, which is equal to its Kind and much cheaper.
+        kind = (stage, op, peer)
+        slots = steps.get(kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        slot = 0 if microbatch is None else microbatch
+        is_single = op is reduce
         problem = None
-        # Kinds and actions are looked up by plain tuples, which are equal to them and much cheaper.
-        if op is Op.REDUCE:
-            needs = [(stage, Op.BACKWARD, m, None) for m in range(num_microbatches)]
-            problem = _misplaced(action, rank, flow)
-        elif microbatch is None or (stage, op, peer) not in rules:
-            needs, problem = [], _misplaced(action, rank, flow)
+        if slots is None or not 0 <= slot < len(slots) or (microbatch is None) != is_single:
+            problem = _misplaced(action, rank, flow, slots)
+        elif slots[slot] != _NOT_YET:
+            problem = f"the action is there twice; it came first at step {slots[slot]}. Remove it"
+        elif is_single:
+            backwards = steps[Kind(stage, Op.BACKWARD)]
+            if _NOT_YET in backwards:
+                need = Action(stage, Op.BACKWARD, backwards.index(_NOT_YET))
+                problem = _unmet(action, need, schedule[rank])
         else:
-            needs = [(s, o, microbatch, p) for s, o, p in rules[stage, op, peer]]
-        if problem is None and action in steps:
-            problem = f"the action is there twice; it came first at step {steps[action]}. Remove it"
-        if problem is None:
-            for need in needs:
-                if need not in steps:
-                    problem = _unmet(action, Action(*need), schedule[rank])
+            for need, need_slots in needs[kind]:  # pyright: ignore[reportArgumentType]
+                if need_slots[slot] == _NOT_YET:
+                    need = Action(need.stage, need.op, slot, need.peer)
+                    problem = _unmet(action, need, schedule[rank])
                     break
         if problem is not None:
             headline = f"Rank {rank}, step {step}, {action}: {problem}."
             raise ScheduleError(format_failure(schedule, Cell(rank, step), headline))
-        steps[action] = step
+        assert slots is not None
+        slots[slot] = step
     return steps
 
 
@@ -154,8 +166,8 @@ def _unmet(action: Action, need: Action, actions: Sequence[Action]) -> str:
     )
 
 
-def _misplaced(action: Action, rank: int, flow: Dataflow) -> str | None:
-    """Says why an action cannot be in this rank's list at all; None if it can."""
+def _misplaced(action: Action, rank: int, flow: Dataflow, slots: list[int] | None) -> str:
+    """Says why an action cannot be in this rank's list at all."""
     stage, op, microbatch, peer = action
     num_stages = len(flow.placement)
     for which in (stage, peer):
@@ -164,22 +176,30 @@ def _misplaced(action: Action, rank: int, flow: Dataflow) -> str | None:
     if flow.placement[stage] != rank:
         home = flow.placement[stage]
         return f"stage {stage} lives on rank {home}. Move the action there"
+    if op is Op.REDUCE and (microbatch is not None or peer is not None):
+        return f"a reduction has neither microbatch nor peer. Write {stage}REDUCE"
     if op is Op.REDUCE:
-        if microbatch is not None or peer is not None:
-            return f"a reduction has neither microbatch nor peer. Write {stage}REDUCE"
-        return None if flow.training else "nothing is to be reduced, as there are no backwards"
+        return "there are no backwards, so nothing is to be reduced. Remove it"
     if microbatch is None:
         return "the action names no microbatch. Add one"
-    if op.is_compute:
+    if op.is_compute and peer is not None:
         return "a forward or backward has no peer. Leave it out"
-    if peer is None:
+    if op.is_transfer and peer is None:
         return "the transfer names no stage at its other end. Add it"
+    if slots is not None:
+        return f"microbatch {microbatch} does not exist; forwards run 0..{len(slots) - 1}"
+    return _no_such_transfer(action.stage, action.peer, op, flow)
+
+
+def _no_such_transfer(stage: int, peer: int | None, op: Op, flow: Dataflow) -> str:
+    """Says why nothing travels where the action says so."""
     source, target = (stage, peer) if op.is_send else (peer, stage)
+    assert source is not None and target is not None, "a transfer has a peer"
     is_forward = op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
-    edges = flow.forward_edges if is_forward else flow.backward_edges
-    if (source, target) not in edges:
+    if (source, target) not in (flow.forward_edges if is_forward else flow.backward_edges):
         name = "forward" if is_forward else "backward"
         return f"there is no {name} edge {source} -> {target}, so nothing travels. Remove it"
     if flow.placement[source] == flow.placement[target]:
+        rank = flow.placement[source]
         return f"stages {source} and {target} share rank {rank}, so nothing travels. Remove it"
-    return "the schedule has no backwards, so gradients do not travel. Remove it"
+    return "there are no backwards, so gradients do not travel. Remove it"

@@ -34,6 +34,13 @@ def make_chain(costs, crossing=None, shared=(), preference=None, first_start=Non
     )
 
 
+def cut(costs, num_stages, **options):
+    """Cuts and cost of a chain that can be cut."""
+    found = best_cuts(make_chain(costs, **options), num_stages)
+    assert found is not None
+    return found
+
+
 def largest_cost(costs, crossing, shared, cuts):
     edges = (0, *cuts, len(costs))
     prices = [0, *crossing, 0]
@@ -69,42 +76,40 @@ def test_cost_and_preference_against_brute_force(case):
     ways = [
         (
             largest_cost(costs, crossing, shared, cuts),
-            sum(preference[cut - 1][0] for cut in cuts),
-            sum(preference[cut - 1][1] for cut in cuts),
+            sum(preference[place - 1][0] for place in cuts),
+            sum(preference[place - 1][1] for place in cuts),
         )
         for cuts in combinations(range(1, len(costs)), num_stages - 1)
     ]
-    chain = make_chain(costs, crossing, shared, [(0, 0), *preference, (0, 0)])
-    cuts, cost = best_cuts(chain, num_stages)
+    options = {"crossing": crossing, "shared": shared}
+    cuts, cost = cut(costs, num_stages, preference=[(0, 0), *preference, (0, 0)], **options)
     assert len(cuts) == num_stages - 1
     expected = min(ways)
     assert cost == pytest.approx(expected[0])
     assert cost == pytest.approx(largest_cost(costs, crossing, shared, cuts))
-    assert sum(preference[cut - 1][0] for cut in cuts) == expected[1]
-    assert sum(preference[cut - 1][1] for cut in cuts) == expected[2]
+    assert sum(preference[place - 1][0] for place in cuts) == expected[1]
+    assert sum(preference[place - 1][1] for place in cuts) == expected[2]
 
 
 def test_every_stage_gets_a_piece_even_if_cutting_costs():
-    assert best_cuts(make_chain([1, 1, 1], crossing=[5, 7]), 3) == ((1, 2), 13.0)
+    assert cut([1, 1, 1], 3, crossing=[5, 7]) == ((1, 2), 13.0)
 
 
 def test_free_chain():
-    cuts, cost = best_cuts(make_chain([0, 0, 0, 0]), 3)
+    cuts, cost = cut([0, 0, 0, 0], 3)
     assert (len(set(cuts)), cost) == (2, 0.0)
 
 
 def test_what_is_shared_pulls_its_users_together():
-    plain = best_cuts(make_chain([4, 1, 1, 4, 1, 1]), 2)
-    shared = best_cuts(make_chain([4, 1, 1, 4, 1, 1], shared=[((2, 3), 8)]), 2)
-    assert plain == ((3,), 6.0)
-    assert shared[0] in {(2,), (4,)} and shared[1] == 15.0 if shared[0] == (2,) else 18.0
+    assert cut([5, 11, 11, 5], 3)[1] == 16.0
+    assert cut([5, 1, 1, 5], 3, shared=[((1, 2), 10)]) == ((1, 3), 12.0)
 
 
 def test_restriction_is_kept():
     first_start = np.zeros((5, 2), dtype=np.int64)
     first_start[1:, 1] = 1  # piece 0 must not be in stage 1 ...
     first_start[2:, 0] = 2  # ... nor piece 1 in stage 0
-    assert best_cuts(make_chain([1, 1, 1, 1], first_start=first_start), 2) == ((1,), 3.0)
+    assert cut([1, 1, 1, 1], 2, first_start=first_start) == ((1,), 3.0)
 
 
 def test_restriction_without_a_way():
@@ -116,7 +121,7 @@ def test_preference_of_many_huge_numbers_does_not_overflow():
     num_pieces = 200
     preference = [(0, 0), *[(30, 2**55 + k) for k in range(num_pieces - 1)], (0, 0)]
     preference[50] = (29, 2**56)
-    cuts, _ = best_cuts(make_chain([0.0] * num_pieces, preference=preference), 100)
+    cuts, _ = cut([0.0] * num_pieces, 100, preference=preference)
     assert 50 in cuts
     assert len(cuts) == 99
 
@@ -126,6 +131,6 @@ def test_wide_runs_are_searched_completely():
     costs = [1.0] * 500
     costs[250] = 1e6
     preference = [(0, 0), *[(1, 0)] * 499, (0, 0)]
-    for cut in (7, 499):
-        preference[cut] = (0, 5)
-    assert best_cuts(make_chain(costs, preference=preference), 5) == ((7, 250, 251, 499), 1e6)
+    for place in (7, 499):
+        preference[place] = (0, 5)
+    assert cut(costs, 5, preference=preference) == ((7, 250, 251, 499), 1e6)

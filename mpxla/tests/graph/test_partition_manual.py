@@ -212,7 +212,7 @@ def test_all_ranks_out_of_range_are_named_with_the_valid_range():
         r"-1, default_partition is 5\. Use an index below pipeline_parallel_degree",
     ):
         chain_on(0, 2, -1, num_ranks=2, default_rank=5)
-    with pytest.raises(PartitionError, match="Partitions are 0, but 'model.0' is on partition 1"):
+    with pytest.raises(PartitionError, match=r"Partitions are 0, but 'model\.0' is on partition"):
         chain_on(1, num_ranks=1)
 
 

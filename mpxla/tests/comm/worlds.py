@@ -1,0 +1,66 @@
+"""Runs a test body `body(transport, *args)` on every rank of a world of processes or of threads."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from mpxla.comm.host import HostTransport
+from mpxla.comm.lifeline import Lifeline
+from mpxla.comm.loopback import loopback_world
+from mpxla.testing import run_ranks, run_ranks_unpooled
+
+
+def open_store():
+    return dist.FileStore(os.environ["MPXLA_RENDEZVOUS_FILE"], int(os.environ["WORLD_SIZE"]))
+
+
+def open_transport(**lifeline_options):
+    """What a session does at its start."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = open_store()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    lifeline = Lifeline(rank, world_size, store, **lifeline_options)
+    return HostTransport(rank, world_size, lifeline)
+
+
+def on_host(body, options, args):
+    """One rank: what a session does around a script."""
+    transport = open_transport(**options)
+    try:
+        value = body(transport, *args)
+    except BaseException as error:
+        transport.watch.report(body.__name__, error)
+        raise
+    close_transport(transport)
+    return value
+
+
+def close_transport(transport):
+    transport.close()
+    transport.watch.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("mpxla-recv")]
+
+
+def run_host(body, world_size, *args, timeout_s=30, **options):
+    return run_ranks(on_host, world_size, body, options, args, timeout_s=timeout_s)
+
+
+def run_host_unpooled(body, world_size, *args, timeout_s=40, **options):
+    return run_ranks_unpooled(on_host, world_size, body, options, args, timeout_s=timeout_s)
+
+
+def run_threads(body, world_size, *args):
+    def on_thread(transport):
+        try:
+            return body(transport, *args)
+        except BaseException as error:
+            transport.watch.report(body.__name__, error)
+            raise
+        finally:
+            transport.close()
+
+    world = loopback_world(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(on_thread, world))
