@@ -75,6 +75,7 @@ class Lifeline(FailureWatch):
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._ready = threading.Event()
+        self._is_cut = False
         self._server: LifelineServer | None = None
         self._connection: socket.socket | None = None
         if world_size == 1:
@@ -109,7 +110,8 @@ class Lifeline(FailureWatch):
             self._tell(encode(type="bye"))
             with self.changed:
                 self.changed.wait_for(
-                    lambda: self.rank in self._left or self._failure is not None, _ECHO_TIMEOUT_S
+                    lambda: self.rank in self._left or self._is_cut or self._failure is not None,
+                    _ECHO_TIMEOUT_S,
                 )
         if self._server is not None:
             self._server.stop(0.0 if self._failure is not None else linger_s)
@@ -199,6 +201,9 @@ class Lifeline(FailureWatch):
             self.set_failure(
                 Failure(0, "rank 0 died: its process ended without a report (lifeline lost)")
             )
+        with self.changed:
+            self._is_cut = True
+            self.changed.notify_all()
         self._connection.close()
 
     def _hear(self, message: dict[str, object]) -> None:

@@ -12,6 +12,7 @@ and is repeated to ranks that connect later.
 This file knows no tensors, no torch and nothing of what the ranks do.
 """
 
+import contextlib
 import json
 import selectors
 import socket
@@ -113,7 +114,8 @@ class LifelineServer:
     def stop(self, linger_s: float) -> None:
         """Ends the thread as soon as every rank has left, at the latest after `linger_s`."""
         self._stop_at = time.monotonic() + linger_s
-        self._wake_write.send(b"x")
+        with contextlib.suppress(OSError):  # it has ended before
+            self._wake_write.send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
@@ -133,8 +135,8 @@ class LifelineServer:
     def _is_over(self) -> bool:
         if self._stop_at == float("inf"):
             return False
-        everybody_ended = len(self._ended) == self._world_size
-        return everybody_ended or time.monotonic() >= self._stop_at
+        has_told_all = self._failure is not None or len(self._ended) == self._world_size
+        return has_told_all or time.monotonic() >= self._stop_at
 
     def _accept(self) -> None:
         try:

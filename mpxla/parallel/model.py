@@ -4,7 +4,7 @@ A facade: what it does is done by `ModelState`, `StepEngine` and `GradientReduce
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.state import ModelState
+from mpxla.parallel.state import ModelState, load_into
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.runtime.engine import StepEngine
 from mpxla.session import current
+from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
 
@@ -206,10 +208,72 @@ class DistributedModel(nn.Module):
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's parameters and buffers by name, marked as partial. After partitioning."""
         self._require_partition("local_state_dict")
-        full = self.module.state_dict()
         names = self._state.canonical_names
-        local = {n: v for n, v in full.items() if names.get(n, n) in self._state.local_names}
-        return {**local, "_smp_is_partial": True}
+        local = {
+            name: value
+            for name, value in self.module.state_dict().items()
+            if names.get(name, name) in self._state.local_names or name not in names
+        }
+        return {**to_host(local), PARTIAL_KEY: True}
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The plain model's state dict, on the host, gathered over the ranks of the replica.
+
+        All ranks of a replica must call it (usually those with `dp_rank() == 0`).
+
+        Args:
+            *args: not supported; for the signature of `torch.nn.Module`.
+            gather_to_rank0: only the first rank of the replica gets content, others get `{}`.
+            **kwargs: not supported; for the signature of `torch.nn.Module`.
+
+        Raises:
+            MpxlaError: unsupported arguments.
+        """
+        if args or kwargs:
+            raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
+        order = list(self.module.state_dict())
+        if not self.partitioned:
+            return to_host(self.module.state_dict())
+        session = current()
+        group = session.topology.pp_group(session.rank)
+        full = gather_full(session.objects, group, self.local_state_dict(), order)
+        return {} if gather_to_rank0 and session.rank != group[0] else full
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> Any:
+        """Loads a full state dict, or the partial ones of all ranks of a replica.
+
+        Partial dicts are merged first, so all ranks of the replica must call it with theirs.
+
+        Args:
+            state_dict: full, or what `local_state_dict` returned (marked as partial).
+            strict: whether missing and unexpected keys are errors.
+            same_partition_load: the partial dict is this rank's own of the same partition: no
+                merging.
+
+        Raises:
+            RuntimeError: keys or shapes do not match (as in torch).
+        """
+        values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
+        if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
+            session = current()
+            group = session.topology.pp_group(session.rank)
+            values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
+        elif PARTIAL_KEY in state_dict:
+            strict = False
+        result = load_into(self.module, values, strict)
+        flush()
+        return result
+
+    def cpu(self) -> "DistributedModel":
+        """Gathers all parameters and buffers on every rank and moves them to the host.
+
+        All ranks of a replica must call it; training cannot go on afterwards.
+        """
+        full = self.state_dict()
+        self._state.gather_on_host(full)
+        return self
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -277,6 +341,14 @@ class DistributedModel(nn.Module):
     def last_run(self) -> Any:
         """State of the last step on this rank (peaks of live activations). Extension."""
         return self._engine.last_run
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Custom communication of gradients: not available yet.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("model.register_comm_hook is not available yet.")
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

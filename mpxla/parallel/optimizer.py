@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 from mpxla.errors import ConfigError, MpxlaError
+from mpxla.parallel.state_dicts import (
+    PARTIAL_KEY,
+    merge_optimizer_states,
+    pick_optimizer_state,
+    to_host,
+)
 from mpxla.session import current
 from mpxla.stage.device import flush
 
@@ -61,11 +67,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
-        self._patch_step_function()
+        self._deferred: dict[str, Any] | None = None
+        self._positions = {
+            id(parameter): position
+            for position, parameter in enumerate(_parameters_of(optimizer))
+        }
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         session.model.attach_optimizer(self)
-
-    def _patch_step_function(self) -> None:
-        """LR schedulers look at wrapped `step` functions of the instance; nothing to profile."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -111,17 +119,65 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             flush()
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the inner optimizer for this rank's parameters (`local_state_dict`)."""
+    def local_state_dict(self) -> dict[str, Any]:
+        """State of this rank's parameters, on the host, numbered as in the full optimizer."""
+        inner = self.optimizer.state_dict()
+        local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
+        groups, first = [], 0
+        for group, size in zip(inner["param_groups"], self._group_sizes, strict=True):
+            groups.append({**group, "params": list(range(first, first + size))})
+            first += size
+        state = {local[number]: to_host(value) for number, value in inner["state"].items()}
+        return {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """State of the inner optimizer, without gathering."""
         return self.optimizer.state_dict()
 
+    def state_dict(self) -> dict[str, Any]:
+        """State of the plain optimizer, on the host, gathered over the ranks of the replica.
+
+        All ranks of a replica must call it.
+        """
+        session = current()
+        group = session.topology.pp_group(session.rank)
+        return merge_optimizer_states(session.objects.allgather(self.local_state_dict(), group))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of the same rank and partition returned."""
-        self.optimizer.load_state_dict(state_dict)
+        """Loads a full state dict, or the partial ones of all ranks of a replica.
+
+        Before the model is partitioned it takes effect right after partitioning. Partial dicts are
+        merged first, so all ranks of the replica must call it with theirs.
+
+        Raises:
+            ValueError: the dict has other param groups.
+        """
+        if PARTIAL_KEY in state_dict:
+            session = current()
+            group = session.topology.pp_group(session.rank)
+            state_dict = merge_optimizer_states(session.objects.allgather(dict(state_dict), group))
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != self._group_sizes:
+            raise ValueError(
+                f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
+                f"sizes {self._group_sizes}; build the optimizer as it was when the state was saved."
+            )
+        model = current().model
+        if model is not None and model.partitioned:
+            self._load_local(state_dict)
+        else:
+            self._deferred = state_dict
+
+    def _load_local(self, full: dict[str, Any]) -> None:
+        kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
+        for parameter in self.optimizer.param_groups[-1]["params"]:
+            self._positions[id(parameter)] = len(self._positions)
+        self._group_sizes.append(len(self.optimizer.param_groups[-1]["params"]))
         model = current().model
         if model is not None and model.partitioned:
             self.keep_local()
@@ -138,3 +194,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            self._load_local(deferred)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

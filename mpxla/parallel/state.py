@@ -6,14 +6,15 @@ holds a parameter (an optimizer, a scheduler, a closure) holds the placed one af
 This module must not know about graphs or schedules.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "load_into"]
 
 
 class ModelState:
@@ -78,11 +79,43 @@ class ModelState:
             target = device if name in self.local_names else torch.device("meta")
             self.set_buffer(name, buffer.to(target))
 
+    def gather_on_host(self, full: Mapping[str, Any]) -> None:
+        """Makes all parameters and buffers host tensors with these values.
+
+        Args:
+            full: values by any name of each parameter and buffer.
+        """
+        for name, parameter in self.parameters.items():
+            value = full[name] if name in full else parameter.detach().cpu()
+            moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, moved)
+        for name, buffer in self.buffers.items():
+            self.set_buffer(name, full[name].clone() if name in full else buffer.cpu())
+        self.local_names = frozenset((*self.parameters, *self.buffers))
+
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
         for name, parameter in self.parameters.items():
             if self.local_names is None or name in self.local_names:
                 yield name, parameter
+
+
+def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any:
+    """`module.load_state_dict` where parameters of other ranks have no storage.
+
+    Values for those are checked for their shape and dropped.
+    """
+    present: dict[str, Any] = {}
+    for name, target in module.state_dict(keep_vars=True).items():
+        if name not in values:
+            continue
+        is_absent = isinstance(target, torch.Tensor) and target.device.type == "meta"
+        if is_absent and tuple(values[name].shape) == tuple(target.shape):
+            present[name] = torch.empty_like(target)
+        else:
+            present[name] = values[name]
+    unexpected = {name: value for name, value in values.items() if name not in present}
+    return module.load_state_dict({**present, **unexpected}, strict=strict)
 
 
 def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:

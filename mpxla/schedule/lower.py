@@ -152,7 +152,7 @@ class _Clock:
     def _advance(self, rank: int, ready: list[int], waiting: dict[_Key, list[int]]) -> None:
         """Runs a rank until an input is missing; ranks set free are appended to `ready`."""
         starts, actions = self.starts[rank], self._compute[rank]
-        free = starts[-1] + 1 if starts else 0
+        free = starts[-1] + TICKS[actions[len(starts)-1].op] if starts else 0
         for step in range(len(starts), len(actions)):
             action = actions[step]
             for read in self._inputs(action):
@@ -160,11 +160,11 @@ class _Clock:
                 if start is None:
                     waiting.setdefault(read, []).append(rank)
                     return
-                if start >= free:
-                    free = start + 1
+                if start + TICKS[read[1]] > free:
+                    free = start + TICKS[read[1]]
             starts.append(free)
             self.start_of[action] = free
-            free += 1
+            free += TICKS[action.op]
             if action in waiting:
                 ready += waiting.pop(action)
 
@@ -197,7 +197,7 @@ def _place_transfers(
     compute: Sequence[Sequence[Action]], flow: Dataflow, clock: _Clock
 ) -> list[_Transfer]:
     """Finds the moment of every transfer (phases 2 and 3)."""
-    home, busy = flow.placement, [set(starts) for starts in clock.starts]
+    home, busy = flow.placement, [dict(t for st,a in zip(starts,acts) for t in ([(st,1)]+[(st+k,2) for k in range(1,TICKS[a.op])])) for starts,acts in zip(clock.starts,compute)]
     sends: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
     for stage, op, peer in flow.sends():
         assert peer is not None, "a send has a peer"
@@ -210,24 +210,32 @@ def _place_transfers(
             following = starts[step + 1] if step + 1 < len(starts) else math.inf
             for peer, op in sends.get((stage, producer), ()):
                 deadline = clock.start_of[peer, producer, microbatch, None]
-                earliest, latest = starts[step] + 1, int(min(following, deadline))
-                time = _moment(earliest, latest, busy[rank], busy[home[peer]])
+                earliest, latest = starts[step] + TICKS[producer], int(min(following, deadline))
+                time = _moment(earliest, latest, deadline, busy[rank], busy[home[peer]])
                 is_forward = producer is Op.FORWARD
                 send = Action(stage, op, microbatch, peer)
                 transfers.append(_Transfer(time, deadline, is_forward, rank % 2, send))
     return transfers
 
 
-def _moment(earliest: int, latest: int, busy: set[int], peer_busy: set[int]) -> int:
+def _moment(earliest: int, latest: int, deadline, busy: set[int], peer_busy: set[int]) -> int:
     """The last tick of the window at which neither end starts a compute, else its last tick."""
-    if MODE=="eager": return earliest
-    if MODE=="lazy": return latest
     for tick in range(latest, earliest - 1, -1):
         if tick not in busy and tick not in peer_busy:
             return tick
+    for tick in range(latest, earliest - 1, -1):
+        if peer_busy.get(tick)!=2:
+            return tick
+    if MODE=="defer":
+        for tick in range(latest+1,deadline+1):
+            if peer_busy.get(tick)!=2 and busy.get(tick)!=2: return tick
+    if MODE=="defer1":
+        for tick in range(latest+1,min(deadline,latest+2)+1):
+            if peer_busy.get(tick)!=2 and busy.get(tick)!=2: return tick
     return latest
 
-MODE="idle"
+MODE="defer"
+TICKS={Op.FORWARD:1,Op.BACKWARD:2}
 
 def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     """Checks that there are only forwards and backwards, each once and on its own rank."""

@@ -60,7 +60,7 @@ def test_report_reaches_all_ranks():
         heard = []
         lines[0].on_failure(heard.append)
         lines[2].report("stage 1", ValueError("bad"))
-        await_that(lambda: all(line.failure for line in lines))
+        await_that(lambda: heard and all(line.failure for line in lines))
         for line in lines:
             with pytest.raises(PeerFailure, match="rank 2 raised ValueError in stage 1: bad"):
                 line.check()
