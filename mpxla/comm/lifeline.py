@@ -81,13 +81,17 @@ class Lifeline(FailureWatch):
         if world_size == 1:
             return
         assert store is not None, "several ranks need a store"
-        address, token = self._find(store, master_addr, connect_timeout_s)
-        self._connection = self._connect(address, token, connect_timeout_s)
-        self.on_failure(self._start_watchdog)
-        threading.Thread(target=self._watch, name="mpxla-lifeline", daemon=True).start()
-        atexit.register(self._end_even_if_stuck)
         _open_lifelines.add(self)
-        self._await_others(connect_timeout_s)
+        try:
+            address, token = self._find(store, master_addr, connect_timeout_s)
+            self._connection = self._connect(address, token, connect_timeout_s)
+            threading.Thread(target=self._watch, name="mpxla-lifeline", daemon=True).start()
+            self._await_others(connect_timeout_s)
+        except BaseException:
+            self._release(linger_s=0.0)
+            raise
+        self.on_failure(self._start_watchdog)
+        atexit.register(self._end_even_if_stuck)
 
     def report(self, where: str, error: BaseException) -> None:
         """Tells all ranks that this one cannot go on; see `FailureWatch.report`.
@@ -113,14 +117,18 @@ class Lifeline(FailureWatch):
                     lambda: self.rank in self._left or self._is_cut or self._failure is not None,
                     _ECHO_TIMEOUT_S,
                 )
-        if self._server is not None:
-            self._server.stop(0.0 if self._failure is not None else linger_s)
-        self._closed.set()
-        _open_lifelines.discard(self)
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        self._release(linger_s)
         if self._failure is None:
             atexit.unregister(self._end_even_if_stuck)
+
+    def _release(self, linger_s: float) -> None:
+        self._closed.set()
+        if self._server is not None:
+            self._server.stop(0.0 if self._failure is not None else linger_s)
+        _open_lifelines.discard(self)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def _find(
         self, store: dist.Store, master_addr: str | None, timeout_s: float

@@ -131,12 +131,13 @@ def _check_flow(copies: Sequence[tuple[int, ...]], nodes: Sequence[GraphNode]) -
     """Data flows forward, single nodes are single, and groups are together."""
     flow = analyse(nodes, link=0.0)
     for index, (node, own) in enumerate(zip(nodes, copies, strict=True)):
+        home = own[0]
         if len(own) > 1 and flow.roles[index] in (Role.SPINE, Role.INPUT):
             _refuse(f"{node.name!r} is on stages {list(own)}, but it must not be repeated")
         for source in node.inputs:
-            if copies[source][0] > own[0]:
+            if copies[source][0] > home:
                 _refuse(
-                    f"{node.name!r} is on stage {own[0]}, before its input {nodes[source].name!r} "
+                    f"{node.name!r} is on stage {home}, before its input {nodes[source].name!r} "
                     f"on stage {copies[source][0]}"
                 )
             if nodes[source].cost.output_bytes == 0 and flow.roles[source] is not Role.INPUT:

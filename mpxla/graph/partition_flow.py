@@ -60,8 +60,8 @@ class Flow:
     """The spine in the order in which it is cut: program order, except that movable nodes stand
     right before their first reader."""
     movable: frozenset[int]
-    """Spine nodes that depend on no input (on parameters or random draws only) and may therefore
-    run late: work on parameters sits with its consumer."""
+    """Spine nodes that depend on no input and may therefore run late: work on parameters alone
+    sits with its consumer. Members of groups are not moved, so that groups stay close together."""
     groups: tuple[Group, ...]
 
 
@@ -76,7 +76,7 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
         The structure that `spread` and the partitioners work on.
     """
     updated = {name for node in nodes for name in node.mutates}
-    from_input, stateful, in_spine = _dependences(nodes, updated)
+    from_input, in_spine = _dependences(nodes, updated)
     consumers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
         for source in dict.fromkeys(node.inputs):
@@ -86,10 +86,7 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
     movable = frozenset(
         index
         for index in range(len(nodes))
-        if in_spine[index]
-        and not from_input[index]
-        and not stateful[index]
-        and index not in grouped
+        if in_spine[index] and not from_input[index] and index not in grouped
     )
     return Flow(
         tuple(nodes),
@@ -154,25 +151,23 @@ def _union(sets: list[frozenset[int]]) -> frozenset[int]:
     return first if all(other is first for other in sets) else first.union(*sets[1:])
 
 
-def _dependences(
-    nodes: Sequence[GraphNode], updated: set[str]
-) -> tuple[list[bool], list[bool], list[bool]]:
-    """Whether each node depends on an input, on an updated buffer, and belongs to the spine."""
-    from_input, stateful, in_spine = [], [], []
+def _dependences(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[list[bool], list[bool]]:
+    """Whether each node depends on an input, and whether it belongs to the spine."""
+    from_input: list[bool] = []
+    in_spine: list[bool] = []
     for node in nodes:
         touches = bool(node.mutates) or not updated.isdisjoint(node.buffers)
         draws = node.kind is NodeKind.RANDOM
         from_input.append(
             node.kind is NodeKind.INPUT or any(from_input[source] for source in node.inputs)
         )
-        stateful.append(touches or any(stateful[source] for source in node.inputs))
         in_spine.append(
             touches
             or draws
             or bool(node.parameters)
             or any(in_spine[source] for source in node.inputs)
         )
-    return from_input, stateful, in_spine
+    return from_input, in_spine
 
 
 def _groups(

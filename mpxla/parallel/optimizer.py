@@ -17,7 +17,7 @@ from mpxla.parallel.state_dicts import (
     to_host,
 )
 from mpxla.session import current
-from mpxla.stage.device import flush
+from mpxla.stage.device import make_ready
 
 __all__ = ["DistributedOptimizer"]
 
@@ -110,14 +110,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if any(group["params"] for group in self.optimizer.param_groups):
             self.optimizer.step()
-            flush()
+            make_ready(self._updated())
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if not set_to_none:
-            flush()
+            make_ready(p.grad for p in _parameters_of(self.optimizer) if p.grad is not None)
+
+    def _updated(self) -> list[torch.Tensor]:
+        """Parameters and state, which an update changes; pending values of the user are not."""
+        parameters = _parameters_of(self.optimizer)
+        state = [
+            value
+            for parameter in parameters
+            for value in self.optimizer.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [*parameters, *state]
 
     def local_state_dict(self) -> dict[str, Any]:
         """State of this rank's parameters, on the host, numbered as in the full optimizer."""

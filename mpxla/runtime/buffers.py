@@ -6,6 +6,7 @@ its last reader; the peak number of microbatches with saved values is recorded p
 the schedule promises a bound for it.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,10 @@ class LiveValues:
 
     A message's values may still be on their way: `expect` stores a function that waits for them,
     which runs when the first of them is read.
+
+    Attributes:
+        peak_in_flight: most microbatches with saved values at a time, by stage.
+        wait_s: seconds spent waiting for messages.
     """
 
     def __init__(self) -> None:
@@ -29,6 +34,7 @@ class LiveValues:
         self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
+        self.wait_s = 0.0
 
     def put(self, name: str, stage: int, microbatch: int, value: torch.Tensor) -> None:
         """Stores a value for a stage that will read it."""
@@ -46,7 +52,10 @@ class LiveValues:
         key = (name, stage, microbatch)
         if key in self._arrivals:
             arrival, names = self._arrivals[key]
-            for other, value in zip(names, arrival(), strict=True):
+            started = time.perf_counter()
+            values = arrival()
+            self.wait_s += time.perf_counter() - started
+            for other, value in zip(names, values, strict=True):
                 del self._arrivals[other, stage, microbatch]
                 self._values[other, stage, microbatch] = value
         return self._values.pop(key)

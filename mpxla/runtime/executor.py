@@ -6,6 +6,7 @@ for messages that have not arrived when a program needs them.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ class StepRun:
         zeros: gives a zero accumulator for a spec.
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
+        dispatch_s: seconds spent on starting forwards and backwards, without waiting.
+        num_tasks: how many of them were started.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -66,6 +69,8 @@ class StepRun:
     accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     values: LiveValues = field(default_factory=LiveValues)
+    dispatch_s: float = 0.0
+    num_tasks: int = 0
 
 
 class Executor:
@@ -115,7 +120,16 @@ class Executor:
         self._held = {}
         for action in actions:
             with _blame(action):
-                self._handlers[action.op](action, step)
+                if action.op in (Op.FORWARD, Op.BACKWARD):
+                    self._run_timed(action, step)
+                else:
+                    self._handlers[action.op](action, step)
+
+    def _run_timed(self, action: Action, step: StepRun) -> None:
+        started, waited = time.perf_counter(), step.values.wait_s
+        self._handlers[action.op](action, step)
+        step.dispatch_s += time.perf_counter() - started - (step.values.wait_s - waited)
+        step.num_tasks += 1
 
     def _run_forward(self, action: Action, step: StepRun) -> None:
         stage, microbatch = self._stages[action.stage], action.microbatch

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.graph.stepgraph import ResultLeaf
+from mpxla.stage.device import make_ready
 
 __all__ = ["StepOutput", "build_outputs"]
 
@@ -35,25 +36,31 @@ class StepOutput:
 
     def reduce_mean(self) -> torch.Tensor:
         """Mean over microbatches, of the shape of one microbatch's tensor."""
-        return torch.stack(self.outputs).mean(dim=0)
+        return _started(torch.stack(self.outputs).mean(dim=0))
 
     def reduce_sum(self) -> torch.Tensor:
         """Sum over microbatches, of the shape of one microbatch's tensor."""
-        return torch.stack(self.outputs).sum(dim=0)
+        return _started(torch.stack(self.outputs).sum(dim=0))
 
     def concat(self) -> torch.Tensor:
         """Concatenation along axis 0: the tensor of the whole batch."""
-        return torch.cat(self.outputs, dim=0)
+        return _started(torch.cat(self.outputs, dim=0))
 
     def stack(self) -> torch.Tensor:
         """Stack of shape [num_microbatches, ...]."""
-        return torch.stack(self.outputs, dim=0)
+        return _started(torch.stack(self.outputs, dim=0))
 
     def __repr__(self) -> str:
         if self._outputs is None:
             return "StepOutput(not read yet)"
         first = self._outputs[0]
         return f"StepOutput({len(self._outputs)} x {first.dtype}{list(first.shape)})"
+
+
+def _started(value: torch.Tensor) -> torch.Tensor:
+    """Starts the computation now: pending values would join later programs and recompile them."""
+    make_ready([value])
+    return value
 
 
 def build_outputs(

@@ -4,8 +4,11 @@
     generate.py   integers -> forwards and backwards of every rank
     lower.py      passes: add transfers, add reductions
     simulate.py   dry run with costs: proves a schedule and predicts its timeline
-    grid.py       the picture in the errors of the two above
+    timeline.py   when everything ran, bubbles and peaks
     render.py     timeline -> text or Chrome trace
+
+What these stand on: dataflow.py (what reads what), validate.py (checks of one list at a time) and
+grid.py (the picture in an error).
 
 The same lists are executed, drawn and profiled. Nothing here knows torch, processes, transports or
 what a stage computes. Import the module that defines a name: nothing is re-exported here.

@@ -1,7 +1,7 @@
 """Schedules from integers: the order in which every rank runs forwards and backwards.
 
-Every schedule here is a list schedule. Time goes in steps of one forward or backward; in each step
-every rank takes the most urgent action that is *ready*, or waits:
+Every schedule here is a list schedule. A forward takes one tick and a backward two, about what they
+cost; whenever a rank is free it takes the most urgent action that is *ready*, or waits:
 
     phase 1, ready:   F of a microbatch follows its F on the stage before; B follows its B on the
                       stage after, and on the last stage its F; a stage takes microbatches in order.
@@ -10,7 +10,8 @@ every rank takes the most urgent action that is *ready*, or waits:
 
 `interleaved` over one stage per rank is the 1F1B order (Narayanan et al., "PipeDream", SOSP 2019;
 the flushing variant of "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021), here with 3
-stages and 4 microbatches:
+stages and 4 microbatches (drawn as if forwards and backwards took equally long; with one stage per
+rank the order is the same):
 
     rank 0   F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     rank 1   .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
@@ -143,8 +144,11 @@ _TRAINING: dict[str, Callable[[int, Sequence[int], int], list[list[Action]]]] = 
 }
 
 
+_TICKS = {Op.FORWARD: 1, Op.BACKWARD: 2}
+
+
 class _ListSchedule:
-    """A schedule in the making; stages take microbatches in order, so two counters describe it.
+    """A schedule in the making; stages take microbatches in order, so counters describe it.
 
     Attributes:
         num_microbatches: microbatches of the step.
@@ -163,44 +167,60 @@ class _ListSchedule:
         self.num_forwards = [0] * self.num_stages
         self.num_backwards = [0] * self.num_stages
         self._training = training
+        # The arrivals of a stage: what the stages around it have finished. The first stage finds
+        # all microbatches there.
+        self._arrived = {
+            Op.FORWARD: [num_microbatches] + [0] * self.num_stages,
+            Op.BACKWARD: [0] * self.num_stages,
+        }
 
     def all_actions(
         self, is_allowed: Callable[[int, Op], bool] = lambda stage, op: True
     ) -> list[list[Action]]:
-        """Takes steps until everything is done; `is_allowed(stage, op)` is the policy."""
+        """Runs the clock until everything is done; `is_allowed(stage, op)` is the policy."""
         schedule: list[list[Action]] = [[] for _ in self.stages]
-        per_stage = self.num_microbatches * (2 if self._training else 1)
-        remaining = per_stage * self.num_stages
+        running: dict[int, tuple[int, Action]] = {}
+        remaining = self.num_microbatches * self.num_stages * (2 if self._training else 1)
+        tick = 0
         while remaining:
-            chosen = {
-                rank: min(candidates)
-                for rank in range(len(self.stages))
-                if (candidates := self._candidates(rank, is_allowed))
-            }
-            assert chosen, "the policy holds back every action that is ready"
-            for rank, (_, microbatch, stage, op) in chosen.items():
+            for rank in [rank for rank, (end, _) in running.items() if end == tick]:
+                self._finish(running.pop(rank)[1])
+                remaining -= 1
+            for rank, actions in enumerate(schedule):
+                if rank in running or not (candidates := self._candidates(rank, is_allowed)):
+                    continue
+                _, microbatch, stage, op = min(candidates)
                 counts = self.num_forwards if op is Op.FORWARD else self.num_backwards
                 counts[stage] += 1
-                schedule[rank].append(Action(stage, op, microbatch))
-            remaining -= len(chosen)
+                actions.append(Action(stage, op, microbatch))
+                running[rank] = (tick + _TICKS[op], actions[-1])
+            assert running or not remaining, "the policy holds back every action that is ready"
+            tick += 1
         return schedule
+
+    def _finish(self, action: Action) -> None:
+        """Tells the next stage, forwards or backwards, that a microbatch has arrived."""
+        stage, op, _, _ = action
+        if op is Op.FORWARD:
+            self._arrived[Op.FORWARD][stage + 1] += 1
+            if stage == self.num_stages - 1:
+                self._arrived[Op.BACKWARD][stage] += 1
+        elif stage > 0:
+            self._arrived[Op.BACKWARD][stage - 1] += 1
 
     def _candidates(
         self, rank: int, is_allowed: Callable[[int, Op], bool]
     ) -> list[tuple[int, int, int, Op]]:
         """What a rank could do next, as (urgency, microbatch, stage, op); the least goes first."""
         found: list[tuple[int, int, int, Op]] = []
+        arrived = self._arrived
         for stage in self.stages[rank]:
             forward, backward = self.num_forwards[stage], self.num_backwards[stage]
-            is_first, is_last = stage == 0, stage == self.num_stages - 1
-            if self._training and is_allowed(stage, Op.BACKWARD):
-                arrived = forward if is_last else self.num_backwards[stage + 1]
-                if backward < arrived:
+            if self._training and backward < arrived[Op.BACKWARD][stage]:
+                if is_allowed(stage, Op.BACKWARD):
                     found.append((0, backward, stage, Op.BACKWARD))
-            if is_allowed(stage, Op.FORWARD):
-                arrived = self.num_microbatches if is_first else self.num_forwards[stage - 1]
-                if forward < arrived:
-                    found.append((1, forward, stage, Op.FORWARD))
+            if forward < arrived[Op.FORWARD][stage] and is_allowed(stage, Op.FORWARD):
+                found.append((1, forward, stage, Op.FORWARD))
         return found
 
 

@@ -47,8 +47,8 @@ def format_failure(
         for cell, reason in sorted(blocked.items())
     ]
     if blocked:
-        steps = {cell.rank for cell in blocked}
-        done = [str(rank) for rank in range(len(schedule)) if rank not in steps]
+        stuck = {cell.rank for cell in blocked}
+        done = [str(rank) for rank in range(len(schedule)) if rank not in stuck]
         if done:
             lines.append(f"finished: rank {', '.join(done)}")
     return "\n".join(lines)
@@ -74,7 +74,8 @@ def _grid(
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        "  "
+        + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
     if len(steps) < longest or len(ranks) < len(schedule):

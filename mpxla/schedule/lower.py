@@ -8,17 +8,21 @@ happen: there is no deadlock, even if a transfer completes only when both ends r
 Where in that order a transfer goes decides how well ranks overlap. Phases:
 
     phase 1, clock:  run the lists with one tick per forward or backward; messages take no time.
+                     All ranks are then between two computes at every tick, so that no choice below
+                     makes a rank wait for another one's running compute.
     phase 2, window: a transfer may go from the end of its producer to the start of its consumer,
-                     but not past the sender's next compute, so that values leave at once.
+                     but not past the sender's next compute: a value never waits for a later one.
     phase 3, moment: the last tick of the window at which both ends are idle, else its last tick.
-                     So no rank waits for a message long before it needs it.
-    phase 4, order:  at one tick the transfers go before the computes, the most urgent first and
-                     gradients before values.
+                     So no rank waits for a message before work that does not need it, if that can
+                     be avoided, and transfers fall into bubbles where there are any.
+    phase 4, order:  at one tick transfers go before computes, the most urgent first, gradients
+                     before values, and those of even ranks before those of odd ones: in a chain of
+                     ranks that all send, half of the pairs then go at once.
 
 In the steady state of 1F1B this is the well-known "receive the backward, send the forward":
 
-    rank 0   F0  SEND_F0            F1  RECV_B0 SEND_F1  B0  F2  RECV_B1 SEND_F2  B1
-    rank 1       RECV_F0   F0   B0      SEND_B0 RECV_F1  F1  B1  SEND_B1 RECV_F2  F2
+    rank 0   F0  SEND_F0  F1      RECV_B0 SEND_F1  B0  F2  RECV_B1 SEND_F2  B1
+    rank 1       RECV_F0  F0  B0  SEND_B0 RECV_F1  F1  B1  SEND_B1 RECV_F2  F2
 
 This module must not know costs, nor by which rule the lists were generated.
 """
@@ -29,14 +33,14 @@ from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
-from mpxla.schedule.dataflow import Dataflow, Edge, Kind
+from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.validate import check_stages, has_backwards
 
 __all__ = ["add_communication", "add_reduce"]
 
 _COMPUTES = (Op.FORWARD, Op.BACKWARD)
-_Key = tuple[int, Op, int | None, None]
+_Key = tuple[int, Op, int | None, int | None]
 """A compute as a plain tuple, which is equal to its Action and much cheaper to make."""
 
 
@@ -87,7 +91,9 @@ def add_communication(
 def add_reduce(
     schedule: Sequence[Sequence[Action]], placement: Sequence[int]
 ) -> list[list[Action]]:
-    """Inserts a reduction right after the last backward of every stage.
+    """Inserts a reduction after the last backward of every stage.
+
+    Sends that directly follow that backward go first: another rank may be waiting for them.
 
     Args:
         schedule: actions of every rank, with or without transfers.
@@ -104,16 +110,27 @@ def add_reduce(
     for rank, actions in enumerate(schedule):
         for step, action in enumerate(actions):
             if action.op is Op.REDUCE:
-                headline = f"Rank {rank}, step {step}: the reductions are there already. Add once."
+                headline = (
+                    f"Rank {rank}, step {step}: {action} is there already. Add reductions once."
+                )
                 raise ScheduleError(format_failure(schedule, Cell(rank, step), headline))
         last = {a.stage: step for step, a in enumerate(actions) if a.op is Op.BACKWARD}
+        stage_at: dict[int, int] = {}
+        for stage, step in last.items():
+            while step + 1 < len(actions) and _sends_from(stage, actions[step + 1]):
+                step += 1
+            stage_at[step] = stage
         with_reductions: list[Action] = []
         for step, action in enumerate(actions):
             with_reductions.append(action)
-            if last.get(action.stage) == step:
-                with_reductions.append(Action(action.stage, Op.REDUCE))
+            if step in stage_at:
+                with_reductions.append(Action(stage_at[step], Op.REDUCE))
         result.append(with_reductions)
     return result
+
+
+def _sends_from(stage: int, action: Action) -> bool:
+    return action.op is Op.SEND_BACKWARD and action.stage == stage
 
 
 class _Transfer(NamedTuple):
@@ -152,7 +169,7 @@ class _Clock:
     def _advance(self, rank: int, ready: list[int], waiting: dict[_Key, list[int]]) -> None:
         """Runs a rank until an input is missing; ranks set free are appended to `ready`."""
         starts, actions = self.starts[rank], self._compute[rank]
-        free = starts[-1] + TICKS[actions[len(starts)-1].op] if starts else 0
+        free = starts[-1] + 1 if starts else 0
         for step in range(len(starts), len(actions)):
             action = actions[step]
             for read in self._inputs(action):
@@ -160,11 +177,11 @@ class _Clock:
                 if start is None:
                     waiting.setdefault(read, []).append(rank)
                     return
-                if start + TICKS[read[1]] > free:
-                    free = start + TICKS[read[1]]
+                if start >= free:
+                    free = start + 1
             starts.append(free)
             self.start_of[action] = free
-            free += TICKS[action.op]
+            free += 1
             if action in waiting:
                 ready += waiting.pop(action)
 
@@ -197,7 +214,7 @@ def _place_transfers(
     compute: Sequence[Sequence[Action]], flow: Dataflow, clock: _Clock
 ) -> list[_Transfer]:
     """Finds the moment of every transfer (phases 2 and 3)."""
-    home, busy = flow.placement, [dict(t for st,a in zip(starts,acts) for t in ([(st,1)]+[(st+k,2) for k in range(1,TICKS[a.op])])) for starts,acts in zip(clock.starts,compute)]
+    home, busy = flow.placement, [set(starts) for starts in clock.starts]
     sends: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
     for stage, op, peer in flow.sends():
         assert peer is not None, "a send has a peer"
@@ -210,32 +227,21 @@ def _place_transfers(
             following = starts[step + 1] if step + 1 < len(starts) else math.inf
             for peer, op in sends.get((stage, producer), ()):
                 deadline = clock.start_of[peer, producer, microbatch, None]
-                earliest, latest = starts[step] + TICKS[producer], int(min(following, deadline))
-                time = _moment(earliest, latest, deadline, busy[rank], busy[home[peer]])
+                earliest, latest = starts[step] + 1, int(min(following, deadline))
+                time = _moment(earliest, latest, busy[rank], busy[home[peer]])
                 is_forward = producer is Op.FORWARD
                 send = Action(stage, op, microbatch, peer)
                 transfers.append(_Transfer(time, deadline, is_forward, rank % 2, send))
     return transfers
 
 
-def _moment(earliest: int, latest: int, deadline, busy: set[int], peer_busy: set[int]) -> int:
+def _moment(earliest: int, latest: int, busy: set[int], peer_busy: set[int]) -> int:
     """The last tick of the window at which neither end starts a compute, else its last tick."""
     for tick in range(latest, earliest - 1, -1):
         if tick not in busy and tick not in peer_busy:
             return tick
-    for tick in range(latest, earliest - 1, -1):
-        if peer_busy.get(tick)!=2:
-            return tick
-    if MODE=="defer":
-        for tick in range(latest+1,deadline+1):
-            if peer_busy.get(tick)!=2 and busy.get(tick)!=2: return tick
-    if MODE=="defer1":
-        for tick in range(latest+1,min(deadline,latest+2)+1):
-            if peer_busy.get(tick)!=2 and busy.get(tick)!=2: return tick
     return latest
 
-MODE="defer"
-TICKS={Op.FORWARD:1,Op.BACKWARD:2}
 
 def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     """Checks that there are only forwards and backwards, each once and on its own rank."""

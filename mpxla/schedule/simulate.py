@@ -24,10 +24,10 @@ from mpxla.errors import ScheduleError
 from mpxla.schedule.action import OTHER_END, Action, Op
 from mpxla.schedule.dataflow import Dataflow, Edge, Kind
 from mpxla.schedule.grid import Cell, format_failure
-from mpxla.schedule.timeline import Span, Timeline
+from mpxla.schedule.timeline import Timeline
 from mpxla.schedule.validate import check_lists, check_stages, has_backwards
 
-__all__ = ["Costs", "Span", "Timeline", "simulate"]
+__all__ = ["Costs", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,18 @@ class _Run:
 
     Attributes:
         clock: per rank, the end of its last action.
-        spans: per rank, what it has done so far.
+        starts: per rank, when each action that it has done began.
+        ends: per rank, when each ended.
     """
 
-    def __init__(
-        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
-    ):
+    def __init__(self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations):
         self.schedule = schedule
         self.flow = flow
         self.placement = flow.placement
         self.durations = durations
         self.clock = [0.0] * len(schedule)
-        self.spans: list[list[Span]] = [[] for _ in schedule]
+        self.starts: list[list[float]] = [[] for _ in schedule]
+        self.ends: list[list[float]] = [[] for _ in schedule]
 
     def timeline(self) -> Timeline:
         """Runs until nobody can go on.
@@ -147,9 +147,14 @@ class _Run:
         ready = list(range(len(self.schedule)))
         while ready:
             self.advance(ready.pop(), ready)
-        if any(len(done) < len(all_) for done, all_ in zip(self.spans, self.schedule, strict=True)):
+        if any(len(e) < len(a) for e, a in zip(self.ends, self.schedule, strict=True)):
             raise ScheduleError(self._explain())
-        return Timeline(self.placement, tuple(map(tuple, self.spans)))
+        return Timeline(
+            self.placement,
+            tuple(map(tuple, self.schedule)),
+            tuple(map(tuple, self.starts)),
+            tuple(map(tuple, self.ends)),
+        )
 
     def advance(self, rank: int, ready: list[int]) -> None:
         """Runs a rank until it must wait; ranks that it sets free are appended to `ready`."""
@@ -163,59 +168,61 @@ class _Run:
         blocked: dict[Cell, str] = {}
         waits_for: dict[int, int] = {}
         for rank, actions in enumerate(self.schedule):
-            step = len(self.spans[rank])
+            step = len(self.ends[rank])
             if step < len(actions):
                 other, action, reason = self.awaited(rank)
-                there = len(self.spans[other])
+                there = len(self.ends[other])
                 waits_for[rank] = other
                 blocked[Cell(rank, step)] = (
                     f"{reason} (step {self.schedule[other].index(action)} there; "
                     f"rank {other} is at step {there})"
                 )
         cycle = _cycle(waits_for)
+        circle = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
         headline = (
-            f"Deadlock: {' -> '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])} wait for each "
-            "other. Let both ends meet their transfers in the same order, as add_communication does."
+            f"Deadlock: {circle} wait for each other. Let both ends meet their transfers in the "
+            "same order, as add_communication does."
         )
-        failing = Cell(cycle[0], len(self.spans[cycle[0]]))
+        failing = Cell(cycle[0], len(self.ends[cycle[0]]))
         return format_failure(self.schedule, failing, headline, blocked)
 
 
 class _RendezvousRun(_Run):
     """Transfers hold both ranks; the rank that reaches one first waits there for the other."""
 
-    def __init__(
-        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
-    ):
+    def __init__(self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations):
         super().__init__(schedule, flow, durations)
         self._waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        spans, clock, durations, waiting = self.spans, self.clock, self.durations, self._waiting
-        done, actions, now = spans[rank], self.schedule[rank], clock[rank]
-        for step in range(len(done), len(actions)):
+        clock, durations, waiting = self.clock, self.durations, self._waiting
+        actions, starts, ends, now = (
+            self.schedule[rank],
+            self.starts[rank],
+            self.ends[rank],
+            clock[rank],
+        )
+        for step in range(len(ends), len(actions)):
             action = actions[step]
             stage, op, microbatch, peer = action
-            end = now + durations[stage, op, peer]
             if peer is not None:
-                # Each end waits under its own name, as a plain tuple, and looks for the other's.
+                # Each end waits under its own name and looks for the other's, as a plain tuple.
                 other = waiting.pop((peer, OTHER_END[op], microbatch, stage), None)
                 if other is None:
                     waiting[action] = rank
                     break
-                if clock[other] > now:
-                    now = clock[other]
-                    end = now + durations[stage, op, peer]
-                there = spans[other]
-                there.append(Span(self.schedule[other][len(there)], now, end))
-                clock[other] = end
+                now = max(now, clock[other])
+                self.starts[other].append(now)
+                clock[other] = now + durations[stage, op, peer]
+                self.ends[other].append(clock[other])
                 ready.append(other)
-            done.append(Span(action, now, end))
-            now = end
+            starts.append(now)
+            now += durations[stage, op, peer]
+            ends.append(now)
         clock[rank] = now
 
     def awaited(self, rank: int) -> tuple[int, Action, str]:
-        action = self.schedule[rank][len(self.spans[rank])].other_end()
+        action = self.schedule[rank][len(self.ends[rank])].other_end()
         other = self.placement[action.stage]
         return other, action, f"rank {other} to reach {action}"
 
@@ -224,12 +231,14 @@ _Message = tuple[int, Op, int | None, int]
 """A message as the plain tuple of the action that sends it: stage, op, microbatch, peer."""
 
 
+_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+_RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+
 class _BufferedRun(_Run):
     """Messages travel by themselves; computes wait for those that they read."""
 
-    def __init__(
-        self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations
-    ):
+    def __init__(self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations):
         super().__init__(schedule, flow, durations)
         self._check_streams()
         self._arrivals: dict[_Message, float] = {}
@@ -251,13 +260,14 @@ class _BufferedRun(_Run):
         sent: dict[tuple[int, int, Op], list[Action]] = {}
         for rank, actions in enumerate(self.schedule):
             for action in actions:
-                if action.op.is_send and action.peer is not None:
+                if action.op in _SENDS:
+                    assert action.peer is not None, "a send has a peer"
                     stream = (rank, self.placement[action.peer], action.op)
                     sent.setdefault(stream, []).append(action)
         streams = {stream: iter(actions) for stream, actions in sent.items()}
         for rank, actions in enumerate(self.schedule):
             for step, action in enumerate(actions):
-                if not action.op.is_receive:
+                if action.op not in _RECEIVES:
                     continue
                 expected = action.other_end()
                 source = self.placement[expected.stage]
@@ -271,21 +281,21 @@ class _BufferedRun(_Run):
                     raise ScheduleError(format_failure(self.schedule, Cell(rank, step), headline))
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        done, actions, now = self.spans[rank], self.schedule[rank], self.clock[rank]
-        for step in range(len(done), len(actions)):
+        actions, ends, now = self.schedule[rank], self.ends[rank], self.clock[rank]
+        for step in range(len(ends), len(actions)):
             action = actions[step]
-            stage, op, _, peer = action
             start = now
-            if peer is None:
+            if action.peer is None:
                 missing, arrival = self._arrival(action)
                 if missing is not None:
                     self._waiting[missing] = rank
                     break
                 start = max(now, arrival)
-                now = start + self.durations[stage, op, None]
-            elif op.is_send:
+                now = start + self.durations[action.stage, action.op, None]
+            elif action.op in _SENDS:
                 self._depart(action, now, ready)
-            done.append(Span(action, start, now))
+            self.starts[rank].append(start)
+            ends.append(now)
         self.clock[rank] = now
 
     def _depart(self, message: Action, now: float, ready: list[int]) -> None:
@@ -312,7 +322,7 @@ class _BufferedRun(_Run):
         return None, latest
 
     def awaited(self, rank: int) -> tuple[int, Action, str]:
-        message, _ = self._arrival(self.schedule[rank][len(self.spans[rank])])
+        message, _ = self._arrival(self.schedule[rank][len(self.ends[rank])])
         assert message is not None, "only a compute without its message is blocked"
         action = Action(*message)
         other = self.placement[action.stage]

@@ -3,13 +3,16 @@
 This module must not know where the times come from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from mpxla.schedule.action import Action, Op
 
 __all__ = ["Span", "Timeline"]
+
+_COMPUTES = (Op.FORWARD, Op.BACKWARD)
 
 
 class Span(NamedTuple):
@@ -26,11 +29,15 @@ class Timeline:
 
     Attributes:
         placement: pipeline rank of every stage.
-        spans: per rank, its actions in order with their times.
+        schedule: actions of every rank, in order.
+        starts: when each action began.
+        ends: when each action ended; not decreasing within a rank.
     """
 
     placement: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    schedule: tuple[tuple[Action, ...], ...]
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
     makespan: float = field(init=False)
     """Time from the start to the last end."""
     rank_bubbles: tuple[float, ...] = field(init=False)
@@ -44,43 +51,46 @@ class Timeline:
     """Per rank, the most microbatches in flight at the same time, summed over its stages."""
 
     def __post_init__(self) -> None:
-        makespan = max((spans[-1].end for spans in self.spans if spans), default=0.0)
-        trains = any(span.action.op is Op.BACKWARD for spans in self.spans for span in spans)
+        makespan = max((ends[-1] for ends in self.ends if ends), default=0.0)
+        trains = any(action.op is Op.BACKWARD for actions in self.schedule for action in actions)
         stage_peaks = [0] * len(self.placement)
-        measured = [_measure(spans, stage_peaks, trains) for spans in self.spans]
-        idle = tuple(1.0 - busy / makespan if makespan else 0.0 for busy, _ in measured)
+        busy = [sum(self._compute_times(rank)) for rank in range(len(self.schedule))]
+        idle = tuple(1.0 - time / makespan if makespan else 0.0 for time in busy)
         values = {
             "makespan": makespan,
             "rank_bubbles": idle,
             "bubble": sum(idle) / len(idle) if idle else 0.0,
+            "rank_peaks": tuple(_peak(actions, stage_peaks, trains) for actions in self.schedule),
             "stage_peaks": tuple(stage_peaks),
-            "rank_peaks": tuple(peak for _, peak in measured),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """Per rank, its actions in order with their times."""
+        lists = zip(self.schedule, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Span, *columns)) for columns in lists)
 
-def _measure(spans: Sequence[Span], stage_peaks: list[int], trains: bool) -> tuple[float, int]:
-    """Busy time and peak of one rank; fills in the peaks of its stages."""
-    forward, backward = Op.FORWARD, Op.BACKWARD
+    def _compute_times(self, rank: int) -> Iterator[float]:
+        columns = zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
+        return (end - start for action, start, end in columns if action.op in _COMPUTES)
+
+
+def _peak(actions: Sequence[Action], stage_peaks: list[int], trains: bool) -> int:
+    """Most microbatches in flight on one rank; fills in the peaks of its stages."""
+    forward, done = Op.FORWARD, Op.BACKWARD if trains else Op.FORWARD
     live = [0] * len(stage_peaks)
-    busy = 0.0
     total = peak = 0
-    for (stage, op, _, _), start, end in spans:
+    for stage, op, _, _ in actions:
         if op is forward:
-            busy += end - start
             live[stage] += 1
             total += 1
             if live[stage] > stage_peaks[stage]:
                 stage_peaks[stage] = live[stage]
             if total > peak:
                 peak = total
-            if trains:
-                continue
-        elif op is backward:
-            busy += end - start
-        else:
-            continue
-        live[stage] -= 1
-        total -= 1
-    return busy, peak
+        if op is done:
+            live[stage] -= 1
+            total -= 1
+    return peak

@@ -42,9 +42,7 @@ def check_stages(schedule: Sequence[Sequence[Action]], placement: Sequence[int])
             f"{tuple(placement)} uses rank {max(placement)}. Give one list per rank."
         )
     if not any(schedule):
-        raise ScheduleError(
-            "The schedule has no actions. Generate it for at least one microbatch."
-        )
+        raise ScheduleError("The schedule has no actions. Generate it for at least one microbatch.")
 
 
 def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:

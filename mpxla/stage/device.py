@@ -35,7 +35,7 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
 
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     """Starts pending lazy computation of these tensors, so that programs can take them."""
-    listed = list(tensors)
+    listed = [t for t in tensors if t.device.type == "xla"]
     if not listed:
         return
     pending = [

@@ -69,9 +69,19 @@ def test_cut_goes_inside_a_block_where_it_must():
 def test_ties_are_cut_at_module_boundaries():
     program = Program()
     last = program.input()
-    for path in ["model.x.0", "model.x.1", "model.x.1", "model.y"]:
-        last = program.add(last, path=path, parameters=(f"{path}.weight",), compute=0.0)
+    for path in ["model.x.0", "model.x.1", "model.y.0", "model.y.1"]:
+        last = program.layer(last, path, compute=0.0, output=9)
+    program.recost(1, compute_s=5.0, output_bytes=1)
+    assert partition(program, 2).stage[1:] == (0, 0, 1, 1)
+    program.recost(1, compute_s=0.0)
+    program.recost(3, compute_s=5.0)
+    assert partition(program, 2).stage[1:] == (0, 0, 1, 1)
+
+
+def test_equal_boundaries_are_cut_where_least_crosses():
+    program = chain(4, compute=0.0, output=9)
     program.recost(1, compute_s=5.0)
+    program.recost(3, output_bytes=1)
     assert partition(program, 2).stage[1:] == (0, 0, 0, 1)
 
 
@@ -208,6 +218,18 @@ def test_work_on_parameters_sits_with_its_reader():
     result = partition(program, 2, link=0.01)
     assert (result.stage[weight], result.stage[scaled]) == (1, 1)
     assert result.parameter_ranks["late"] == (1,)
+
+
+def test_parts_of_a_split_parameter_do_not_glue_their_readers():
+    program = Program()
+    image = program.input()
+    both = program.add(parameters=("both",), output=0)
+    parts = [program.add(both), program.add(both)]
+    last = program.add(image, parts[0])
+    for number in range(4):
+        last = program.layer(last, f"model.{number}")
+    program.add(last, parts[1])
+    assert partition(program, 4).num_stages == 4
 
 
 def test_readers_of_an_updated_buffer_share_a_stage():

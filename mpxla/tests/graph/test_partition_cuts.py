@@ -91,6 +91,34 @@ def test_cost_and_preference_against_brute_force(case):
     assert sum(preference[place - 1][1] for place in cuts) == expected[2]
 
 
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.data())
+def test_restriction_against_brute_force(case, data):
+    """Every piece forbids some stages."""
+    costs, crossing, shared, preference, num_stages = case
+    stages = st.sets(st.integers(0, num_stages - 1), max_size=num_stages // 2)
+    forbidden = [data.draw(stages) for _ in costs]
+    first_start = np.zeros((len(costs) + 1, num_stages), dtype=np.int64)
+    for piece, wrong in enumerate(forbidden):
+        first_start[piece + 1 :, sorted(wrong)] = piece + 1
+    ways = [
+        (largest_cost(costs, crossing, shared, cuts), sum(preference[p - 1][0] for p in cuts))
+        for cuts in combinations(range(1, len(costs)), num_stages - 1)
+        if all(
+            stage not in forbidden[piece]
+            for stage, (start, stop) in enumerate(pairwise((0, *cuts, len(costs))))
+            for piece in range(start, stop)
+        )
+    ]
+    padded = [(0, 0), *preference, (0, 0)]
+    found = best_cuts(make_chain(costs, crossing, shared, padded, first_start), num_stages)
+    if found is None:
+        assert not ways
+    else:
+        cuts, cost = found
+        assert (cost, sum(preference[p - 1][0] for p in cuts)) == pytest.approx(min(ways))
+
+
 def test_every_stage_gets_a_piece_even_if_cutting_costs():
     assert cut([1, 1, 1], 3, crossing=[5, 7]) == ((1, 2), 13.0)
 

@@ -1,0 +1,212 @@
+"""One process of one peer: trains the benchmark's GPT and prints its step times as JSON.
+
+Started by `pipeline.py`, once per rank and repetition; one core per rank.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pin_to_core() -> None:
+    """One core per rank, before any library starts threads."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[RANK % len(cores)]})
+
+
+def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]:
+    """Runs and times steps; every rank of a peer takes part."""
+    import torch.distributed as dist
+
+    started = time.perf_counter()
+    step()
+    first_s = time.perf_counter() - started
+    for _ in range(warm_up - 1):
+        step()
+    times, loss = [], float("nan")
+    for _ in range(steps):
+        if dist.is_initialized():
+            dist.barrier()
+        started = time.perf_counter()
+        loss = step()
+        times.append(time.perf_counter() - started)
+    return {"first_s": first_s, "step_s": statistics.median(times), "times_s": times, "loss": loss}
+
+
+def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """Plain PyTorch, one process."""
+    import torch
+    from models import language_loss
+
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, targets = case.batch(num_microbatches)
+    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in parts:
+            loss = language_loss(model(x), y) / num_microbatches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        return total
+
+    return timed(step, warm_up, steps)
+
+
+def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """torch_xla as its documents show it: traced anew for every microbatch, one process."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from models import language_loss
+
+    device = torch_xla.device()
+    model = case.model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, targets = (t.to(device) for t in case.batch(num_microbatches))
+    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        losses = []
+        for x, y in parts:
+            loss = language_loss(model(x), y) / num_microbatches
+            loss.backward()
+            losses.append(loss.detach())
+            torch_xla.sync()
+        optimizer.step()
+        torch_xla.sync()
+        xm.wait_device_ops()
+        return sum(loss.item() for loss in losses)
+
+    return timed(step, warm_up, steps)
+
+
+def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """torch.distributed.pipelining with Schedule1F1B over gloo, equal numbers of blocks."""
+    import torch
+    import torch.distributed as dist
+    from models import language_loss
+    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+
+    dist.init_process_group("gloo")
+    model = case.model()
+    ids, targets = case.batch(num_microbatches)
+    cuts = [i * case.num_blocks // WORLD for i in range(1, WORLD)]
+    pipe = pipeline(
+        model,
+        (ids[: case.microbatch_size],),
+        split_spec={f"blocks.{cut}": SplitPoint.BEGINNING for cut in cuts},
+    )
+    stage = pipe.build_stage(RANK, torch.device("cpu"))
+    # torch 2.9 probes its neighbours with mismatched dtypes, which gloo refuses.
+    stage._get_init_p2p_neighbors_ops = lambda: []
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=language_loss)
+    optimizer = torch.optim.AdamW(stage.submod.parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if RANK == 0:
+            schedule.step(ids)
+        elif RANK == WORLD - 1:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        dist.barrier()
+        return float(sum(loss.item() for loss in losses)) / num_microbatches
+
+    return timed(step, warm_up, steps)
+
+
+def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """This library, automatic partition by compute."""
+    import torch
+    import torch.distributed as dist
+    from models import language_loss
+
+    import mpxla as smp
+    from mpxla.stage.device import wait
+
+    smp.init(
+        {
+            "pipeline_parallel_degree": WORLD,
+            "microbatches": num_microbatches,
+            "optimize": "speed",
+            "memory_weight": 0.0,
+        }
+    )
+    model = smp.DistributedModel(case.model())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    ids, targets = case.batch(num_microbatches)
+
+    @smp.step
+    def train_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = language_loss(model(ids), targets)
+        model.backward(loss)
+        return loss
+
+    shares: list[float] = []
+    dispatch: list[float] = []
+
+    def step() -> float:
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = train_step(model, ids, targets)
+        optimizer.step()
+        wait()
+        elapsed = time.perf_counter() - started
+        run = model.last_run
+        shares.append(run.values.wait_s / elapsed)
+        dispatch.append(run.dispatch_s / run.num_tasks)
+        mean = loss.reduce_mean().item()
+        dist.barrier()
+        return mean
+
+    result = timed(step, warm_up, steps)
+    result["wait_share"] = statistics.median(shares[-steps:])
+    result["dispatch_ms"] = statistics.median(dispatch[-steps:]) * 1e3
+    result["num_parameters"] = len(list(model.local_parameters()))
+    if RANK == 0:
+        result["partition"] = model.partition_report()
+    return result
+
+
+PEERS = {f.__name__: f for f in (eager, lazy_xla, torch_pipelining, mpxla)}
+
+
+def main() -> None:
+    """Runs one peer and prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("peer", choices=sorted(PEERS))
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--case", default="{}", help="fields of GPTCase as JSON")
+    args = parser.parse_args()
+    pin_to_core()
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+    import torch
+
+    torch.set_num_threads(1)
+    from models import GPTCase
+
+    case = GPTCase(**json.loads(args.case))
+    result = PEERS[args.peer](case, args.microbatches, args.warm_up, args.steps)
+    print("RESULT " + json.dumps({"rank": RANK, **result}), flush=True)
+    os._exit(0)  # peers leave threads behind that would delay the end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Ranks that die, raise, hang or leave, in processes that end as scripts do."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpxla.comm.objects import Objects
+from mpxla.testing import run_ranks_unpooled
+from mpxla.tests.comm.worlds import close_transport, open_transport, run_host, run_host_unpooled
+
+pytestmark = pytest.mark.ranks
+
+# From the failure to the end of the last process, on a busy machine.
+SOON_S = 8.0
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_others_receive(transport, dead):
+    if transport.rank == dead:
+        time.sleep(0.5)
+        kill_self()
+    others = [rank for rank in range(3) if rank not in (dead, transport.rank)]
+    # Not from the rank that dies: only the lifeline can tell.
+    transport.recv(torch.ones(1), others[0], "forward").result()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_killed_rank_is_named_on_all_others(dead):
+    results = run_host_unpooled(die_while_others_receive, 3, dead)
+    assert results[dead].exit_code == -signal.SIGKILL
+    for rank, result in enumerate(results):
+        if rank == dead:
+            continue
+        assert result.exit_code == 1
+        assert result.duration_s < SOON_S
+        last = result.stderr.strip().splitlines()[-1]
+        assert f"PeerFailure: rank {dead} " in last
+        assert "died: its process ended without a report" in last
+        assert f"rank {rank} was waiting for a 'forward' message from rank" in last
+
+
+def die_while_others_wait_for_it(transport, wait):
+    world = (0, 1)
+    if transport.rank == 1:
+        time.sleep(0.5)
+        kill_self()
+    big = torch.ones(1 << 24)
+    waits = {
+        "recv": lambda: transport.recv(big, 1, "forward").result(),
+        "send": lambda: transport.send(big, 1, "forward").result(),
+        "all_reduce": lambda: transport.all_reduce(big, world).result(),
+        "barrier": lambda: transport.barrier(world).result(),
+        "make_groups": lambda: transport.make_groups([world]),
+        "object send": lambda: Objects(transport).send("x", 1),
+        "allgather": lambda: Objects(transport).allgather("x", world),
+    }
+    waits[wait]()
+
+
+@pytest.mark.parametrize(
+    "wait", ["recv", "send", "all_reduce", "barrier", "make_groups", "object send", "allgather"]
+)
+def test_broken_connection_is_translated(wait):
+    alive, dead = run_host_unpooled(die_while_others_wait_for_it, 2, wait)
+    assert dead.exit_code == -signal.SIGKILL
+    assert alive.exit_code == 1
+    assert alive.duration_s < SOON_S
+    last = alive.stderr.strip().splitlines()[-1]
+    assert "PeerFailure: rank 1 (pid " in last
+    assert "rank 0 was waiting for" in last
+
+
+def raise_in_step(transport):
+    if transport.rank == 1:
+        raise ValueError("the batch has 3 samples")
+    transport.recv(torch.ones(1), 0 if transport.rank else 2, "forward").result()
+
+
+def test_raising_rank_is_named_with_its_error():
+    results = run_host_unpooled(raise_in_step, 3)
+    assert [result.exit_code for result in results] == [1, 1, 1]
+    for rank in (0, 2):
+        assert results[rank].duration_s < SOON_S
+        last = results[rank].stderr.strip().splitlines()[-1]
+        assert (
+            "PeerFailure: rank 1 raised ValueError in raise_in_step: the batch has 3 samples "
+            f"(rank {rank} was waiting for a 'forward' message"
+        ) in last
+    assert "ValueError: the batch has 3 samples" in results[1].stderr
+    assert "PeerFailure" not in results[1].stderr
+
+
+def hang_outside(transport):
+    if transport.rank == 1:
+        time.sleep(0.5)
+        kill_self()
+    print("busy", flush=True)
+    time.sleep(1000)
+
+
+def test_rank_that_is_busy_elsewhere_is_ended():
+    alive, _ = run_host_unpooled(hang_outside, 2, grace_s=1.0)
+    assert alive.exit_code == 1
+    assert 1 < alive.duration_s < SOON_S
+    assert alive.stdout == "busy\n"
+    assert "mpxla.errors.PeerFailure: rank 1 (pid " in alive.stderr
+    assert "Rank 0 was busy outside mpxla for 1 s after that" in alive.stderr
+    assert "in hang_outside" in alive.stderr, "its stack is shown"
+
+
+def hang_in_collective_of_user(transport):
+    """Ranks 1 and 2 never come to it, but neither breaks a connection of rank 0's collective."""
+    if transport.rank == 0:
+        dist.all_reduce(torch.ones(4))
+    if transport.rank == 1:
+        transport.watch.report("user code", RuntimeError("stopped but alive"))
+    time.sleep(3)
+
+
+def test_rank_in_a_collective_of_the_user_is_ended():
+    results = run_host_unpooled(hang_in_collective_of_user, 3, grace_s=1.0)
+    assert results[0].exit_code == 1
+    assert results[0].duration_s < SOON_S
+    assert "rank 1 raised RuntimeError in user code: stopped but alive" in results[0].stderr
+    assert "in all_reduce" in results[0].stderr
+
+
+def notice_and_go_on(transport):
+    if transport.rank == 1:
+        kill_self()
+    try:
+        transport.recv(torch.ones(1), 1, "forward").result()
+    except RuntimeError as error:
+        time.sleep(2.5)
+        return str(error)
+
+
+def test_rank_that_noticed_the_failure_may_go_on():
+    alive, _ = run_host_unpooled(notice_and_go_on, 2, grace_s=0.5)
+    assert alive.exit_code == 0
+    assert alive.value.startswith("rank 1 (pid ")
+
+
+def die_with_forked_child(transport):
+    if transport.rank == 1:
+        if os.fork() == 0:
+            time.sleep(15)
+            os._exit(0)
+        kill_self()
+    transport.recv(torch.ones(1), 2 if transport.rank == 0 else 0, "forward").result()
+
+
+def test_forked_child_does_not_hide_the_death_of_its_parent():
+    results = run_host_unpooled(die_with_forked_child, 3)
+    assert [result.exit_code for result in results] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert results[rank].duration_s < SOON_S
+        assert "PeerFailure: rank 1 (pid " in results[rank].stderr
+
+
+def fail_before_sending(transport):
+    class Broken(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise RuntimeError("device lost")
+
+    if transport.rank == 1:
+        transport.send(torch.ones(2).as_subclass(Broken), 0, "forward")
+        time.sleep(1000)
+    transport.recv(torch.ones(2), 1, "forward").result()
+
+
+def test_tensor_that_cannot_be_computed_fails_all_ranks():
+    results = run_host_unpooled(fail_before_sending, 2, grace_s=1.0)
+    assert [result.exit_code for result in results] == [1, 1]
+    for result in results:
+        assert result.duration_s < SOON_S
+        assert (
+            "rank 1 raised RuntimeError in computing a 'forward' message: device lost"
+            in result.stderr
+        )
+
+
+def leave_without_collective(transport):
+    if transport.rank == 0:
+        transport.all_reduce(torch.ones(1 << 20), (0, 1)).result()
+
+
+def test_rank_that_left_before_a_collective_is_named():
+    waiting, left = run_host_unpooled(leave_without_collective, 2)
+    assert left.exit_code == 0
+    assert waiting.exit_code == 1
+    assert "PeerFailure: rank 1 finished (left) while rank 0 waited for all_reduce of float32" in (
+        waiting.stderr
+    )
+
+
+def end_at_different_times(transport):
+    if transport.rank == 1:
+        transport.send(torch.ones(1 << 18), 0, "forward")
+        return "early"
+    time.sleep(2)
+    return transport.recv(torch.ones(1 << 18), 1, "forward").result().sum().item()
+
+
+def test_leaving_early_is_no_failure_and_everything_sent_arrives():
+    late, early = run_host_unpooled(end_at_different_times, 2)
+    assert (late.exit_code, early.exit_code) == (0, 0)
+    assert (late.value, early.value) == (1 << 18, "early")
+
+
+def forget_to_close():
+    transport = open_transport()
+    rank = transport.rank
+    transport.send(torch.ones(3), 1 - rank, "forward").result()
+    transport.recv(torch.ones(3), 1 - rank, "forward").result()
+    transport.recv(torch.ones(3), 1 - rank, "forward")
+    transport.all_reduce(torch.ones(3), (0, 1)).result()
+    transport.watch.close()
+    sys.exit(7)
+
+
+def test_process_can_end_with_threads_that_wait_in_gloo():
+    results = run_ranks_unpooled(forget_to_close, 2)
+    assert [result.exit_code for result in results] == [7, 7]
+    assert all(result.duration_s < SOON_S for result in results)
+
+
+def mix_with_collectives_of_user(transport):
+    """The user's group is used from the main thread while transfers run both ways behind it."""
+    peer = 1 - transport.rank
+    world = (0, 1)
+    received, sums, gathered = [], [], []
+    for round_ in range(30):
+        tensor = torch.full((20_000,), float(round_))
+        received.append(transport.recv(tensor, peer, "forward"))
+        transport.send(tensor + transport.rank, peer, "forward")
+        sums.append(transport.all_reduce(tensor, world))
+        mine = torch.full((3,), float(transport.rank + round_))
+        dist.all_reduce(mine)
+        gathered.append(mine[0].item())
+        if round_ % 10 == 0:
+            dist.barrier()
+            assert Objects(transport).allgather(round_, world) == [round_, round_]
+    return (
+        [handle.result()[0].item() for handle in received],
+        [handle.result()[0].item() for handle in sums],
+        gathered,
+    )
+
+
+def test_transfers_and_the_users_collectives_do_not_interfere():
+    results = run_host(mix_with_collectives_of_user, 2)
+    for rank, (received, sums, gathered) in enumerate(results):
+        assert received == [round_ + 1.0 - rank for round_ in range(30)]
+        assert sums == [2.0 * round_ for round_ in range(30)]
+        assert gathered == [2.0 * round_ + 1 for round_ in range(30)]
+
+
+def count_descriptors():
+    counts = []
+    for _ in range(2):
+        transport = open_transport()
+        world = (0, 1)
+        transport.make_groups([world])
+        transport.all_reduce(torch.ones(2), world).result()
+        Objects(transport).allgather("x", world)
+        close_transport(transport)
+        dist.destroy_process_group()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        os.environ["MPXLA_RENDEZVOUS_FILE"] += "-again"
+    return counts
+
+
+def test_sessions_leave_no_descriptors_behind():
+    for result in run_ranks_unpooled(count_descriptors, 2):
+        first, second = result.value
+        assert second <= first
+
+
+def make_unequal_groups(transport):
+    transport.make_groups([(0, 1), (1,)] if transport.rank == 0 else [(0, 1)])
+
+
+def test_unequal_groups_are_refused():
+    results = run_host_unpooled(make_unequal_groups, 2)
+    assert [result.exit_code for result in results] == [1, 1]
+    errors = "".join(result.stderr for result in results)
+    assert "makes the groups [(0, 1), (1,)], but rank 1 makes others" in errors or (
+        "makes the groups [(0, 1)], but rank 0 makes others" in errors
+    )
+
+
+def use_unknown_group(transport):
+    if transport.rank != 2:
+        with pytest.raises(
+            Exception, match=r"over the ranks \(0, 1\), for which no group was made"
+        ):
+            transport.all_reduce(torch.ones(1), (0, 1))
+
+
+def test_group_that_was_not_made_is_an_error():
+    run_host(use_unknown_group, 3)
