@@ -6,7 +6,11 @@ topology, partitioner, command line) import without torch or torch_xla.
 
 from typing import TYPE_CHECKING, Any
 
+from mpxla.env import prepare_xla
+
 __version__ = "0.1.0"
+
+prepare_xla()  # before the first use of a device, which may come before smp.init()
 
 _SOURCES = {
     "mpxla.api": (

@@ -12,6 +12,7 @@ variables are read while modules are imported.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -73,10 +74,13 @@ class _OwnProcess:
         self.waitable = os.pidfd_open(process.pid)
 
     def poll(self) -> int | None:
+        if self._process.returncode is None and select.select([self.waitable], [], [], 0)[0]:
+            _kill_group(self.pid)
         return self._process.poll()
 
     def release(self) -> None:
-        self._process.wait()
+        select.select([self.waitable], [], [])
+        self.poll()
         os.close(self.waitable)
 
 
@@ -195,6 +199,8 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
     for name in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    # Collections in the children, the last of all at their end, need not visit the modules again.
+    gc.freeze()
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"{num_threads} threads after imports: forking would lose all but one"
     woken, waker = socket.socketpair()
@@ -230,14 +236,19 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
 def _reap(statuses: dict[int, int]) -> None:
     """Tells the test process the exit codes of children that have ended."""
     with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            _kill_group(ended.si_pid)
+            pid, status = os.waitpid(ended.si_pid, 0)
             descriptor = statuses.pop(pid)
             with contextlib.suppress(BrokenPipeError):
                 os.write(descriptor, str(os.waitstatus_to_exitcode(status)).encode())
             os.close(descriptor)
+
+
+def _kill_group(pid: int) -> None:
+    """Ends what a process has left behind; to be called before it is reaped and its id is free."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _settle(order: _Order, stdout: int, stderr: int) -> str:

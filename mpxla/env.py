@@ -8,15 +8,17 @@ torch, and it does not judge configuration keys (`config` does).
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpxla.errors import ConfigError
 
-__all__ = ["LaunchEnv", "read_environment"]
+__all__ = ["LaunchEnv", "prepare_xla", "read_environment"]
 
+XLA_FLAG = "--xla_cpu_use_xnnpack=false"
+"""See `prepare_xla`."""
 _DEFAULT_MASTER_PORT = 29500
 # Meaning of the variable -> its name under torchrun and under mpirun.
 _TORCHRUN = {
@@ -91,6 +93,23 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         log_level=_read_log_level(environ),
     )
+
+
+def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
+    """Sets XLA flags that mpxla needs; takes effect if no device has been used yet.
+
+    XLA's CPU backend of torch_xla 2.9 keeps packed copies of weights by address (XNNPACK), so that
+    a parameter that is updated in place is multiplied with its old values.
+    `test_bugs.py` shows it and fails when it is mended.
+
+    Args:
+        environ: Variables to change; `os.environ` if None.
+    """
+    environ = os.environ if environ is None else environ
+    flags = environ.get("XLA_FLAGS", "")
+    name = XLA_FLAG.partition("=")[0]
+    if name not in flags:
+        environ["XLA_FLAGS"] = f"{flags} {XLA_FLAG}".strip()
 
 
 def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """The one process-wide value: configuration, launch, topology, device and transport.
 
 `init` makes it, `shutdown` drops it, `current` gives it. Nothing else in mpxla is global, except
-tags on modules (`parallel/tags.py`), which exist before `init`.
+tags on modules (`parallel/tags.py`), which exist before `init`, and the launcher's store, which
+outlives a session.
 """
 
 import atexit
+import contextlib
+import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
 
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+_launch_stores: dict[str, dist.Store] = {}
+_session_numbers = itertools.count()
 
 
 @dataclass
@@ -46,6 +52,8 @@ class Session:
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
+        owns_default_group: whether `init` made the default `torch.distributed` group.
+        excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
 
     config: Config
@@ -58,6 +66,7 @@ class Session:
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
     owns_default_group: bool = True
+    excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
     def rank(self) -> int:
@@ -120,32 +129,42 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.placement_strategy,
     )
     device = current_device()
+    earlier_hook = sys.excepthook  # torch.distributed replaces it as well
     owns_group = not dist.is_initialized()
     if owns_group:
         _start_process_group(env)
     _session = _connect(resolved, env, topology, device, owns_group)
-    _install_excepthook()
+    sys.excepthook = _reporting(sys.excepthook)
+    _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(shutdown_if_started)
 
 
 def _start_process_group(env: LaunchEnv) -> None:
     """The default gloo group, by the file of a test runner, the launcher's store, or alone."""
-    if env.rendezvous_file is not None:
-        store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
-    elif env.world_size == 1:
-        store = dist.HashStore()
+    if env.world_size == 1:
+        store: dist.Store = dist.HashStore()
     else:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{env.master_addr}:{env.master_port}",
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=_RENDEZVOUS_TIMEOUT,
-        )
-        return
+        # A store keeps the keys of an earlier session; all ranks count alike.
+        name = f"mpxla_session_{next(_session_numbers)}"
+        store = dist.PrefixStore(name, _launch_store(env))
     dist.init_process_group(
         "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
     )
+
+
+def _launch_store(env: LaunchEnv) -> dist.Store:
+    """Where the processes of a launch meet; one object per process, since rank 0 may serve it."""
+    place = env.rendezvous_file or f"tcp://{env.master_addr}:{env.master_port}"
+    if place not in _launch_stores:
+        _launch_stores.clear()
+        if env.rendezvous_file is not None:
+            store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
+        else:
+            store, _, _ = next(
+                dist.rendezvous(place, env.rank, env.world_size, timeout=_RENDEZVOUS_TIMEOUT)
+            )
+        _launch_stores[place] = store
+    return _launch_stores[place]
 
 
 def _connect(
@@ -177,6 +196,8 @@ def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
     everyone = objects.allgather((config.fingerprint(), config.as_dict()), world)
     for rank, (text, values) in enumerate(everyone):
         if text != everyone[0][0]:
+            with contextlib.suppress(PeerFailure):
+                objects.barrier(world)  # nobody ends before all others know as much
             difference = describe_difference(everyone[0][1], values, "rank 0", f"rank {rank}")
             raise RankMismatch(
                 f"ranks 0 and {rank} were started with different configurations:\n{difference}\n"
@@ -197,16 +218,15 @@ def _make_process_groups(
     }
 
 
-def _install_excepthook() -> None:
-    """An uncaught exception of the script is told to the other ranks before the process ends."""
-    previous = sys.excepthook
+def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that tells the other ranks of an uncaught exception before the process ends."""
 
     def report(kind: Any, error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
         if _session is not None:
             _session.report_failure("the training script", error)
 
-    sys.excepthook = report
+    return report
 
 
 def shutdown() -> None:
@@ -227,6 +247,9 @@ def shutdown_if_started() -> None:
     session, _session = _session, None
     if session is None:
         return
+    atexit.unregister(shutdown_if_started)
+    if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
+        sys.excepthook = session.excepthooks[0]
     session.transport.close()
     if session.lifeline is not None:
         session.lifeline.close()

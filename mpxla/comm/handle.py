@@ -122,6 +122,8 @@ class FailureWatch:
         self._owner = threading.current_thread()
         self.noticed = threading.Event()
         """Set once the thread that made the watch knows of the failure."""
+        self.is_closing = False
+        """Whether this process is breaking its own connections."""
 
     @property
     def failure(self) -> Failure | None:
@@ -180,6 +182,8 @@ class FailureWatch:
             The error to raise, naming the rank that failed or left.
         """
         others = [peer for peer in peers if peer != self.rank]
+        if self.is_closing and self._failure is None:
+            return PeerFailure(f"rank {self.rank} shut mpxla down during {what}.")
         with self.changed:
             self.changed.wait_for(
                 lambda: self._failure is not None or any(peer in self._left for peer in others),

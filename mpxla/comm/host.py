@@ -9,6 +9,7 @@ run at the same time, from another thread, and must not be taken for mpxla's.
 This file knows gloo and threads; it must not know stages, schedules or the session.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, describe
-from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted
+from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
     Group,
     check_group,
@@ -37,6 +38,8 @@ __all__ = ["HostTransport"]
 
 # Waits end by the news of a failure, not by the clock: a rank may compile for an hour.
 _GLOO_TIMEOUT = timedelta(days=7)
+_FAREWELL_S = 2.0
+_ABORT_S = 2.0
 
 
 class _Job(NamedTuple):
@@ -58,19 +61,18 @@ class _Collectives:
         self.group = group
         self._watch = watch
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def submit(self, job: _Job) -> None:
-        if self._thread is None:
+        if self.thread is None:
             name = f"mpxla-group-{self.ranks[0]}-{self.ranks[-1]}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+            self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self.thread.start()
         self._queue.put(job)
 
-    def finish(self) -> threading.Thread | None:
-        """Lets the thread end after what is queued; returns it, if there is one."""
+    def finish(self) -> None:
+        """Lets the thread end after what is queued."""
         self._queue.put(None)
-        return self._thread
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -116,6 +118,7 @@ class HostTransport:
             (rank,): _Collectives((rank,), None, watch),
             self._world: _Collectives(self._world, self._new_group(self._world), watch),
         }
+        atexit.register(self._abort)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
         """Sends one tensor; see `Transport.send`."""
@@ -239,36 +242,70 @@ class HostTransport:
             "barrier", None, ranks, lambda: torch.zeros(1, dtype=torch.int32), run
         )
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 60.0) -> None:
         """Delivers what was sent, then ends threads and groups; see `Transport.close`.
 
-        After a failure nothing is waited for: threads that gloo still holds stay until the process
-        ends.
+        Phases: *flush* what is queued, *part* from the peers, and *abort* what still waits. After
+        a failure only the last.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        if self.watch.failure is not None or not dist.is_initialized():
-            return
+        if self.watch.failure is None and dist.is_initialized():
+            self._flush(timeout_s)
+            self._part()
+        self._abort()
+
+    def _flush(self, timeout_s: float) -> None:
         for peer in self._world:
             if peer != self.rank:
                 # An inbox ends by the peer's farewell, so both directions have to exist.
-                self._outbox(peer)
+                self._outbox(peer).finish(is_orderly=True)
                 self._inbox(peer)
-        threads = [inbox.thread for inbox in self._inboxes.values()]
+        for collectives in self._collectives.values():
+            collectives.finish()
+        threads = [collectives.thread for collectives in self._collectives.values()]
+        self._await(
+            lambda: (
+                all(outbox.flushed.is_set() for outbox in self._outboxes.values())
+                and not any(thread and thread.is_alive() for thread in threads)
+            ),
+            timeout_s,
+        )
+
+    def _part(self) -> None:
+        self._await(lambda: not self._living_threads(), _FAREWELL_S)
+
+    def _abort(self) -> None:
+        """Gets every thread out of gloo: it must not be there when the interpreter ends."""
+        atexit.unregister(self._abort)
+        self.watch.is_closing = True
         for outbox in self._outboxes.values():
-            outbox.finish()
-            threads.append(outbox.thread)
-        threads += [t for c in self._collectives.values() if (t := c.finish()) is not None]
-        deadline = time.monotonic() + timeout_s
-        for thread in threads:
-            while thread.is_alive() and self.watch.failure is None and time.monotonic() < deadline:
-                thread.join(0.1)
-        if not any(thread.is_alive() for thread in threads):
-            groups = [self._stream_group, *(c.group for c in self._collectives.values())]
+            outbox.finish(is_orderly=False)
+        for collectives in self._collectives.values():
+            collectives.finish()
+        groups = [self._stream_group, *(c.group for c in self._collectives.values())]
+        if self._living_threads():
+            for group in groups:
+                if group is not None:
+                    interrupt(group)
+            self._await(lambda: not self._living_threads(), _ABORT_S)
+        if not self._living_threads() and dist.is_initialized():
             for group in groups:
                 if group is not None:
                     dist.destroy_process_group(group)
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        is_failing = self.watch.failure is not None
+        while not condition() and time.monotonic() < deadline:
+            if self.watch.failure is not None and not is_failing:
+                return
+            time.sleep(0.002)
+
+    def _living_threads(self) -> list[threading.Thread]:
+        boxes = [*self._outboxes.values(), *self._inboxes.values(), *self._collectives.values()]
+        return [box.thread for box in boxes if box.thread and box.thread.is_alive()]
 
     def _new_group(self, ranks: Group) -> Any:
         return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")

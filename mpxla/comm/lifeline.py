@@ -34,6 +34,7 @@ __all__ = ["Lifeline"]
 
 _ECHO_TIMEOUT_S = 2.0
 _LINGER_S = 30.0
+_EXIT_S = 20.0
 _PREFIX = "mpxla_lifeline"
 
 
@@ -267,7 +268,7 @@ class Lifeline(FailureWatch):
     def _end_even_if_stuck(self) -> None:
         """At exit after a failure: destructors may wait for peers that are gone."""
         if self._failure is not None and os.getpid() == self._pid:
-            faulthandler.dump_traceback_later(self._grace_s, exit=True, file=2)
+            faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=2)
 
     def close_in_child(self) -> None:
         """Drops the sockets in a forked child, so that they end with the process they belong to."""

@@ -171,7 +171,7 @@ class LoopbackTransport:
         """Done when every rank of the group has called it; see `Transport.barrier`."""
         return self._meet("barrier", None, ranks, lambda operands: [None for _ in operands])
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 60.0) -> None:
         """Tells the other threads that this rank has left; see `Transport.close`."""
         for watch in self._world.watches:
             watch.set_left(self.rank)

@@ -26,6 +26,7 @@ __all__ = ["Objects", "dump", "restore"]
 
 _CHANNEL = "object"
 _RECEIPT_CHANNEL = "object-receipt"
+_BLOCK_BYTES = 4096
 _PADDING_BYTES = 1 << 20
 
 
@@ -87,9 +88,17 @@ class Objects:
             What every rank passed, in the order of `ranks`.
         """
         own = dump(obj, f"allgather with ranks {tuple(ranks)}")
-        size = torch.tensor([own.numel()])
-        sizes = self._transport.all_gather(size, ranks).result().flatten().tolist()
-        parts = self._exchange(own, sizes, ranks)
+        # Size and first bytes together: most objects need no second exchange.
+        block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+        block[:8] = torch.tensor([own.numel()]).view(torch.uint8)
+        first = own[: _BLOCK_BYTES - 8]
+        block[8 : 8 + first.numel()] = first
+        blocks = self._transport.all_gather(block, ranks).result()
+        sizes = blocks[:, :8].contiguous().view(torch.int64).flatten().tolist()
+        if max(sizes) <= _BLOCK_BYTES - 8:
+            parts = [row[8 : 8 + size] for row, size in zip(blocks, sizes, strict=True)]
+        else:
+            parts = self._exchange(own, sizes, ranks)
         me = self._transport.rank
         return [restore(part, src, me) for part, src in zip(parts, ranks, strict=True)]
 

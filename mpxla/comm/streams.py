@@ -14,15 +14,18 @@ order in which two channels are read is free. The envelope carries size, specs a
 ranks which disagree get an error with both views: gloo itself would abort the process when a
 message is larger than expected. Small payloads ride in the envelope's own gloo message.
 
-gloo offers no way to interrupt a wait and its `is_completed` is not reliable for receives, hence
-threads that wait; a last envelope says that nothing follows, which ends the peer's thread.
+gloo's `is_completed` is not reliable for receives, hence threads that wait. They have to be out of
+gloo before the interpreter ends: a thread that comes back later aborts the process. In order, a
+last envelope says that nothing follows, which ends the peer's thread; else `interrupt` helps.
 """
 
+import contextlib
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -30,18 +33,23 @@ import torch
 import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.packing import Layout, Spec, layout, pack, unpack
+from mpxla.comm.packing import ALIGNMENT_BYTES, Layout, Spec, layout, pack, unpack
 from mpxla.errors import RankMismatch
 
-__all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted"]
+__all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted", "interrupt"]
 
 MAX_CHANNEL_BYTES = 32
-_TEXT_BYTES = 192
+_TEXT_BYTES = 188
 _ENVELOPE = struct.Struct(f"<4s?7xqq8s{MAX_CHANNEL_BYTES}s{_TEXT_BYTES}s")
 _MAGIC = b"MPX1"
-_INLINE_BYTES = 16 * 1024
+assert _ENVELOPE.size % ALIGNMENT_BYTES == 0, "what rides behind it would not be aligned"
+# A payload of its own costs another round trip, because gloo sends when the receive is posted.
+_INLINE_BYTES = 1 << 20
+# A view of the envelope's large buffer would waste too much for less than this.
+_CLONE_BYTES = 1 << 16
 _ENVELOPE_TAG = 1
 _PAYLOAD_TAG = 2
+_UNUSED_TAG = 3
 
 
 class _Envelope(NamedTuple):
@@ -98,6 +106,9 @@ class Outbox:
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         self._num_sent = 0
         self._broken: BaseException | None = None
+        self._is_orderly = True
+        self.flushed = threading.Event()
+        """Set when everything queued is delivered, after `finish`."""
         self.thread = threading.Thread(target=self._run, name=f"mpxla-send-{dst}", daemon=True)
         self.thread.start()
 
@@ -108,15 +119,21 @@ class Outbox:
         self._queue.put(_Message(tensors, channel, handle))
         return handle
 
-    def finish(self) -> None:
-        """Lets the thread end once everything queued is delivered."""
+    def finish(self, *, is_orderly: bool) -> None:
+        """Lets the thread end once everything queued is delivered.
+
+        Args:
+            is_orderly: Whether to tell the receiver that nothing follows.
+        """
+        self._is_orderly = is_orderly
         self._queue.put(None)
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
             self._deliver(message)
             del message  # its tensors are not needed while the thread waits for the next one
-        if self._broken is None:
+        self.flushed.set()
+        if self._broken is None and self._is_orderly:
             try:
                 self._send(_Envelope(True, self._num_sent, 0, b"", "", ""), None)
             except (RuntimeError, ValueError) as error:  # the peer is gone: it needs no farewell
@@ -249,7 +266,8 @@ class Inbox:
 
     def _receive_payload(self, envelope: _Envelope, data: torch.Tensor) -> torch.Tensor:
         if envelope.num_bytes <= _INLINE_BYTES:
-            return data[_ENVELOPE.size : _ENVELOPE.size + envelope.num_bytes].clone()
+            view = data[_ENVELOPE.size : _ENVELOPE.size + envelope.num_bytes]
+            return view.clone() if envelope.num_bytes < _CLONE_BYTES else view
         payload = torch.empty(envelope.num_bytes, dtype=torch.uint8)
         work = dist.irecv(payload, self._src, self._group, _PAYLOAD_TAG)
         assert work is not None
@@ -289,3 +307,15 @@ class Inbox:
                 self._watch.set_left(self._src)
                 error = RuntimeError("it has closed its connections")
             posted.handle.set_error(self._watch.explain(error, (self._src,), posted.handle.what))
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Makes all communication of a process group fail at once, in all threads of this process.
+
+    A receive that times out closes all connections of its group; gloo has no other way.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                group.recv(nothing, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -46,7 +46,12 @@ class Transport(Protocol):
     """Ends waits when a rank fails."""
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
-        """Sends one tensor; done when it has left this process."""
+        """Sends one tensor.
+
+        Returns:
+            Handle that is done when the tensor has left this process, which may take until `dst`
+            posts its first receive from this rank.
+        """
         ...
 
     def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
@@ -123,10 +128,11 @@ class Transport(Protocol):
         """Done when every rank of `ranks` has called it."""
         ...
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Delivers what was sent, then releases connections and threads.
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Delivers what was sent, then releases connections and threads. Every rank calls it.
 
-        Every rank calls it; `timeout_s` limits the wait for those that do not.
+        Args:
+            timeout_s: Longest wait for the others to take what was sent to them.
         """
         ...
 

@@ -9,6 +9,7 @@ This module must not know about stages, ranks or devices other than the host.
 """
 
 import contextlib
+import keyword
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 from torch.overrides import TorchFunctionMode
 
-from mpxla.errors import CaptureError
+from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.normalize import (
     collapse_detaches,
     drop_runtime_checks,
@@ -183,6 +184,8 @@ class _StepSemantics(TorchFunctionMode):
                 f"{func.__name__}() was called in a step function{_at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."
             )
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
+            pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
         args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
         if func in _DEVICE_BY_NAME:
             args = tuple(_device_of_text(a) for a in args)
@@ -202,6 +205,16 @@ class _StepSemantics(TorchFunctionMode):
                 self._copies[id(value)] = (value, value.detach().cpu())
             return self._copies[id(value)][1]
         return value
+
+
+def _refuse_foreign_parameter(value: Any) -> None:
+    """The model's own parameters are fake while a step is captured; these are real."""
+    if type(value) is nn.Parameter and value.requires_grad:
+        raise CaptureError(
+            f"The step function uses a trainable parameter of shape {list(value.shape)} that is not "
+            f"read from the model given to DistributedModel{_at_user_line()}. Make it a parameter "
+            f"of that model and read it there; or use it under torch.no_grad() if it is constant."
+        )
 
 
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -239,7 +252,12 @@ def capture_step(
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     wrapper = _StepModule(model, function)
-    with _fake_state(model, fake_mode), _unmapped_autocast(), _quiet_export():
+    with (
+        _fake_state(model, fake_mode),
+        _unmapped_autocast(),
+        _quiet_export(),
+        _attributes_named_by_keywords(),
+    ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
@@ -291,6 +309,27 @@ def _quiet_export() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _attributes_named_by_keywords() -> Iterator[None]:
+    """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
+
+    Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
+    """
+    original = fx.graph._format_target
+
+    def format_target(base: str, target: str) -> str:
+        for name in target.split("."):
+            is_plain = name.isidentifier() and not keyword.iskeyword(name)
+            base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
+        return base
+
+    fx.graph._format_target = format_target
+    try:
+        yield
+    finally:
+        fx.graph._format_target = original
 
 
 @contextlib.contextmanager
@@ -365,12 +404,6 @@ def _input_roles(
             roles.append(InputRole(InputKind.BUFFER, canonical_names[target]))
         elif spec.kind is ExportInput.CONSTANT_TENSOR:
             value = exported.constants[spec.target]
-            if isinstance(value, nn.Parameter) and value.requires_grad:
-                raise CaptureError(
-                    f"The step function uses a trainable parameter of shape {list(value.shape)} "
-                    f"that is not part of the model given to DistributedModel (captured as "
-                    f"'{target}'). Make it a parameter of that model."
-                )
             constants[target] = value.detach()
             roles.append(InputRole(InputKind.CONSTANT, target))
         elif spec.kind is ExportInput.USER_INPUT:
@@ -419,7 +452,7 @@ class _Annotator(fx.Interpreter):
 
 def _explain(error: Exception) -> Exception:
     """One line of the user's code in place of a page of graph; the user's own errors as they are."""
-    if isinstance(error, CaptureError):
+    if isinstance(error, MpxlaError):
         return error
     where = _user_frame(traceback.extract_tb(error.__traceback__))
     place = f" at {where}" if where else ""

@@ -86,11 +86,10 @@ def resolve_numbers(graph: fx.Graph) -> None:
             continue
         others = [user for user in node.users if user.op != "output"]
         if others:
-            where = (node.meta.get("stack_trace") or "").strip().split("\n")
-            line = " ".join(part.strip() for part in where[-2:])
+            places = sorted({_place(user) for user in others})
             raise CaptureError(
                 f"The Python number read by .item() is used in a computation inside the step "
-                f"function ({line}). Keep it a tensor there; only a number that is returned may be "
+                f"function, by {', '.join(places)}. Keep it a tensor there; only a number that is returned may be "
                 f"read by .item()."
             )
         with graph.inserting_before(node):
@@ -98,6 +97,15 @@ def resolve_numbers(graph: fx.Graph) -> None:
         value.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+
+
+def _place(node: fx.Node) -> str:
+    """The operator and, if a module runs it, where; export knows no lines of other functions."""
+    name = str(node.target).removesuffix(".default").removesuffix(".Tensor")
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    lines = (node.meta.get("stack_trace") or "").strip().split("\n")
+    return f"{name} in {path} ({lines[-1].strip()})" if path else f"{name} in the step function"
 
 
 def collapse_detaches(graph: fx.Graph) -> None:

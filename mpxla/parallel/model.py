@@ -4,6 +4,7 @@ A facade: what it does is done by `ModelState`, `StepEngine` and `GradientReduce
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,8 +84,9 @@ class DistributedModel(nn.Module):
         self.module = module
         self._state = ModelState(module)
         self._optimizers: list[Any] = []
-        self._partition_hooks: dict[int, Hook] = {}
-        self._step_hooks: dict[int, Hook] = {}
+        # RemovableHandle refers to them weakly, which a plain dict does not allow.
+        self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._step_hooks: OrderedDict[int, Hook] = OrderedDict()
         reducer = GradientReducer(
             session.transport,
             session.topology.dp_group(session.rank),
@@ -197,9 +199,11 @@ class DistributedModel(nn.Module):
         self._require_partition("local_named_modules")
         held = {n for n, c in self._state.canonical_names.items() if c in self._state.local_names}
         owners = {name.rpartition(".")[0] for name in held}
-        for path, module in self.module.named_modules():
-            if any(o == path or o.startswith(f"{path}.") or not path for o in owners):
-                yield path, module
+        return (
+            (path, module)
+            for path, module in self.module.named_modules()
+            if any(o == path or o.startswith(f"{path}.") or not path for o in owners)
+        )
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Modules with a parameter or buffer here, and their parents. After partitioning."""
@@ -316,7 +320,8 @@ class DistributedModel(nn.Module):
             self._run_partition_hooks()
 
     def _run_partition_hooks(self) -> None:
-        hooks, self._partition_hooks = list(self._partition_hooks.values()), {}
+        hooks = list(self._partition_hooks.values())
+        self._partition_hooks.clear()
         for hook in hooks:
             hook(self, self._first_optimizer())
 

@@ -57,6 +57,11 @@ class ModelState:
         """Current buffers by canonical name."""
         return {n: owners[0][0]._buffers[owners[0][1]] for n, owners in self._buffer_owners.items()}
 
+    def description(self) -> list[str]:
+        """A line for every parameter and buffer; equal on two ranks if they have the same model."""
+        tensors = [*self.parameters.items(), *self.buffers.items()]
+        return [f"{name}: {str(t.dtype)[6:]}{list(t.shape)}" for name, t in tensors]
+
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for owner, key in self._buffer_owners[name]:

@@ -16,6 +16,7 @@ from mpxla.graph.capture import capture_step
 from mpxla.log import get_logger
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.state import ModelState
+from mpxla.runtime.agreement import check_agreement
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gradients import collect_gradients
@@ -167,7 +168,10 @@ class StepEngine:
         started = time.perf_counter()
         reason = describe_change(signature, self._known)
         cut = self._cut(signature, function, objects)
-        self._check_agreement(cut)
+        if not self._state.is_placed:
+            cut = self._follow_first_replica(cut, signature.function)
+        what = "captured another step"
+        check_agreement(self._session.objects, self._group, cut.description(), what)
         if not self._state.is_placed:
             self._place(cut)
         self._check_held(cut)
@@ -203,17 +207,19 @@ class StepEngine:
         fixed = self._parameter_ranks or None
         return cut_step(step, self._session.config, self._pins(), fixed)
 
-    def _check_agreement(self, cut: CutStep) -> None:
-        """All ranks that run this plan together must have cut the same step alike."""
-        group = self._group if self._state.is_placed else self._session.topology.world_group()
-        prints = self._session.objects.allgather(cut.fingerprint(), group)
-        different = [r for r, text in zip(group, prints, strict=True) if text != prints[0]]
-        if different:
-            raise RankMismatch(
-                f"ranks {different} captured another step or model than rank {group[0]}: the "
-                f"graphs differ. Start the same script with the same arguments, model and "
-                f"configuration on all ranks."
-            )
+    def _follow_first_replica(self, cut: CutStep, function: str) -> CutStep:
+        """The step cut so that parameters live where the first replica puts them.
+
+        Batches of other shapes (other sequence lengths) may have led this replica elsewhere.
+        """
+        objects, world = self._session.objects, self._session.topology.world_group()
+        model = [f"the first step function is {function}", *self._state.description()]
+        check_agreement(objects, world, model, "have another model or script")
+        ranks = _with_unused(cut, self._state)
+        first = objects.allgather(ranks, world)[0]
+        if ranks == first:
+            return cut
+        return cut_step(cut.step, self._session.config, self._pins(), first)
 
     def _place(self, cut: CutStep) -> None:
         """Moves parameters to their ranks; values are those of the first replica."""
@@ -227,6 +233,9 @@ class StepEngine:
     def adopt_single_stage(self) -> None:
         """Places all parameters here; used at construction when there is only one stage."""
         names = [*self._state.parameters, *self._state.buffers]
+        world = self._session.topology.world_group()
+        model = self._state.description()
+        check_agreement(self._session.objects, world, model, "have another model")
         self._parameter_ranks = {name: (0,) for name in names}
         self._state.place(names, self._session.device)
         self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)

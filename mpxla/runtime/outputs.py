@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from mpxla.errors import StepError
 from mpxla.graph.stepgraph import ResultLeaf
 from mpxla.stage.device import make_ready
 
@@ -35,15 +36,27 @@ class StepOutput:
         return self._outputs
 
     def reduce_mean(self) -> torch.Tensor:
-        """Mean over microbatches, of the shape of one microbatch's tensor."""
-        return _started(torch.stack(self.outputs).mean(dim=0))
+        """Mean over microbatches, of the shape of one microbatch's tensor; of integers in float."""
+        stacked = torch.stack(self.outputs)
+        if not (stacked.is_floating_point() or stacked.is_complex()):
+            stacked = stacked.to(torch.get_default_dtype())
+        return _started(stacked.mean(dim=0))
 
     def reduce_sum(self) -> torch.Tensor:
         """Sum over microbatches, of the shape of one microbatch's tensor."""
         return _started(torch.stack(self.outputs).sum(dim=0))
 
     def concat(self) -> torch.Tensor:
-        """Concatenation along axis 0: the tensor of the whole batch."""
+        """Concatenation along axis 0: the tensor of the whole batch.
+
+        Raises:
+            StepError: the step function returned a scalar, which has no axis.
+        """
+        if self.outputs[0].dim() == 0:
+            raise StepError(
+                "StepOutput.concat: the step function returned a scalar, which has no batch axis. "
+                "Use stack(), reduce_mean() or reduce_sum()."
+            )
         return _started(torch.cat(self.outputs, dim=0))
 
     def stack(self) -> torch.Tensor:

@@ -4,7 +4,6 @@ Phases: capture the step, partition it (or follow an earlier partition), split i
 generate and prove the schedule, place parameters, lower and compile this rank's stages.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,12 +84,15 @@ class CutStep:
             for index, spec in zip(stage.results, stage.result_specs, strict=True)
         }
 
-    def fingerprint(self) -> str:
-        """Digest that is equal on two ranks if they cut the same step in the same way."""
-        text = [str(self.placement)]
+    def description(self) -> list[str]:
+        """Lines that are equal on two ranks if they cut the same step in the same way."""
+        lines: list[str] = []
         for stage in self.stages:
-            text += [str(stage.graph), str(stage.parameters), str(stage.inputs), str(stage.outputs)]
-        return hashlib.blake2b("\n".join(text).encode(), digest_size=16).hexdigest()
+            where = f"stage {stage.index} of partition {self.placement[stage.index]}"
+            lines += [f"{node.format_node()} in {where}" for node in stage.graph.nodes]
+            lines += [f"{where} with {held}" for held in (stage.parameters, stage.buffers)]
+            lines += [f"{where} with {port}" for port in (*stage.inputs, *stage.outputs)]
+        return lines
 
 
 @dataclass(frozen=True)

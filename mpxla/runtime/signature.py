@@ -10,8 +10,11 @@ This module must not know how a step is captured or run.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -21,14 +24,25 @@ from mpxla.graph.capture import TensorLeaf
 
 __all__ = ["LocalObject", "PlainValue", "Signature", "describe_change", "fill", "local_objects", "sign"]
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype)
+_PLAIN = (str, bytes, Number, type(None), Enum, np.generic, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlainValue:
     """An argument whose value is part of the program."""
 
     value: Any
+
+    @property
+    def _identity(self) -> tuple[type, str]:
+        # 1, 1.0 and True are equal for Python and make different programs.
+        return type(self.value), repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlainValue) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
 
     def __str__(self) -> str:
         return repr(self.value)

@@ -58,7 +58,8 @@ def _grid(
     schedule: Sequence[Sequence[Action]], failing: Cell, blocked: Mapping[Cell, str]
 ) -> list[str]:
     longest = max(map(len, schedule))
-    steps = _window(failing.step, longest, _MAX_COLUMNS)
+    # What is missing at the end of a list fails one step after it.
+    steps = _window(failing.step, max(longest, failing.step + 1), _MAX_COLUMNS)
     ranks = _window(failing.rank, len(schedule), _MAX_RANKS)
     rows = [["step", *map(str, steps)]]
     for rank in ranks:

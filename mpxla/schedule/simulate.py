@@ -29,6 +29,9 @@ from mpxla.schedule.validate import check_lists, check_stages, has_backwards
 
 __all__ = ["Costs", "Timeline", "simulate"]
 
+_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+_RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -90,15 +93,11 @@ def _durations(costs: Costs, flow: Dataflow) -> _Durations:
     num_stages = len(flow.placement)
     result: _Durations = {}
     problems: list[str] = []
-    for op, name in (
-        (Op.FORWARD, "forward"),
-        (Op.BACKWARD, "backward"),
-        (Op.REDUCE, "reduce"),
-    ):
-        cost = getattr(costs, name)
+    given = {Op.FORWARD: costs.forward, Op.BACKWARD: costs.backward, Op.REDUCE: costs.reduce}
+    for op, cost in given.items():
         per_stage = [cost] * num_stages if isinstance(cost, int | float) else list(cost)
         if len(per_stage) != num_stages:
-            problems.append(f"{name} has {len(per_stage)} costs for {num_stages} stages")
+            problems.append(f"{op.name.lower()} has {len(per_stage)} costs for {num_stages} stages")
         result |= {(stage, op, None): cost for stage, cost in enumerate(per_stage)}
     transfer = costs.transfer
     for stage, op, peer in flow.sends():
@@ -196,12 +195,8 @@ class _RendezvousRun(_Run):
 
     def advance(self, rank: int, ready: list[int]) -> None:
         clock, durations, waiting = self.clock, self.durations, self._waiting
-        actions, starts, ends, now = (
-            self.schedule[rank],
-            self.starts[rank],
-            self.ends[rank],
-            clock[rank],
-        )
+        actions, now = self.schedule[rank], clock[rank]
+        starts, ends = self.starts[rank], self.ends[rank]
         for step in range(len(ends), len(actions)):
             action = actions[step]
             stage, op, microbatch, peer = action
@@ -229,10 +224,6 @@ class _RendezvousRun(_Run):
 
 _Message = tuple[int, Op, int | None, int]
 """A message as the plain tuple of the action that sends it: stage, op, microbatch, peer."""
-
-
-_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-_RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
 
 
 class _BufferedRun(_Run):

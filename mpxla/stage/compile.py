@@ -18,6 +18,7 @@ import torch_xla.debug.metrics as metrics
 from torch import fx
 
 from mpxla.errors import LoweringError
+from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Executable", "compile_graph", "num_compilations", "seed_tensor"]
@@ -78,7 +79,7 @@ def num_compilations() -> int:
 
 def seed_tensor(value: int, device: torch.device) -> torch.Tensor:
     """A seed as programs take it: int64 scalar on the device."""
-    return torch.tensor(value, dtype=torch.int64).to(device)
+    return to_device([torch.tensor(value, dtype=torch.int64)], device)[0]
 
 
 def compile_graph(
@@ -171,7 +172,9 @@ def _fallback_text(name: str, module: torch.nn.Module, operators: Sequence[str])
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     nodes = list(itertools.chain.from_iterable(graph.nodes for graph in graphs))
     for operator in operators:
-        places = sorted({_place(n) for n in nodes if _operator_name(n) == operator})
+        # A view of a functional graph runs as its `_copy`.
+        names = (operator, operator.removesuffix("_copy"))
+        places = sorted({_place(n) for n in nodes if _operator_name(n) in names})
         lines.append(f"  {operator} in {', '.join(places) or 'the derivative of the stage'}")
     lines.append(
         "They would run on the host and break the compiled step. Replace them in the model, or "

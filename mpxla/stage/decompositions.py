@@ -1,6 +1,7 @@
 """Operators rewritten while a stage is lowered, because torch_xla 2.9 gets them wrong or slow.
 
 - `fill` with a tensor reads the value on the host.
+- `unfold` (images to patches) and its derivative have no lowering.
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
 `test_decompositions` fails when torch_xla no longer needs an entry.
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
-__all__ = ["DECOMPOSITIONS"]
+__all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
 
 _aten = torch.ops.aten
 
@@ -21,6 +22,19 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """torch_xla 2.9 fills with a Python number, which it reads from the value tensor."""
     return value.to(tensor.dtype).expand(tensor.shape)
 
+
+def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """Windows of `size` along a dimension, as a new last dimension; by indices."""
+    count = (tensor.shape[dimension] - size) // step + 1
+    starts = torch.arange(count, device=tensor.device) * step
+    index = starts[:, None] + torch.arange(size, device=tensor.device)
+    dimension %= tensor.dim()
+    windows = tensor.index_select(dimension, index.flatten())
+    return windows.unflatten(dimension, (count, size)).movedim(dimension + 1, -1)
+
+
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {_aten.unfold.default: _unfold}
+"""Replaced before differentiation, so that the derivative is that of the replacement."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.fill.Tensor: _fill,

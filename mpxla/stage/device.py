@@ -10,6 +10,9 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from mpxla.env import XLA_FLAG
+from mpxla.errors import MpxlaError
+
 __all__ = ["current_device", "flush", "make_ready", "to_device", "wait"]
 
 
@@ -19,18 +22,26 @@ def current_device() -> torch.device:
     Touching it early matters: a host `backward()` before the first use of the device would fix the
     autograd engine's queues without one (torch 2.9).
     """
-    torch_xla.device()
+    if torch_xla._XLAC._xla_runtime_is_initialized() and not _has_sound_products():
+        raise MpxlaError(
+            f"an XLA device was used before mpxla was imported, with XLA flags under which products "
+            f"with updated weights are wrong (torch_xla 2.9 on CPU). Import mpxla before the first "
+            f"use of a device, or set XLA_FLAGS={XLA_FLAG}."
+        )
     device = torch.device(str(torch_xla.device()))
     torch.zeros(2).to(device)
     return device
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Moves tensors to the device as program arguments."""
-    moved = [t.detach().to(device) for t in tensors]
-    # A scalar upload stays a pending constant, which a program cannot take as an argument.
-    make_ready([t for t in moved if t.numel() == 1])
-    return moved
+    """Moves tensors to the device as program arguments; those that are there stay.
+
+    `Tensor.to` would make a constant of a scalar 0 or 1, which has to be compiled before a program
+    can take it (torch_xla 2.9).
+    """
+    host = [t.detach() for t in tensors if t.device.type == "cpu"]
+    uploaded = iter(torch_xla._XLAC._xla_tensors_from_aten(host, [str(device)] * len(host)))
+    return [next(uploaded) if t.device.type == "cpu" else t.detach().to(device) for t in tensors]
 
 
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
@@ -57,3 +68,21 @@ def flush() -> None:
 def wait() -> None:
     """Waits until the device has finished everything that was started."""
     xm.wait_device_ops()
+
+
+def _has_sound_products() -> bool:
+    """Whether a compiled product sees an update in place of its second factor.
+
+    See `env.prepare_xla`; XNNPACK is chosen for products of these sizes.
+    """
+    device = torch_xla.device()
+    left, right = torch.ones(256, 384).to(device), torch.zeros(384, 384).to(device)
+    make_ready([left, right])
+    seen = []
+    for _ in range(3):
+        right.add_(1.0)
+        make_ready([right])
+        product = left @ right
+        make_ready([product])
+        seen.append(product[0, 0].item() / 384)
+    return seen == [1.0, 2.0, 3.0]

@@ -25,7 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.stage.cleanup import is_view, simplify
-from mpxla.stage.decompositions import DECOMPOSITIONS
+from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS
 from mpxla.stage.spec import StageSpec, TensorSpec
 
 __all__ = ["LoweredStage", "SavedValue", "lower_stage"]
@@ -106,7 +106,8 @@ def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list
     attached += [True] * spec.num_objectives
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
-        outputs = module(*arguments)
+        # Node by node: what the lowered graph says about module paths is taken from here.
+        outputs = fx.Interpreter(module).run(*arguments)
         # Results must not be arguments, nor share memory with each other.
         return [
             (value if keep else value.detach()).clone()
@@ -117,7 +118,7 @@ def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list
 
 
 def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """A copy of the graph whose device constants name `device`."""
+    """A copy of the graph whose device constants name `device`, in operators that it has."""
     copy = fx.Graph()
     output = copy.graph_copy(graph, val_map={})
     copy.output(output)
@@ -127,6 +128,7 @@ def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
     for node in copy.nodes:
         if node.op == "call_function":
+            node.target = REPLACEMENTS.get(node.target, node.target)
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")

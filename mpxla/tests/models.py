@@ -104,7 +104,7 @@ def conv_net() -> nn.Module:
         nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.Conv2d(8, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8, momentum=None),
+        nn.BatchNorm2d(8, momentum=0.3),
         nn.Tanh(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -151,7 +151,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Language model whose head is the token embedding."""
 
-    def __init__(self, num_blocks: int = 3, dropout: float = 0.0, max_length: int = 12):
+    def __init__(self, num_blocks: int = 2, dropout: float = 0.0, max_length: int = 12):
         super().__init__()
         self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
         self.positions = nn.Parameter(torch.randn(max_length, WIDTH) * 0.02)
@@ -170,7 +170,7 @@ class Gpt(nn.Module):
 class Vit(nn.Module):
     """Images to classes; patches by reshaping, positions added again before every block."""
 
-    def __init__(self, num_blocks: int = 3, patch: int = 4):
+    def __init__(self, num_blocks: int = 2, patch: int = 4):
         super().__init__()
         self.patch = patch
         self.embed = nn.Linear(3 * patch * patch, WIDTH)
@@ -245,7 +245,9 @@ class Nested(nn.Module):
         super().__init__()
         self.encode = nn.Linear(12, WIDTH)
         self.middle = nn.Linear(WIDTH, WIDTH)
-        self.heads = nn.ModuleDict({"class": nn.Linear(WIDTH, NUM_CLASSES), "size": nn.Linear(WIDTH, 1)})
+        self.heads = nn.ModuleDict(
+            {"class": nn.Linear(WIDTH, NUM_CLASSES), "size": nn.Linear(WIDTH, 1)}
+        )
 
     def forward(self, inputs: dict[str, Any], scale: torch.Tensor | None = None) -> dict[str, Any]:
         hidden = torch.tanh(self.encode(inputs["x"]))
@@ -266,7 +268,11 @@ def several_heads(model: Any, batch: Batch) -> dict[str, Any]:
     loss = F.cross_entropy(logits, batch["y"]) + 0.1 * (size - keep.to(size.dtype)).square().mean()
     model.backward(loss)
     best = logits.argmax(dim=1)
-    return {"loss": loss, "heads": {**found, "best": best}, "hits": (best == batch["y"]).sum().item()}
+    return {
+        "loss": loss,
+        "heads": {**found, "best": best},
+        "hits": (best == batch["y"]).sum().item(),
+    }
 
 
 def limited(count: int) -> Batch:
@@ -299,8 +305,8 @@ SUBJECTS: dict[str, Subject] = {
     "parameterless": Subject(
         parameterless_middle, classify, partial(labelled, (12,)), {"1": 1, "2": 1, "3": 2}
     ),
-    "gpt": Subject(Gpt, predict_tokens, tokens, {"blocks.1": 1, "norm": 1, "head": 1}),
-    "vit": Subject(Vit, classify, partial(labelled, (3, 8, 8)), {"blocks.1": 1, "head": 1}),
+    "gpt": Subject(Gpt, predict_tokens, tokens, {"blocks.0": 1, "norm": 1, "head": 1}),
+    "vit": Subject(Vit, classify, partial(labelled, (3, 8, 8)), {"blocks.0": 1, "head": 1}),
     "unet": Subject(UNet, denoise, noisy_images, {"bottom": 1, "up1": 1}),
     "twice": Subject(mlp, compare_views, two_views, {"4": 1, "5": 1, "6": 1}),
     "nested": Subject(Nested, several_heads, limited, {"middle": 1, "heads.size": 1}),

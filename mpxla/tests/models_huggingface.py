@@ -24,8 +24,9 @@ __all__ = ["SUBJECTS"]
 def gpt2() -> nn.Module:
     """Head and token embedding are tied."""
     config = GPT2Config(
-        n_embd=WIDTH, n_layer=3, n_head=2, vocab_size=NUM_TOKENS, n_positions=LENGTH,
+        n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=NUM_TOKENS, n_positions=LENGTH,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -33,7 +34,7 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     """Grouped heads, rotary positions: integer and float constants between stages."""
     config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3,
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=NUM_TOKENS,
         max_position_embeddings=LENGTH, use_cache=False,
     )  # fmt: skip
@@ -43,7 +44,7 @@ def llama() -> nn.Module:
 def bert() -> nn.Module:
     """Attention mask for every layer, token types, a pooler, labels."""
     config = BertConfig(
-        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3,
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
         num_attention_heads=2, vocab_size=NUM_TOKENS, max_position_embeddings=LENGTH,
         num_labels=NUM_CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -76,9 +77,9 @@ def sentence_batch(count: int) -> Batch:
 
 
 SUBJECTS: dict[str, Subject] = {
-    "gpt2": Subject(gpt2, call_with_labels, causal_batch, {"transformer.h.1": 1, "lm_head": 1}),
-    "llama": Subject(llama, call_with_labels, causal_batch, {"model.layers.1": 1, "lm_head": 1}),
+    "gpt2": Subject(gpt2, call_with_labels, causal_batch, {"transformer.h.0": 1, "lm_head": 1}),
+    "llama": Subject(llama, call_with_labels, causal_batch, {"model.layers.0": 1, "lm_head": 1}),
     "bert": Subject(
-        bert, call_with_labels, sentence_batch, {"bert.encoder.layer.1": 1, "classifier": 1}
+        bert, call_with_labels, sentence_batch, {"bert.encoder.layer.0": 1, "classifier": 1}
     ),
 }

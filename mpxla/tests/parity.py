@@ -15,7 +15,16 @@ from torch import nn
 
 from mpxla.tests.models import Batch, Subject, subject
 
-__all__ = ["NUM_STEPS", "Case", "Observed", "Plain", "Reference", "batch_of", "train", "train_plainly"]
+__all__ = [
+    "NUM_STEPS",
+    "Case",
+    "Observed",
+    "Plain",
+    "Reference",
+    "batch_of",
+    "train",
+    "train_plainly",
+]
 
 NUM_STEPS = 10
 SAMPLES_PER_MICROBATCH = 2
@@ -227,7 +236,7 @@ class _Run:
     def look_at_first_step(self, number: int, returned: Any) -> None:
         if number > 0:
             return
-        leaves = pytree.tree_leaves(returned, is_leaf=lambda leaf: isinstance(leaf, list))
+        leaves = pytree.tree_leaves(returned, is_leaf=_is_list_of_numbers)
         self.found.outputs = [_over_microbatches(leaf, self.case.microbatches) for leaf in leaves]
         self.found.gradients = {
             name: parameter.grad.cpu() for name, parameter in self.model.local_named_parameters()
@@ -236,6 +245,10 @@ class _Run:
 
     def note_loss(self, number: int, returned: Any) -> None:
         self.found.adam_losses.append(returned["loss"].reduce_mean().item())
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, (bool, int, float)) for v in value)
 
 
 def _over_microbatches(leaf: Any, count: int) -> list[Any]:

@@ -85,6 +85,14 @@ def raise_and_follow():
     raise ValueError("bad")
 
 
+def leave_child_behind():
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    return child
+
+
 def print_and_return():
     print("out", flush=True)
     print("err", file=sys.stderr, flush=True)
@@ -203,6 +211,13 @@ def test_unpooled_reports_signals_exit_codes_and_tracebacks():
     assert [result.value for result in killed] == ["alive", None]
     exited = run_ranks_unpooled(exit_with, 2, [0, 3])
     assert [result.exit_code for result in exited] == [0, 3]
+
+
+@pytest.mark.parametrize("env", [{}, {"MPXLA_TEST_VALUE": "7"}])
+def test_children_of_ranks_end_with_them(env):
+    children = [result.value for result in run_ranks_unpooled(leave_child_behind, 2, env=env)]
+    assert len(set(children)) == 2
+    _await(lambda: not any(_is_alive(pid) for pid in children), 5)
 
 
 def test_unpooled_late_process_is_an_error_with_stacks():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["GRADIENT", "LOSS", "PARAMETER", "assert_close_by_norm"]
+__all__ = ["GRADIENT", "LOSS", "OUTPUT", "PARAMETER", "ROUNDING", "assert_close_by_norm"]
 
 LOSS = 1e-5
 """Relative, for each of 10 AdamW steps."""
@@ -18,6 +18,14 @@ GRADIENT = 1e-5
 
 PARAMETER = 1e-5
 """After 10 SGD steps: largest difference in units of the parameter's largest element."""
+
+
+OUTPUT = 1e-5
+"""Of what a step returns: largest difference in units of the tensor's largest element."""
+
+ROUNDING = 1e-2
+"""Tensors with no larger element count as if they had this one: the gradient of a bias
+before batch norm or of attention keys is zero in exact arithmetic, and rounding here (up to 2e-8)."""
 
 
 def assert_close_by_norm(

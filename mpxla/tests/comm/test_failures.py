@@ -110,7 +110,7 @@ def test_rank_that_is_busy_elsewhere_is_ended():
     alive, _ = run_host_unpooled(hang_outside, 2, grace_s=1.0)
     assert alive.exit_code == 1
     assert 1 < alive.duration_s < SOON_S
-    assert alive.stdout == "busy\n"
+    assert alive.stdout.endswith("busy\n")
     assert "mpxla.errors.PeerFailure: rank 1 (pid " in alive.stderr
     assert "Rank 0 was busy outside mpxla for 1 s after that" in alive.stderr
     assert "in hang_outside" in alive.stderr, "its stack is shown"
@@ -152,7 +152,8 @@ def test_rank_that_noticed_the_failure_may_go_on():
 def die_with_forked_child(transport):
     if transport.rank == 1:
         if os.fork() == 0:
-            time.sleep(15)
+            os.setsid()  # else it is ended with its parent
+            time.sleep(6)
             os._exit(0)
         kill_self()
     transport.recv(torch.ones(1), 2 if transport.rank == 0 else 0, "forward").result()
@@ -220,7 +221,7 @@ def test_leaving_early_is_no_failure_and_everything_sent_arrives():
 def forget_to_close():
     transport = open_transport()
     rank = transport.rank
-    transport.send(torch.ones(3), 1 - rank, "forward").result()
+    transport.send(torch.ones(3), 1 - rank, "forward")
     transport.recv(torch.ones(3), 1 - rank, "forward").result()
     transport.recv(torch.ones(3), 1 - rank, "forward")
     transport.all_reduce(torch.ones(3), (0, 1)).result()

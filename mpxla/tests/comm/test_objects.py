@@ -80,17 +80,19 @@ def gather(transport):
     rank = transport.rank
     world = objects.allgather({"rank": rank, "loss": torch.tensor(float(rank))}, groups[1])
     part = objects.allgather("x" * rank, groups[0]) if rank != 1 else None
+    even = objects.allgather(torch.full((5_000,), rank), groups[1])
     uneven = objects.allgather(torch.full((rank * 1_000_000,), rank), groups[1])
     objects.barrier(groups[1])
-    return world, part, [(tensor.numel(), int(tensor.sum())) for tensor in uneven]
+    return world, part, [(tensor.numel(), int(tensor.sum())) for tensor in even + uneven]
 
 
 def test_allgather_is_in_order_of_ranks_whatever_the_sizes(run):
     results = run(gather, 3)
-    for world, _, uneven in results:
+    for world, _, tensors in results:
         assert [entry["rank"] for entry in world] == [0, 1, 2]
         assert [entry["loss"].item() for entry in world] == [0.0, 1.0, 2.0]
-        assert uneven == [(0, 0), (1_000_000, 1_000_000), (2_000_000, 4_000_000)]
+        assert tensors[:3] == [(5_000, 0), (5_000, 5_000), (5_000, 10_000)]
+        assert tensors[3:] == [(0, 0), (1_000_000, 1_000_000), (2_000_000, 4_000_000)]
     assert [part for _, part, _ in results] == [["", "xx"], None, ["", "xx"]]
 
 

@@ -29,7 +29,7 @@ def bundle():
         for dtype in DTYPES
         for shape in shapes
     ]
-    return [*tensors, torch.arange(12.0).view(3, 4).T, torch.arange(30000)]
+    return [*tensors, torch.arange(12.0).view(3, 4).T, torch.arange(200_000)]
 
 
 def exchange_bundle(transport):
@@ -132,7 +132,7 @@ def disagree(transport, num_elements):
     return str(caught.value), after.item()
 
 
-@pytest.mark.parametrize("num_elements", [1, 6, 100_000])
+@pytest.mark.parametrize("num_elements", [1, 6, 400_000])
 def test_disagreement_about_specs_shows_both_views(run, num_elements):
     text, after = run(disagree, 2, num_elements)[1]
     assert "rank 1 expected int64[2, 3] from rank 0 on channel 'forward'" in text

@@ -40,7 +40,8 @@ def on_host(body, options, args):
 def close_transport(transport):
     transport.close()
     transport.watch.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("mpxla-recv")]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("mpxla-recv", "mpxla-send"))]
 
 
 def run_host(body, world_size, *args, timeout_s=30, **options):

@@ -45,7 +45,7 @@ COSTS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(pipelines(), st.sampled_from(["interleaved", "simple"]), st.booleans(), COSTS)
 def test_schedules_run_and_keep_their_bounds(pipeline, name, training, costs):
     placement, forward, backward, num_microbatches, active = pipeline
@@ -89,7 +89,7 @@ def test_every_transfer_is_one_event_for_both_ranks(pipeline, name):
             assert spans[action.other_end()][1:] == (start, end)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pipelines(), st.data())
 def test_results_do_not_depend_on_extra_ranks_without_stages(pipeline, data):
     placement, forward, backward, num_microbatches, active = pipeline

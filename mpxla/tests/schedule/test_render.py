@@ -57,6 +57,7 @@ def test_unit_and_columns():
     assert half.split()[2:] == [".", ".", ".", ".", "2F0", "=", "2B0", "=", *half.split()[10:]]
     assert len(render_text(timeline, max_columns=5).splitlines()[0].split()) == 2 + 5
     assert len(render_text(timeline, unit=2.5).splitlines()[0].split()) == 2 + 4
+    assert len(render_text(timeline, unit=3.0).splitlines()[0].split()) == 2 + 4
 
 
 @pytest.mark.parametrize("arguments", [{"unit": 0.0}, {"unit": -1.0}, {"max_columns": 0}])

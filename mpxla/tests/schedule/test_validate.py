@@ -120,8 +120,9 @@ def test_evaluation_has_neither_gradients_nor_reductions():
 
 
 def test_many_missing_actions_are_counted():
-    with pytest.raises(ScheduleError, match=r"Rank 1 lacks 1F1, .* and 4 more"):
-        check("0F0 0F1 0F2 0F3 0F4 0F5 0F6\n1F0 1B0", edges=((), ()))
+    forwards = " ".join(f"0F{m}" for m in range(10))
+    with pytest.raises(ScheduleError, match=r"Rank 0 lacks 0B0, .* 0B7 and 2 more: every stage"):
+        check(f"{forwards}\n1F0 1B0", edges=((), ()))
 
 
 @pytest.mark.parametrize(

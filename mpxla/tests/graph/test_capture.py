@@ -1,0 +1,317 @@
+"""Capture: roles of inputs and outputs, what modes mean, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.stepgraph import InputKind, OutputKind, is_random
+from mpxla.parallel.state import ModelState
+
+pytestmark = pytest.mark.unit
+
+FLOATS = TensorLeaf((4, 6), torch.float32)
+LABELS = TensorLeaf((4,), torch.int64)
+
+
+def capture(model, function, *leaves):
+    return capture_step(function, model, leaves or (FLOATS,), ModelState(model).canonical_names)
+
+
+def backward(tensors, grads=None):
+    current_recorder().backward(tensors, grads)
+
+
+def run(step, model, inputs):
+    """Results of the captured graph on real values."""
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    arguments = [
+        inputs[role.index]
+        if role.kind is InputKind.STEP_INPUT
+        else step.constants[role.name]
+        if role.kind is InputKind.CONSTANT
+        else values[role.name]
+        for role in step.inputs
+    ]
+    with torch.no_grad():
+        return torch.fx.GraphModule(nn.Module(), step.graph)(*arguments)
+
+
+def targets(step):
+    return [str(node.target) for node in step.graph.nodes if node.op == "call_function"]
+
+
+def test_captured_graph_computes_what_the_function_does():
+    model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3))
+
+    def step(leaves):
+        logits = model(leaves[0])
+        loss = F.cross_entropy(logits, leaves[1])
+        backward(loss)
+        return {"loss": loss, "logits": [logits, None, "text", 3]}
+
+    captured = capture(model, step, FLOATS, LABELS)
+    assert captured.is_training
+    assert [role.kind for role in captured.outputs] == [
+        OutputKind.OBJECTIVE, OutputKind.RESULT, OutputKind.RESULT,
+    ]  # fmt: skip
+    leaves = captured.result_leaves
+    assert [leaf.output for leaf in leaves] == [0, 1, None, None, None]
+    assert [leaf.value for leaf in leaves[2:]] == [None, "text", 3]
+    assert [leaf.is_number for leaf in leaves] == [False, False, False, False, True]
+    x, y = torch.randn(4, 6), torch.tensor([0, 2, 1, 1])
+    objective, loss, logits = run(captured, model, [x, y])
+    assert torch.allclose(logits, model(x))
+    assert torch.allclose(loss, F.cross_entropy(model(x), y))
+    assert torch.equal(objective, loss)
+
+
+def test_placeholders_have_canonical_names():
+    model = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
+    model["b"].weight = model["a"].weight
+    captured = capture(model, lambda leaves: model["b"](model["a"](leaves[0])))
+    names = {role.name for role in captured.inputs if role.kind is InputKind.PARAMETER}
+    assert names == {"a.weight", "a.bias", "b.bias"}
+    assert not captured.is_training
+
+
+def test_modules_may_be_named_by_keywords():
+    model = nn.ModuleDict({"class": nn.Linear(6, 2), "a b": nn.Linear(6, 2)})
+    captured = capture(model, lambda leaves: model["class"](leaves[0]) + model["a b"](leaves[0]))
+    x = torch.randn(4, 6)
+    assert torch.allclose(run(captured, model, [x])[0], model["class"](x) + model["a b"](x))
+
+
+def test_changed_buffers_are_outputs_and_the_model_keeps_its_own():
+    model = nn.BatchNorm1d(6)
+
+    def step(leaves):
+        loss = model(leaves[0]).square().sum()
+        backward(loss)
+        return loss
+
+    captured = capture(model, step)
+    names = [role.name for role in captured.outputs if role.kind is OutputKind.BUFFER]
+    assert sorted(names) == ["num_batches_tracked", "running_mean", "running_var"]
+    assert torch.equal(model.running_mean, torch.zeros(6))
+    assert type(model.weight) is nn.Parameter
+    x = torch.randn(4, 6) + 1
+    values = dict(
+        zip([role.name for role in captured.outputs], run(captured, model, [x]), strict=True)
+    )
+    model(x)
+    assert torch.allclose(values["running_mean"], model.running_mean)
+    assert values["num_batches_tracked"] == 1
+
+
+def test_evaluation_mode_is_the_modules_own():
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model.eval()
+    captured = capture(model, lambda leaves: model(leaves[0]))
+    assert {role.kind for role in captured.outputs} == {OutputKind.RESULT}
+    assert not any(is_random(node) for node in captured.graph.nodes)
+    model.train()
+    captured = capture(model, lambda leaves: model(leaves[0]))
+    assert any(is_random(node) for node in captured.graph.nodes)
+
+
+def test_parameters_may_be_without_storage():
+    with torch.device("meta"):
+        model = nn.Linear(6, 3)
+    captured = capture(model, lambda leaves: model(leaves[0]))
+    assert captured.output_nodes[0].meta["val"].shape == (4, 3)
+    assert model.weight.device.type == "meta"
+
+
+def test_nodes_know_whether_gradients_flow_through_them():
+    model = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 1))
+
+    def step(leaves):
+        loss = model(leaves[0]).sum()
+        backward(loss)
+        return loss
+
+    captured = capture(model, step)
+    calls = [node for node in captured.graph.nodes if node.op == "call_function"]
+    by_target = {str(n.target): n.meta["val"].requires_grad for n in calls}
+    assert by_target["aten.tanh.default"] is False
+    assert by_target["aten.sum.default"] is True
+
+
+def test_region_without_gradients_stays_one():
+    model = nn.Linear(6, 6)
+
+    def step(leaves):
+        with torch.no_grad():
+            fixed = model(leaves[0])
+        loss = (model(leaves[0]) * fixed).sum()
+        backward(loss)
+        return loss
+
+    captured = capture(model, step)
+    detached = [n for n in captured.graph.nodes if n.target is torch.ops.aten.detach.default]
+    inside = [n for n in detached if not n.meta["val"].requires_grad and n.args[0].op != "output"]
+    assert inside
+
+
+def test_returned_item_is_a_number():
+    model = nn.Linear(6, 1)
+
+    def step(leaves):
+        loss = model(leaves[0]).sum()
+        backward(loss)
+        return loss.item(), loss
+
+    captured = capture(model, step)
+    assert [leaf.is_number for leaf in captured.result_leaves] == [True, False]
+    x = torch.randn(4, 6)
+    _, number, loss = run(captured, model, [x])
+    assert number == loss
+
+
+def test_objective_of_a_tensor_with_a_gradient():
+    model = nn.Linear(6, 3)
+
+    def step(leaves):
+        out = model(leaves[0])
+        backward([out, out.sum()], [torch.full_like(out, 2.0), None])
+
+    captured = capture(model, step)
+    x = torch.randn(4, 6)
+    first, second = run(captured, model, [x])
+    assert torch.allclose(first, 2 * model(x).sum())
+    assert torch.allclose(second, model(x).sum())
+
+
+def test_device_names_mean_the_host():
+    model = nn.Linear(6, 6)
+
+    def step(leaves):
+        x = leaves[0].to("cuda").cuda()
+        return model(x + torch.ones(6, device="cuda").to(torch.device("xla")))
+
+    captured = capture(model, step)
+    x = torch.randn(4, 6)
+    assert torch.allclose(run(captured, model, [x])[0], model(x + 1))
+
+
+def test_tensors_of_the_script_are_constants():
+    model, table = nn.Linear(6, 6), torch.randn(6)
+    captured = capture(model, lambda leaves: model(leaves[0]) + table)
+    (constant,) = captured.constants.values()
+    assert torch.equal(constant, table)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def branch(leaves, model):
+    loss = model(leaves[0]).sum()
+    if loss > 0:
+        loss = loss * 2
+    backward(loss)
+
+
+def use_number(leaves, model):
+    backward(model(leaves[0]).sum() * leaves[0].sum().item())
+
+
+def plain_backward(leaves, model):
+    model(leaves[0]).sum().backward()
+
+
+def backward_of_vector(leaves, model):
+    backward(model(leaves[0]))
+
+
+def backward_of_constant(leaves, model):
+    backward(model(leaves[0]).detach().sum())
+
+
+def too_few_gradients(leaves, model):
+    out = model(leaves[0])
+    backward([out, out], [torch.ones_like(out)])
+
+
+def gradient_of_other_shape(leaves, model):
+    backward(model(leaves[0]), torch.ones(3))
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def hidden_tensor(leaves, model):
+    return Holder(model(leaves[0]))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (branch, r"depends on a tensor's value in Python at .*test_capture.py:\d+: if loss > 0"),
+        (use_number, r"read by \.item\(\) is used in a computation"),
+        (plain_backward, r"backward\(\) was called in a step function at .*Call model\.backward"),
+        (backward_of_vector, r"tensor of shape \[4, 1\] without a gradient at .*test_capture.py"),
+        (backward_of_constant, r"on a tensor that no parameter contributed to at .*Check that"),
+        (too_few_gradients, r"got 2 tensors and 1 gradients at .*give one gradient"),
+        (gradient_of_other_shape, r"gradient of shape \[3\] for a tensor of shape \[4, 1\]"),
+        (hidden_tensor, r"object of type Holder that holds tensors \(tensor\)"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_refused(function, text):
+    model = nn.Linear(6, 1)
+    with pytest.raises(CaptureError, match=text):
+        capture(model, lambda leaves: function(leaves, model))
+    assert current_recorder() is None
+    assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu"
+    capture(model, lambda leaves: model(leaves[0]))
+
+
+def test_trainable_parameter_outside_of_the_model_is_refused():
+    model, other = nn.Linear(6, 6), nn.Linear(6, 5)
+    text = (
+        r"trainable parameter of shape \[5, 6\] that is not read from the model.*test_capture\.py"
+    )
+    with pytest.raises(CaptureError, match=text):
+        capture(model, lambda leaves: other(model(leaves[0])))
+    kept = model.weight
+    with pytest.raises(CaptureError, match=r"parameter of shape \[6, 6\] that is not read from"):
+        capture(model, lambda leaves: F.linear(leaves[0], kept))
+
+
+def test_module_outside_of_the_model_is_constant_without_gradients():
+    model, teacher = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def step(leaves):
+        with torch.no_grad():
+            wanted = teacher(leaves[0])
+        loss = F.mse_loss(model(leaves[0]), wanted)
+        backward(loss)
+        return loss
+
+    captured = capture(model, step)
+    x = torch.randn(4, 6)
+    assert torch.allclose(run(captured, model, [x])[1], F.mse_loss(model(x), teacher(x)))
+
+
+def test_errors_of_the_user_stay_themselves():
+    model = nn.Linear(6, 6)
+
+    def step(leaves):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        capture(model, step)
+    assert any(Path(__file__).name in note for note in caught.value.__notes__)
+
+
+def test_wrong_shapes_name_the_line():
+    model = nn.Linear(5, 5)
+    with pytest.raises((CaptureError, RuntimeError), match=r"test_capture.py:\d+|5x5"):
+        capture(model, lambda leaves: model(leaves[0]))

@@ -1,0 +1,218 @@
+"""Splitting the arguments of a step call."""
+
+import logging
+from argparse import Namespace
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla import log
+from mpxla.errors import StepError
+from mpxla.runtime.microbatch import SplitRule, split_arguments
+
+pytestmark = pytest.mark.unit
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def rule(function, non_split_inputs=None, input_split_axes=None):
+    return SplitRule.of(function, non_split_inputs, input_split_axes)
+
+
+def takes(x, other=None, *rest, scale=1, **options):
+    raise AssertionError("splitting must not call the function")
+
+
+def split(*args, count=2, whole=None, axes=None, function=takes, **kwargs):
+    return split_arguments(rule(function, whole, axes), args, kwargs, count)
+
+
+def first_of(parts):
+    """First positional argument of every microbatch."""
+    return [args[0] for args, _ in parts]
+
+
+@pytest.fixture
+def warnings_of():
+    """Lines that mpxla logs, with warnings of earlier tests forgotten."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    log.forget_warnings()
+    log.get_logger().addHandler(handler)
+    yield lines
+    log.get_logger().removeHandler(handler)
+    log.forget_warnings()
+
+
+def test_tensors_are_cut_along_the_first_axis():
+    x = torch.arange(12).reshape(6, 2)
+    assert [part.tolist() for part in first_of(split(x, count=3))] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8, 9], [10, 11]],
+    ]
+
+
+def test_one_microbatch_is_the_whole_batch():
+    x = torch.arange(4)
+    assert torch.equal(first_of(split(x, count=1))[0], x)
+
+
+def test_parts_share_memory_with_the_batch():
+    x = torch.zeros(4, 2)
+    first_of(split(x))[1].fill_(5)
+    assert x[2:].eq(5).all()
+    assert x[:2].eq(0).all()
+
+
+def test_batch_axes_by_name():
+    x, y = torch.arange(8).reshape(2, 4), torch.arange(8).reshape(4, 2)
+    parts = split(x, other=y, axes={"x": 1, "other": -1})
+    assert first_of(parts)[1].tolist() == [[2, 3], [6, 7]]
+    assert parts[0][1]["other"].tolist() == [[0], [2], [4], [6]]
+
+
+def test_the_axis_reaches_nested_tensors():
+    x = torch.arange(8).reshape(2, 4)
+    assert split([{"a": x}], axes={"x": 1})[1][0][0][0]["a"].tolist() == [[2, 3], [6, 7]]
+
+
+def test_whole_arguments():
+    table = torch.zeros(3)
+    parts = split(torch.zeros(4), table, whole=["other"])
+    assert all(args[1] is table for args, _ in parts)
+    parts = split(torch.zeros(4), other={"t": table}, whole=["other"])
+    assert all(kwargs["other"]["t"] is table for _, kwargs in parts)
+
+
+def test_options_apply_to_variable_arguments():
+    whole = torch.zeros(3)
+    parts = split(torch.zeros(4), None, whole, whole=["rest", "extra"], extra=whole)
+    assert all(args[2] is whole and kwargs["extra"] is whole for args, kwargs in parts)
+
+
+def test_containers_keep_their_types():
+    x = torch.arange(4)
+    value = (
+        [x],
+        {"a": x},
+        OrderedDict(b=x),
+        Pair(x, "right"),
+        {x},
+        frozenset([x]),
+        UserDict(c=x),
+    )
+    part = first_of(split(value))[1]
+    assert [type(item) for item in part] == [type(item) for item in value]
+    second = torch.tensor([2, 3])
+    items = [part[0][0], part[1]["a"], part[2]["b"], part[3].left, *part[4], *part[5], part[6]["c"]]
+    assert all(torch.equal(item, second) for item in items)
+    assert part[3].right == "right"
+
+
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict():
+    class Fixed(UserDict):
+        def __init__(self, x, y):
+            super().__init__(x=x, y=y)
+
+    part = first_of(split(Fixed(torch.arange(4), 3)))[0]
+    assert type(part) is dict
+    assert part["x"].tolist() == [0, 1]
+    assert part["y"] == 3
+
+
+def test_other_values_pass_through(warnings_of):
+    values = [3, 2.5, True, None, "text", b"b", nn.Linear(1, 1), Namespace(a=1), torch.float32, len]
+    part = first_of(split(values))[1]
+    assert all(a is b for a, b in zip(part, values, strict=True))
+    assert warnings_of == []
+
+
+def test_keyword_arguments_keep_their_names():
+    parts = split(torch.zeros(2), scale=3, mode="a", y=torch.arange(2))
+    assert [kwargs["y"].item() for _, kwargs in parts] == [0, 1]
+    assert {(kwargs["scale"], kwargs["mode"]) for _, kwargs in parts} == {(3, "a")}
+
+
+class Sliceable:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def smp_slice(self, num_mb, mb, axis):
+        self.calls.append((num_mb, mb, axis))
+        return [mb, "part"]
+
+
+def test_objects_split_themselves(warnings_of):
+    calls = []
+    assert first_of(split({"a": Sliceable(calls)}, axes={"x": 1}))[1] == {"a": [1, "part"]}
+    assert calls == [(2, 0, 1), (2, 1, 1)]
+    assert warnings_of == []
+
+
+class Opaque:
+    pass
+
+
+def test_unknown_objects_are_passed_whole_with_one_warning(warnings_of):
+    value = Opaque()
+    assert all(part["a"] is value for part in first_of(split({"a": value}, count=4)))
+    assert warnings_of == [
+        "WARNING x['a'] of type Opaque is passed whole to every microbatch. Give the class a method "
+        "smp_slice(num_mb, mb, axis) if it has to be split."
+    ]
+
+
+def test_optimizers_are_suspicious(warnings_of):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
+    assert all(part is optimizer for part in first_of(split(optimizer)))
+    (line,) = warnings_of
+    assert "gets an optimizer (x), which is probably a bug" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "axes", "text"),
+    [
+        (torch.tensor(1.0), None, r"^x: a tensor of shape \[\] has no axis 0 .* non_split_inputs"),
+        (torch.zeros(4), {"x": 1}, r"^x: a tensor of shape \[4\] has no axis 1 to split into 2"),
+        (torch.zeros(4), {"x": -2}, r"no axis -2 to split .* input_split_axes"),
+        ([torch.zeros(2), torch.tensor(1)], None, r"^x\[1\]: a tensor of shape \[\]"),
+        ({"loss": torch.tensor(1)}, None, r"^x\['loss'\]: a tensor"),
+        (Pair(torch.tensor(1), 2), None, r"^x\.left: a tensor"),
+        (
+            torch.zeros(5, 3),
+            None,
+            r"^x: a batch of 5 samples \(axis 0 of shape \[5, 3\]\) does not divide into 2 "
+            r"microbatches\. Use a batch size that is a multiple of 2 and drop_last=True",
+        ),
+        ([{"a": torch.zeros(3)}], None, r"^x\[0\]\['a'\]: a batch of 3 samples"),
+        (torch.zeros(4, 3), {"x": 1}, r"a batch of 3 samples \(axis 1 of shape \[4, 3\]\)"),
+        ({torch.tensor(0)}, None, r"^x\[\.\.\.\]: a tensor of shape \[\] has no axis 0"),
+    ],
+)
+def test_what_cannot_be_split(value, axes, text):
+    with pytest.raises(StepError, match=text):
+        split(value, axes=axes)
+
+
+def strict(x, y=0):
+    raise AssertionError("splitting must not call the function")
+
+
+def test_arguments_have_to_fit_the_function():
+    with pytest.raises(StepError, match=r"^strict: too many positional arguments\.$"):
+        split(1, 2, 3, function=strict)
+    with pytest.raises(StepError, match=r"strict: missing a required argument: 'x'"):
+        split(function=strict)
+    with pytest.raises(StepError, match="strict: got an unexpected keyword argument 'z'"):
+        split(1, z=1, function=strict)
+
+
+def test_options_have_to_name_parameters():
+    text = r"smp\.step: targets, z in .* is not a parameter of strict; its parameters are x, y\."
+    with pytest.raises(StepError, match=text):
+        rule(strict, ["z"], {"targets": 1})
+    assert rule(takes, ["anything"]).non_split_inputs == {"anything"}, "it goes to **options"

@@ -1,0 +1,128 @@
+"""Executables: arguments in order, results of all kinds, randomness, and operators without lowering."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Mixed(nn.Module):
+    """An unused argument, a constant, an argument passed on, and one result twice."""
+
+    def forward(self, a, unused, b):
+        table = torch.arange(3, dtype=torch.float32, device=a.device) * 7
+        total = a - 2 * b + table
+        return [total, b, a.sum(), total]
+
+
+class Draw(nn.Module):
+    def forward(self, a):
+        return [torch.rand_like(a), a + 1]
+
+
+def compiled(module, *shapes):
+    from mpxla.stage.compile import compile_graph
+    from mpxla.stage.device import current_device
+    from mpxla.stage.spec import TensorSpec
+
+    specs = [TensorSpec(shape, torch.float32) for shape in shapes]
+    return compile_graph("trial", module, specs, current_device(), keep_text=True)
+
+
+def on_device(*tensors):
+    from mpxla.stage.device import current_device, to_device
+
+    return to_device(tensors, current_device())
+
+
+def run_mixed():
+    from mpxla.stage.compile import num_compilations
+
+    program = compiled(Mixed(), (3,), (5,), (3,))
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])
+    before = num_compilations()
+    results = [program(on_device(scale * a, torch.zeros(5), b)) for scale in (1, 2)]
+    host = [[value.cpu() for value in row] for row in results]
+    is_same = results[0][0] is results[0][3]
+    text = program.text()
+    return host, is_same, num_compilations() - before, program.num_inputs, program.is_random, text
+
+
+def test_program_takes_and_gives_what_the_module_does():
+    ((rows, is_same, num_compilations, num_inputs, is_random, text),) = run_ranks(run_mixed, 1)
+    for scale, (total, passed_on, summed, again) in zip((1, 2), rows, strict=True):
+        a = scale * torch.tensor([1.0, 2.0, 3.0])
+        assert total.tolist() == (a - torch.tensor([20.0, 33.0, 46.0])).tolist()
+        assert passed_on.tolist() == [10.0, 20.0, 30.0]
+        assert summed.item() == a.sum().item()
+        assert torch.equal(again, total)
+    assert is_same
+    assert (num_compilations, num_inputs, is_random) == (0, 3, False)
+    assert "HloModule" in text
+
+
+def run_random():
+    from mpxla.stage.compile import num_compilations, seed_tensor
+    from mpxla.stage.device import current_device, make_ready
+
+    program = compiled(Draw(), (50,))
+    (x,) = on_device(torch.zeros(50))
+    before, rows = num_compilations(), []
+    for seed in (1, 0, 1, 2**61):
+        value = seed_tensor(seed, current_device())
+        make_ready([value])
+        rows.append(program([x], value)[0].cpu())
+    return rows, program.is_random, num_compilations() - before
+
+
+def test_random_program_is_a_function_of_its_seed():
+    (((first, other, again, large), is_random, num_compilations),) = run_ranks(run_random, 1)
+    assert is_random
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other) and not torch.equal(first, large)
+    assert num_compilations == 0
+    assert 0 <= first.min() < 0.2 and 0.8 < first.max() < 1
+
+
+class Unsupported(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), Bessel())
+
+    def forward(self, x):
+        return self.inner(self.encode(x))
+
+
+class Bessel(nn.Module):
+    def forward(self, x):
+        return torch.special.bessel_j0(x)
+
+
+def step_with_unsupported(grad):
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(Unsupported())
+
+    @smp.step
+    def evaluate(model, x):
+        loss = F.relu(model(x)).sum()
+        return loss
+
+    try:
+        evaluate(model, torch.randn(2, 4))
+    except smp.LoweringError as error:
+        return str(error)
+
+
+def test_operator_without_lowering_is_named_with_its_module():
+    (text,) = run_ranks(step_with_unsupported, 1, True)
+    assert text is not None
+    assert text.startswith("stage 0 forward: operators without an XLA lowering:")
+    assert "aten::special_bessel_j0 in model.inner.1 (" in text
+    assert "bessel_j0(x)" in text
+    assert "Replace them in the model" in text

@@ -1,0 +1,76 @@
+"""Operators that torch_xla 2.9 gets wrong; each test of a reason fails when it is fixed there."""
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def fallbacks_of(*calls):
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    metrics.clear_all()
+    for call in calls:
+        call()
+    torch_xla.sync()
+    return [name for name in metrics.counter_names() if name.startswith("aten::")]
+
+
+def fill_and_unfold():
+    from torch_xla import device
+
+    x, value = torch.zeros(4, 4, device=device()), torch.tensor(2.0, device=device())
+    return (
+        fallbacks_of(lambda: torch.ops.aten.fill.Tensor(x, value)),
+        fallbacks_of(lambda: torch.ops.aten.unfold_copy(x, 0, 2, 2)),
+    )
+
+
+def test_reason_for_fill_and_unfold():
+    ((fill, unfold),) = run_ranks(fill_and_unfold, 1)
+    assert fill == ["aten::_local_scalar_dense"]
+    assert unfold == ["aten::unfold_copy"]
+
+
+def running_variance():
+    from torch_xla import device
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 3)
+    norm, on_device = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3).to(device())
+    norm(x)
+    on_device(x.to(device()))
+    return norm.running_var, on_device.running_var.cpu(), x.var(dim=0, unbiased=False)
+
+
+def test_reason_for_batch_norm():
+    ((host, on_device, biased),) = run_ranks(running_variance, 1)
+    assert not torch.allclose(host, on_device)
+    assert torch.allclose(on_device, 0.9 + 0.1 * biased)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension", "size", "step"),
+    [
+        ((7,), 0, 3, 2),
+        ((2, 8, 8), 1, 4, 4),
+        ((2, 9, 5), -1, 2, 3),
+        ((3, 4, 6), 2, 6, 1),
+        ((5, 2), 0, 1, 1),
+    ],
+)
+def test_replacement_of_unfold_is_unfold(shape, dimension, size, step):
+    ((actual, expected),) = run_ranks(both_unfolds, 1, shape, dimension, size, step)
+    assert torch.equal(actual, expected)
+
+
+def both_unfolds(*arguments):
+    from mpxla.stage.decompositions import REPLACEMENTS
+
+    shape, *rest = arguments
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    replace = REPLACEMENTS[torch.ops.aten.unfold.default]
+    return replace(x, *rest), x.unfold(*rest)

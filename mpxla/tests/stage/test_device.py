@@ -1,0 +1,52 @@
+"""Uploads: values, copies, and nothing to compile."""
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+VALUES = [0, 1, 7, 0.0, 1.0, 2.5, True, False]
+
+
+def upload():
+    from mpxla.stage.compile import num_compilations
+    from mpxla.stage.device import current_device, make_ready, to_device
+
+    device = current_device()
+    host = [torch.tensor(value) for value in VALUES]
+    host += [torch.randn(3, 5).t(), torch.zeros(0, 2), torch.arange(4096.0), torch.ones(1)]
+    kept = [value.clone() for value in host]
+    before = num_compilations()
+    uploaded = to_device(host, device)
+    for value in host:
+        value.zero_()
+    make_ready(uploaded)
+    again = to_device(uploaded, device)
+    compiled = num_compilations() - before
+    is_kept = all(
+        a.data_ptr() == b.data_ptr() or a.equal(b) for a, b in zip(uploaded, again, strict=True)
+    )
+    return kept, [value.cpu() for value in uploaded], compiled, is_kept
+
+
+def test_uploads_are_copies_and_compile_nothing():
+    ((host, uploaded, compiled, is_kept),) = run_ranks(upload, 1)
+    for want, got in zip(host, uploaded, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    assert compiled == 0
+    assert is_kept
+
+
+def scalar_constants():
+    import torch_xla
+
+    from mpxla.stage.device import current_device
+
+    moved = torch.tensor(1.0).to(current_device())
+    return torch_xla._XLAC._check_tensor_need_materialization([moved])
+
+
+def test_reason_for_not_using_to():
+    assert run_ranks(scalar_constants, 1) == [[True]]

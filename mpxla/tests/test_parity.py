@@ -1,0 +1,117 @@
+"""Every model trains on several ranks with the numbers of plain PyTorch in one process.
+
+The default cases cover all pairs of dimensions (model, stages, microbatches, schedule, placement);
+the full product is marked slow.
+"""
+
+from itertools import product
+
+import pytest
+
+from mpxla.testing import run_ranks
+from mpxla.tests.models import SUBJECTS
+from mpxla.tests.parity import Case, Observed, Reference, train, train_plainly
+from mpxla.tests.parity_checks import assert_parity, assert_promises
+
+NAMES = [*SUBJECTS, "gpt2", "llama", "bert"]
+
+# Per model, each as "stages x microbatches", then S(imple) or I(nterleaved); m places by hand.
+TABLE = {
+    "mlp": "1x1I 2x1Sm 3x5S 4x4I",
+    "conv_net": "1x3S 2x2Im 3x4I 4x2S",
+    "parameterless": "1x1S 2x4I 3x3Im 4x2S",
+    "gpt": "2x2I 2x4Sm 3x2I 4x8I",
+    "vit": "1x2I 2x1Im 3x3S 4x6I",
+    "unet": "1x1I 2x4Im 3x2S 4x4S",
+    "twice": "1x4I 2x2Sm 3x5I 4x3I",
+    "nested": "2x1I 2x4Sm 3x3I 4x4S",
+    "shared": "1x2S 2x4Im 3x3S 4x3I",
+    "gpt2": "2x2Sm 3x5I 4x2I",
+    "llama": "2x1I 2x4Im 4x4S",
+    "bert": "1x1S 2x3Im 4x2I",
+}
+PIPELINES = {"S": "simple", "I": "interleaved"}
+MANUAL_STAGES = {"parameterless": 3}
+
+
+def case_of(name: str, text: str) -> Case:
+    is_manual = text.endswith("m")
+    stages, rest = text.removesuffix("m").split("x")
+    return Case(name, int(stages), int(rest[:-1]), PIPELINES[rest[-1]], is_manual)
+
+
+def covering_cases() -> list[Case]:
+    """Ordered so that processes are used again, and each reference is needed in one stretch."""
+    cases = [case_of(name, text) for name, row in TABLE.items() for text in row.split()]
+    return sorted(cases, key=lambda case: (case.stages, NAMES.index(case.subject)))
+
+
+def all_cases() -> list[Case]:
+    counts = {1: (1, 3), 2: (1, 2, 5), 3: (2, 3, 5), 4: (2, 4, 6)}
+    automatic = [
+        Case(name, stages, count, pipeline)
+        for stages, name, pipeline in product(counts, NAMES, PIPELINES.values())
+        for count in counts[stages]
+    ]
+    manual = [
+        Case(name, MANUAL_STAGES.get(name, 2), count, pipeline, True)
+        for name, pipeline in product(NAMES, PIPELINES.values())
+        for count in counts[2]
+    ]
+    return sorted({*automatic, *manual} - {*covering_cases()}, key=str)
+
+
+def relation(case: Case) -> str:
+    if case.microbatches == case.stages:
+        return "equal"
+    return "below" if case.microbatches < case.stages else "above"
+
+
+def run(case: Case) -> tuple[list[Observed], Reference]:
+    return run_ranks(train, case.stages, case, timeout_s=200), train_plainly(case)
+
+
+@pytest.mark.unit
+def test_default_cases_cover_all_pairs():
+    cases = covering_cases()
+    assert {case.subject for case in cases} == set(NAMES)
+    traits = {
+        "stages": lambda case: case.stages,
+        "microbatches": relation,
+        "pipeline": lambda case: case.pipeline,
+        "placing": lambda case: case.manual,
+    }
+    values = {
+        "stages": {1, 2, 3, 4},
+        "microbatches": {"below", "equal", "above"},
+        "pipeline": {"simple", "interleaved"},
+        "placing": {True, False},
+        "subject": set(NAMES),
+    }
+    impossible = {(1, "below"), (1, True), (4, True)}
+    for first, second in product(traits, traits):
+        if first < second:
+            found = {(traits[first](case), traits[second](case)) for case in cases}
+            pairs = set(product(values[first], values[second]))
+            turned = {(b, a) for a, b in impossible}
+            assert pairs - found - impossible - turned == set(), (first, second)
+    for trait in ("microbatches", "pipeline", "placing"):
+        found = {(case.subject, traits[trait](case)) for case in cases}
+        assert set(product(NAMES, values[trait])) - found == set(), trait
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", covering_cases(), ids=str)
+def test_trains_as_in_one_process(case):
+    observed, reference = run(case)
+    assert_parity(observed, reference)
+    assert_promises(case, observed)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_trains_as_in_one_process_everywhere(case):
+    observed, reference = run(case)
+    assert_parity(observed, reference)
+    assert_promises(case, observed)

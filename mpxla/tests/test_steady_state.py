@@ -1,0 +1,184 @@
+"""What must hold while training goes on: no compilation, bounded memory, nothing left behind."""
+
+import pytest
+import torch
+
+import mpxla as smp
+from mpxla.testing import run_ranks, run_ranks_unpooled
+from mpxla.tests.models import Gpt, classify, labelled, mlp, predict_tokens, tokens
+
+pytestmark = pytest.mark.ranks
+
+
+def begin(build, stages, microbatches, **config):
+    smp.init({"pipeline_parallel_degree": stages, "microbatches": microbatches, **config})
+    torch.manual_seed(0)
+    return smp.DistributedModel(build())
+
+
+def counts():
+    """Programs compiled so far, by torch_xla's timer and by its counter."""
+    import torch_xla.debug.metrics as metrics
+
+    from mpxla.stage.compile import num_compilations
+
+    return num_compilations(), metrics.counter_value("UncachedCompile") or 0
+
+
+# --- compilations -------------------------------------------------------------------------------
+
+
+def compile_counts():
+    """In a process of its own, so that nothing is compiled yet.
+
+    Returns the compilations of each step call and each update of a session with 2 microbatches, and
+    then of one with 6, and the programs that the engine asked for.
+    """
+    import mpxla.runtime.plan as plan
+
+    asked = []
+    original = plan.compile_graph
+
+    def compile_graph(name, *args, **kwargs):
+        asked.append(name)
+        return original(name, *args, **kwargs)
+
+    plan.compile_graph = compile_graph
+    seen = []
+    for microbatches in (2, 6):
+        model = begin(mlp, 2, microbatches)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        step = smp.step(classify)
+        calls, updates = [], []
+        for _ in range(5):
+            optimizer.zero_grad()
+            before = counts()
+            output = step(model, labelled((12,), 4 * microbatches))
+            calls.append(tuple(b - a for a, b in zip(before, counts(), strict=True)))
+            output["loss"].reduce_mean().item()
+            before = counts()
+            optimizer.step()
+            updates.append(counts()[0] - before[0])
+        seen.append((calls, updates))
+        smp.shutdown()
+    return seen, asked
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    results = run_ranks_unpooled(compile_counts, 2, timeout_s=200)
+    assert [result.exit_code for result in results] == [0, 0], results[0].stderr
+    return [result.value for result in results]
+
+
+def test_nothing_compiles_after_the_first_step(compiled):
+    for seen, _ in compiled:
+        for calls, updates in seen:
+            assert calls[1:] == [(0, 0)] * 4
+            assert updates[2:] == [0, 0, 0]
+
+
+def test_a_stage_is_two_programs(compiled):
+    for rank, (_, asked) in enumerate(compiled):
+        assert asked == [f"stage {rank} forward", f"stage {rank} backward"] * 2
+
+
+def test_first_step_compiles_its_programs_and_at_most_two_small_ones(compiled):
+    """The small ones sum tied gradients or put constants on the device."""
+    for seen, _ in compiled:
+        timed, counted = seen[0][0][0]
+        assert timed == counted
+        assert 2 <= timed <= 4
+
+
+def test_programs_do_not_depend_on_the_number_of_microbatches(compiled):
+    """With microbatches of the same size, those of 2 serve for 6."""
+    for seen, _ in compiled:
+        timed, _ = seen[1][0][0]
+        assert timed <= 1
+        assert seen[1][1] == [0] * 5
+
+
+# --- live values --------------------------------------------------------------------------------
+
+
+def peaks_of(pipeline, active):
+    options = {} if active is None else {"active_microbatches": active}
+    model = begin(mlp, 3, 4, pipeline=pipeline, **options)
+    smp.step(classify)(model, labelled((12,), 8))
+    run = model.last_run
+    return (
+        dict(run.values.peak_in_flight),
+        run.values.is_empty(),
+        run.num_tasks,
+        len(run.accumulators),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "active", "expected"),
+    [
+        ("interleaved", None, [3, 2, 1]),
+        ("interleaved", 2, [2, 2, 1]),
+        ("interleaved", 1, [1, 1, 1]),
+        ("simple", None, [4, 4, 4]),
+    ],
+)
+def test_saved_activations_are_those_that_the_schedule_promises(pipeline, active, expected):
+    results = run_ranks(peaks_of, 3, pipeline, active, timeout_s=120)
+    assert [peaks for peaks, _, _, _ in results] == [{s: n} for s, n in enumerate(expected)]
+    assert all(is_empty for _, is_empty, _, _ in results)
+    assert [num_tasks for _, _, num_tasks, _ in results] == [8] * 3
+    assert [left for _, _, _, left in results] == [0] * 3
+
+
+def device_bytes():
+    """Bytes of all tensors that live on the device, after a number of steps."""
+    import gc
+
+    model = begin(Gpt, 2, 4)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    step = smp.step(predict_tokens)
+    sizes = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        step(model, tokens(8))
+        optimizer.step()
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+        sizes.append(sum(t.numel() * t.itemsize for t in tensors if t.device.type == "xla"))
+    owned = sum(p.numel() * p.itemsize for p in model.local_parameters())
+    total = sum(p.numel() * p.itemsize for p in model.parameters())
+    return sizes, owned, total
+
+
+def test_memory_does_not_grow_and_is_that_of_the_own_stage():
+    results = run_ranks(device_bytes, 2, timeout_s=120)
+    for sizes, owned, total in results:
+        assert sizes[2:] == [sizes[2]] * 4
+        assert owned < 0.75 * total
+        assert sizes[-1] < 6 * owned  # weight, gradient, two moments; zeros; microbatches
+
+
+# --- tied weights -------------------------------------------------------------------------------
+
+
+def tied_copies():
+    model = begin(Gpt, 2, 2)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    step = smp.step(predict_tokens)
+    torch.manual_seed(1)
+    copies = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(model, tokens(4))
+        optimizer.step()
+        copies.append(dict(model.local_named_parameters())["embed.weight"].detach().cpu())
+    return copies
+
+
+def test_tied_copies_stay_equal_bit_for_bit():
+    first, second = run_ranks(tied_copies, 2, timeout_s=120)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first[0], first[1])
