@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 __all__ = [
@@ -114,7 +114,7 @@ class _Zygote:
         theirs.close()
 
     def fork(
-        self, connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+        self, connection: int, mode: str, environ: Mapping[str, str], files: Sequence[BinaryIO]
     ) -> Process:
         order = pickle.dumps(_Order(mode, dict(environ), sys.path, os.getcwd()))
         assert len(order) <= _MAX_ORDER_BYTES, "the environment is too large"
@@ -137,7 +137,7 @@ _zygote: _Zygote | None = None
 
 
 def fork_process(
-    connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+    connection: int, mode: str, environ: Mapping[str, str], files: Sequence[BinaryIO]
 ) -> Process:
     """Starts a rank process out of the zygote, and the zygote if there is none.
 
@@ -154,7 +154,7 @@ def fork_process(
 
 
 def start_process(
-    connection: int, mode: str, environ: Mapping[str, str], files: list[BinaryIO]
+    connection: int, mode: str, environ: Mapping[str, str], files: Sequence[BinaryIO]
 ) -> Process:
     """Starts a rank process with an interpreter of its own; arguments as for `fork_process`."""
     return _OwnProcess(_popen(connection, mode, environ, *files))

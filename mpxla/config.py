@@ -367,7 +367,9 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
         complete["default_partition"] = 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
-    active = complete["active_microbatches"] or complete["pipeline_parallel_degree"] + 2
+    is_simple = complete["pipeline"] == "simple"
+    default = complete["microbatches"] if is_simple else complete["pipeline_parallel_degree"] + 2
+    active = complete["active_microbatches"] or default
     complete["active_microbatches"] = min(active, complete["microbatches"])
     return complete
 

@@ -139,16 +139,6 @@ _IDLE_RULES = (
         lambda v, given: not v["auto_partition"] and v["memory_weight"] is not None,
         "memory_weight: {memory_weight} has no effect, because auto_partition is False",
     ),
-    Rule(
-        ("active_microbatches", "microbatches", "pipeline"),
-        lambda v, given: (
-            v["pipeline"] == "simple"
-            and v["active_microbatches"] is not None
-            and v["active_microbatches"] < v["microbatches"]
-        ),
-        "active_microbatches: {active_microbatches} has no effect, because pipeline: 'simple' runs "
-        "the forwards of all {microbatches} microbatches before the first backward",
-    ),
 )
 
 

@@ -24,7 +24,7 @@ import time
 import weakref
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mpxla.comm.handle import Failure, FailureWatch
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
@@ -48,7 +48,7 @@ class Lifeline(FailureWatch):
         self,
         rank: int,
         world_size: int,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         *,
         master_addr: str | None = None,
         grace_s: float = 10.0,
@@ -132,7 +132,7 @@ class Lifeline(FailureWatch):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _find(
-        self, store: dist.Store, master_addr: str | None, timeout_s: float
+        self, store: Store, master_addr: str | None, timeout_s: float
     ) -> tuple[tuple[str, int], str]:
         """Publishes rank 0's address in the store, or reads it there."""
         # A store may see several sessions, one after the other; all ranks count alike.
@@ -153,7 +153,7 @@ class Lifeline(FailureWatch):
         host, port, token = self._read(store, address_key, "rank 0", timeout_s).split()
         return (host, int(port)), token
 
-    def _read(self, store: dist.Store, key: str, whose: str, timeout_s: float) -> str:
+    def _read(self, store: Store, key: str, whose: str, timeout_s: float) -> str:
         try:
             store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -299,11 +299,11 @@ def _host_identity() -> str:
     return f"{socket.gethostname()} {boot_id}"
 
 
-def _store_host(store: dist.Store) -> str | None:
+def _store_host(store: Store) -> str | None:
     """The address of rank 0's host, if the store knows one."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else None
+    return getattr(store, "host", None)  # of a TCPStore
 
 
 def _listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, str]:

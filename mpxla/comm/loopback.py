@@ -157,8 +157,10 @@ class LoopbackTransport:
     ) -> Handle[torch.Tensor]:
         """Gives the tensor of rank `src` to every rank of the group; see `Transport.broadcast`."""
         check_source(src, ranks)
-        is_source = self.rank == src and isinstance(tensor, torch.Tensor)
-        operand = _own_copy(tensor) if is_source else None
+        operand = None
+        if self.rank == src:
+            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
+            operand = _own_copy(tensor)
         index = tuple(ranks).index(src)
         return self._meet(
             f"broadcast from rank {src}",

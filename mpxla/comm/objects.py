@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mpxla.comm.packing import as_bytes
+from mpxla.comm.packing import as_bytes, as_memory
 from mpxla.comm.transport import Group, Transport, check_group
 from mpxla.errors import MpxlaError
 
@@ -140,7 +140,7 @@ class _Pickler(pickle.Pickler):
         is_parameter = type(obj) is torch.nn.Parameter
         is_plain = (type(obj) is torch.Tensor or is_parameter) and not obj.__dict__
         if is_plain and obj.layout is torch.strided and not obj.is_quantized:
-            elements = as_bytes(obj.detach().cpu()).numpy()
+            elements = as_memory(as_bytes(obj.detach().cpu()))
             facts = (tuple(obj.shape), obj.dtype, obj.requires_grad, is_parameter)
             return _rebuild, (*facts, pickle.PickleBuffer(elements))
         if obj.device.type != "cpu":
@@ -201,7 +201,7 @@ def restore(data: torch.Tensor, src: int, rank: int) -> Any:
         MpxlaError: Its class cannot be found or built here.
     """
     try:
-        return pickle.loads(data.numpy())
+        return pickle.loads(as_memory(data))
     except Exception as error:  # whatever the constructors of the user's classes raise
         raise MpxlaError(
             f"rank {rank} received an object of rank {src} that it cannot unpickle "

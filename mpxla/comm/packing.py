@@ -12,11 +12,21 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Layout", "Spec", "as_bytes", "describe", "layout", "pack", "unpack"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Layout",
+    "Spec",
+    "as_bytes",
+    "as_memory",
+    "describe",
+    "layout",
+    "pack",
+    "unpack",
+]
 
 ALIGNMENT_BYTES = 64
 """Torch's own alignment of host tensors; enough for every dtype and for vector instructions."""
@@ -87,6 +97,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def as_memory(data: torch.Tensor) -> memoryview:
+    """Returns the memory of a flat uint8 host tensor, for functions that read or write bytes."""
+    return memoryview(cast(Any, data.numpy()))
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.packing import ALIGNMENT_BYTES, Layout, Spec, layout, pack, unpack
+from mpxla.comm.packing import ALIGNMENT_BYTES, Layout, Spec, as_memory, layout, pack, unpack
 from mpxla.errors import RankMismatch
 
 __all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted", "interrupt"]
@@ -56,7 +56,7 @@ class _Envelope(NamedTuple):
     """What precedes every payload."""
 
     is_last: bool
-    index: int
+    number: int
     """Messages of this stream before this one."""
     num_bytes: int
     digest: bytes
@@ -68,7 +68,7 @@ class _Envelope(NamedTuple):
         return _ENVELOPE.pack(
             _MAGIC,
             self.is_last,
-            self.index,
+            self.number,
             self.num_bytes,
             self.digest,
             self.channel.encode(),
@@ -77,10 +77,10 @@ class _Envelope(NamedTuple):
 
     @classmethod
     def read(cls, data: torch.Tensor) -> "_Envelope":
-        magic, is_last, index, num_bytes, digest, *names = _ENVELOPE.unpack_from(data.numpy())
+        magic, is_last, number, num_bytes, digest, *names = _ENVELOPE.unpack_from(as_memory(data))
         assert magic == _MAGIC, f"not an envelope: {magic!r}"
         channel, text = (name.rstrip(b"\0").decode(errors="replace") for name in names)
-        return cls(is_last, index, num_bytes, digest, channel, text)
+        return cls(is_last, number, num_bytes, digest, channel, text)
 
 
 class _Message(NamedTuple):
@@ -173,6 +173,7 @@ class Outbox:
         if payload is not None and not is_inline:
             works.append(dist.isend(payload, self._dst, self._group, _PAYLOAD_TAG))
         for work in works:
+            assert work is not None  # None is for ranks outside the group
             work.wait()
 
 
@@ -291,7 +292,7 @@ class Inbox:
         posted.handle.set_error(
             RankMismatch(
                 f"rank {self._watch.rank} expected {expected.text} from rank {self._src} on "
-                f"channel {envelope.channel!r}, but message {envelope.index} of that rank is "
+                f"channel {envelope.channel!r}, but message {envelope.number} of that rank is "
                 f"{envelope.text}. Run the same script with the same model and arguments on all "
                 f"ranks."
             )

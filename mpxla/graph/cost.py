@@ -43,7 +43,8 @@ class PartitionProblem:
 
     Attributes:
         nodes: units of placement, in program order.
-        parameter_bytes: weights, gradients and optimizer state of every trainable parameter.
+        parameter_bytes: weights, gradients and optimizer state of every parameter; of frozen ones
+            the weights alone.
         members: nodes of the step graph that each unit stands for.
         flops: forward floating-point operations of each unit.
     """
@@ -54,19 +55,23 @@ class PartitionProblem:
     flops: tuple[int, ...]
 
 
-def build_problem(step: StepGraph, machine: MachineModel) -> PartitionProblem:
+def build_problem(
+    step: StepGraph, machine: MachineModel, stateful: frozenset[str] = frozenset()
+) -> PartitionProblem:
     """Describes a step to the partitioner.
 
     Args:
         step: the captured step.
         machine: rates of the target.
+        stateful: buffers that some step changes, so that they stay where they are, as parameters
+            do; other buffers can be held by several ranks.
     """
     flops = _count_flops(step)
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
-    trainable = {
+    owned = {
         role.name
-        for node, role in roles.items()
-        if role.kind is InputKind.PARAMETER and node.meta["val"].requires_grad
+        for role in step.inputs
+        if role.kind is InputKind.PARAMETER or role.name in stateful
     }
     new_buffers = {
         node: role.name
@@ -87,12 +92,12 @@ def build_problem(step: StepGraph, machine: MachineModel) -> PartitionProblem:
             units[node] = len(members)
             members.append([node])
     nodes = tuple(
-        _unit(group, units, roles, trainable, new_buffers, flops, machine) for group in members
+        _unit(group, units, roles, owned, new_buffers, flops, machine) for group in members
     )
     parameter_bytes = {
-        role.name: _num_bytes(node) * _STATE_FACTOR
+        role.name: _num_bytes(node) * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
         for node, role in roles.items()
-        if role.name in trainable
+        if role.name in owned
     }
     return PartitionProblem(
         nodes,
@@ -106,7 +111,7 @@ def _unit(
     group: list[fx.Node],
     units: Mapping[fx.Node, int],
     roles: Mapping[fx.Node, object],
-    trainable: set[str],
+    owned: set[str],
     new_buffers: Mapping[fx.Node, str],
     flops: Mapping[fx.Node, int],
     machine: MachineModel,
@@ -133,8 +138,8 @@ def _unit(
     return GraphNode(
         name=head.name,
         inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
-        parameters=tuple(dict.fromkeys(r.name for r in held if r.name in trainable)),
-        buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in trainable)),
+        parameters=tuple(dict.fromkeys(r.name for r in held if r.name in owned)),
+        buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
         mutates=tuple(new_buffers[n] for n in group if n in new_buffers),
         module_path=_module_path(head),
         kind=kind,

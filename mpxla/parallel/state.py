@@ -67,6 +67,11 @@ class ModelState:
         for owner, key in self._buffer_owners[name]:
             owner._buffers[key] = value
 
+    def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Makes this rank one of the holders of a buffer."""
+        self.set_buffer(name, value)
+        self.local_names = (self.local_names or frozenset()) | {name}
+
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees all others.
 

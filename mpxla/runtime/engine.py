@@ -29,7 +29,6 @@ from mpxla.runtime.plan import (
     compile_stages,
     constant_tensors,
     cut_step,
-    held_names,
     schedule_step,
 )
 from mpxla.runtime.signature import Signature, describe_change, fill, local_objects, module_modes, sign
@@ -75,6 +74,7 @@ class StepEngine:
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self._known: list[Signature] = []
         self._parameter_ranks: dict[str, tuple[int, ...]] = {}
+        self._stateful: frozenset[str] = frozenset()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._constants: dict[int, dict[str, torch.Tensor]] = {}
         self.last_run: StepRun | None = None
@@ -174,7 +174,10 @@ class StepEngine:
         check_agreement(self._session.objects, self._group, cut.description(), what)
         if not self._state.is_placed:
             self._place(cut)
-        self._check_held(cut)
+        if self.first_cut is None:
+            self.first_cut = cut
+        self._provide_missing(cut)
+        self._note_changes(cut)
         schedule = schedule_step(cut, self._session.config, signature.num_microbatches)
         plan = compile_stages(cut, schedule, self._pp_rank, self._session.device)
         self._constants[id(plan)] = self._upload_constants(plan)
@@ -205,7 +208,7 @@ class StepEngine:
         finally:
             self.is_tracing = False
         fixed = self._parameter_ranks or None
-        return cut_step(step, self._session.config, self._pins(), fixed)
+        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful)
 
     def _follow_first_replica(self, cut: CutStep, function: str) -> CutStep:
         """The step cut so that parameters live where the first replica puts them.
@@ -227,7 +230,6 @@ class StepEngine:
         local = {n for n, ranks in self._parameter_ranks.items() if self._pp_rank in ranks}
         self._state.place(local, self._session.device)
         self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
-        self.first_cut = cut
         self._on_placed()
 
     def adopt_single_stage(self) -> None:
@@ -241,16 +243,34 @@ class StepEngine:
         self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
         self._on_placed()
 
-    def _check_held(self, cut: CutStep) -> None:
-        if self.first_cut is None:
-            self.first_cut = cut
-        missing = held_names(cut, self._pp_rank) - (self._state.local_names or frozenset())
-        if missing:
-            raise StepError(
-                f"this step function reads {', '.join(sorted(missing))} on pipeline rank "
-                f"{self._pp_rank}, which does not hold it: the first step function decided where "
-                f"parameters live. Let the first call use the whole model."
-            )
+    def _provide_missing(self, cut: CutStep) -> None:
+        """Copies buffers to ranks that read them in this step and did not in earlier ones."""
+        for name, ranks in sorted(cut.parameter_ranks().items()):
+            holders = self._parameter_ranks[name]
+            new = [rank for rank in ranks if rank not in holders]
+            if not new:
+                continue
+            assert name not in self._state.parameters, "the partitioner keeps parameters in place"
+            value = self._state.buffers[name]
+            if self._pp_rank == holders[0]:
+                for rank in new:
+                    self._link.send_to(rank, [value], "tied")
+            elif self._pp_rank in new:
+                (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
+                self._state.adopt_buffer(name, copy)
+            self._parameter_ranks[name] = tuple(sorted((*holders, *new)))
+
+    def _note_changes(self, cut: CutStep) -> None:
+        """Remembers which buffers steps change: later partitions keep those where they are."""
+        changed = {name for stage in cut.stages for name in stage.new_buffers}
+        for name in sorted(changed):
+            if len(self._parameter_ranks[name]) > 1:
+                raise StepError(
+                    f"this step function changes the buffer {name}, which several pipeline ranks "
+                    f"{list(self._parameter_ranks[name])} hold since an earlier step function. Call "
+                    f"the function that changes it (the training step) first."
+                )
+        self._stateful |= changed
 
     def _upload_constants(self, plan: StepPlan) -> dict[str, torch.Tensor]:
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
@@ -385,10 +405,17 @@ class _Arrival:
 
 
 def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:
-    """Ranks of all parameters and buffers; what the step does not read lives on rank 0."""
+    """Ranks of all parameters and buffers.
+
+    What this step does not read lives with the rest of its module (an evaluation step reads batch
+    norm's statistics and not its counter), or on rank 0.
+    """
     ranks = cut.parameter_ranks()
-    names = [*state.parameters, *state.buffers]
-    return {name: ranks.get(name, (0,)) for name in names}
+    of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
+    return {
+        name: ranks.get(name) or of_module.get(name.rpartition(".")[0], (0,))
+        for name in (*state.parameters, *state.buffers)
+    }
 
 
 def _mix(seed: int, stage: int, microbatch: int) -> int:

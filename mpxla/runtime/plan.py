@@ -121,6 +121,7 @@ def cut_step(
     config: Config,
     pins: Mapping[str, int],
     fixed: Mapping[str, tuple[int, ...]] | None,
+    stateful: frozenset[str] = frozenset(),
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -128,13 +129,15 @@ def cut_step(
         step: the captured step.
         config: degrees, weights and whether to partition automatically.
         pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
-        fixed: where parameters live already, from an earlier signature.
+        fixed: where parameters and buffers live already, from an earlier signature.
+        stateful: buffers that some step changes.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
     """
     machine = MachineModel()
-    problem = build_problem(step, machine)
+    problem = build_problem(step, machine, stateful)
+    fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
     if config.auto_partition:
         partition = partition_auto(
@@ -150,8 +153,9 @@ def cut_step(
             problem.nodes,
             problem.parameter_bytes,
             degree,
-            _pin_nodes(problem, pins, fixed),
+            _pin_nodes(problem, pins),
             config.default_partition,
+            fixed=fixed,
         )
     stages_of: dict[fx.Node, Sequence[int]] = {}
     for index, group in enumerate(problem.members):
@@ -164,24 +168,15 @@ def cut_step(
     )
 
 
-def _pin_nodes(
-    problem: PartitionProblem,
-    pins: Mapping[str, int],
-    fixed: Mapping[str, tuple[int, ...]] | None,
-) -> dict[int, int]:
-    """Rank of every node whose innermost tagged module, or fixed parameter, gives one."""
+def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, int]:
+    """Rank of every node whose innermost tagged module gives one."""
     result: dict[int, int] = {}
     for index, node in enumerate(problem.nodes):
         path = node.module_path
-        while path:
-            if path in pins:
-                result[index] = pins[path]
-                break
+        while path and path not in pins:
             path = path.rpartition(".")[0]
-        for name in node.parameters:
-            ranks = (fixed or {}).get(name)
-            if ranks and result.get(index) not in ranks:
-                result[index] = ranks[0]
+        if path:
+            result[index] = pins[path]
     return result
 
 
@@ -248,11 +243,6 @@ def _compile_stage(stage: StageSpec, is_training: bool, device: torch.device) ->
             f"{name} backward", lowered.backward, lowered.backward_inputs, device
         )
     return CompiledStage(lowered, forward, backward)
-
-
-def held_names(cut: CutStep, pp_rank: int) -> set[str]:
-    """Parameters and buffers that a pipeline rank holds for this step."""
-    return {name for name, ranks in cut.parameter_ranks().items() if pp_rank in ranks}
 
 
 def constant_tensors(cut: CutStep) -> dict[str, torch.Tensor]:

@@ -263,6 +263,12 @@ def test_active_microbatches(partitions, microbatches, given, expected):
     assert make(user).active_microbatches == expected
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 8), (2, 2), (9, 8)])
+def test_simple_has_all_microbatches_in_flight_unless_told_otherwise(given, expected):
+    user = {"pipeline": "simple", "microbatches": 8, "active_microbatches": given}
+    assert make(user).active_microbatches == expected
+
+
 def test_lowering_active_microbatches_is_logged(capsys):
     make({"microbatches": 4, "active_microbatches": 4})
     assert "is lowered" not in capsys.readouterr().err
@@ -556,11 +562,6 @@ def test_an_unset_port_needs_no_warning(capsys):
             {"auto_partition": False, "default_partition": 0, "memory_weight": 0.5},
             "memory_weight: 0.5 has no effect, because auto_partition is False",
         ),
-        (
-            {"pipeline": "simple", "microbatches": 8, "active_microbatches": 2},
-            "active_microbatches: 2 has no effect, because pipeline: 'simple' runs the forwards of "
-            "all 8 microbatches before the first backward",
-        ),
     ],
 )
 def test_keys_without_effect_warn(user, text, capsys):
@@ -575,7 +576,7 @@ def test_keys_without_effect_warn(user, text, capsys):
     [
         {"partitions": 2, "default_partition": 0},
         {"auto_partition": False, "default_partition": 0},
-        {"pipeline": "simple", "microbatches": 8, "active_microbatches": 8},
+        {"pipeline": "simple", "microbatches": 8, "active_microbatches": 2},
         {"pipeline": "interleaved", "microbatches": 8, "active_microbatches": 2},
         {"memory_weight": 0.5},
     ],

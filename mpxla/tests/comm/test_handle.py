@@ -174,3 +174,13 @@ def test_error_set_by_another_thread_is_noticed_when_it_is_raised():
     with pytest.raises(PeerFailure):
         handle.result()
     assert watch.noticed.is_set()
+
+
+def test_connection_that_this_rank_breaks_itself_is_no_failure():
+    watch = FailureWatch(0, 2)
+    watch.is_closing = True
+    start = time.monotonic()
+    error = watch.explain(RuntimeError("reset"), (1,), "a send to rank 1")
+    assert str(error) == "rank 0 shut mpxla down during a send to rank 1."
+    assert time.monotonic() - start < 1
+    assert watch.failure is None

@@ -1,0 +1,153 @@
+"""Names and storage of a model's parameters and buffers."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError
+from mpxla.parallel.state import ModelState, load_into
+
+pytestmark = pytest.mark.unit
+
+# The real device is an XLA device; for storage any other device than the host's will do.
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.again = self.norm
+        self.register_buffer("table", torch.arange(2.0))
+        self.register_buffer("nothing", None)
+        self.head.register_buffer("table", self.table)
+
+
+PARAMETERS = ["embedding.weight", "norm.weight", "norm.bias"]
+BUFFERS = ["table", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def test_every_tensor_has_one_canonical_name():
+    state = ModelState(Tied())
+    assert list(state.parameters) == PARAMETERS
+    assert sorted(state.buffers) == sorted(BUFFERS)
+    names = state.canonical_names
+    assert names["head.weight"] == "embedding.weight"
+    assert names["again.bias"] == "norm.bias"
+    assert names["head.table"] == "table"
+    assert names["norm.weight"] == "norm.weight"
+    assert "nothing" not in names
+
+
+def test_before_placing_everything_is_local():
+    state = ModelState(Tied())
+    assert not state.is_placed
+    assert [name for name, _ in state.local_parameters()] == PARAMETERS
+
+
+def test_placing_keeps_identity_and_frees_the_rest():
+    module = Tied()
+    state = ModelState(module)
+    kept, freed = module.embedding.weight, module.norm.weight
+    value = kept.detach().clone()
+    kept.grad = torch.ones_like(kept)
+    freed.grad = torch.ones_like(freed)
+    freed.requires_grad_(False)
+    state.place(["embedding.weight", "table"], CPU)
+    assert state.is_placed
+    assert module.embedding.weight is kept
+    assert module.head.weight is kept
+    assert torch.equal(kept, value)
+    assert torch.equal(kept.grad, torch.ones_like(kept))
+    assert module.norm.weight is freed
+    assert freed.device.type == "meta"
+    assert freed.grad is None
+    assert not freed.requires_grad
+    assert isinstance(freed, nn.Parameter)
+    assert module.norm.running_mean.device.type == "meta"
+    assert module.table.device == CPU
+    assert module.head.table is module.table
+    assert [name for name, _ in state.local_parameters()] == ["embedding.weight"]
+
+
+def test_placing_moves_to_the_device_and_keeps_requires_grad():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].weight.requires_grad_(False)
+    state = ModelState(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1)
+    state.place(["0.weight", "0.bias"], torch.device("meta"))
+    assert all(p.device.type == "meta" for p in optimizer.param_groups[0]["params"])
+    assert [p.requires_grad for p in module.parameters()] == [False, True, True, True]
+
+
+def test_parameters_in_an_earlier_graph_cannot_move():
+    module = nn.Linear(2, 2)
+    state = ModelState(module)
+    loss = module(torch.ones(1, 2)).sum()
+    with pytest.raises(MpxlaError, match=r"parameter weight cannot move to meta: .*Drop losses and"):
+        state.place([], CPU)
+    assert loss.requires_grad
+
+
+def test_buffers_are_replaced_wherever_they_are():
+    module = Tied()
+    state = ModelState(module)
+    new = torch.full((2,), 9.0)
+    state.set_buffer("table", new)
+    assert module.table is module.head.table is new
+    assert state.buffers["table"] is new
+
+
+def test_gathering_on_the_host():
+    module = Tied()
+    state = ModelState(module)
+    full = {name: value.clone() + 1 for name, value in module.state_dict().items()}
+    state.place(["embedding.weight"], CPU)
+    parameter = module.norm.weight
+    state.gather_on_host(full)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, full[name]), name
+    assert module.norm.weight is parameter
+    assert module.head.weight is module.embedding.weight
+    assert len(list(state.local_parameters())) == 3
+    module.norm.weight.data.add_(1)
+    assert not torch.equal(module.norm.weight, full["norm.weight"]), "values were copied"
+
+
+def test_description_tells_models_apart():
+    lines = ModelState(Tied()).description()
+    assert lines[0] == "embedding.weight: float32[4, 3]"
+    assert "norm.num_batches_tracked: int64[]" in lines
+    assert len(lines) == len(PARAMETERS) + len(BUFFERS)
+    assert ModelState(nn.Linear(2, 3)).description() != ModelState(nn.Linear(3, 2)).description()
+    assert ModelState(nn.Linear(2, 3)).description() == ModelState(nn.Linear(2, 3)).description()
+
+
+def test_loading_skips_what_other_ranks_hold():
+    module = Tied()
+    ModelState(module).place(["embedding.weight", *BUFFERS], CPU)
+    values = {name: torch.full(t.shape, 5.0) for name, t in module.state_dict().items()}
+    result = load_into(module, values, strict=True)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert module.embedding.weight.eq(5).all()
+    assert module.table.eq(5).all()
+    assert module.norm.weight.device.type == "meta"
+
+
+def test_loading_checks_what_other_ranks_hold():
+    module = Tied()
+    ModelState(module).place([], CPU)
+    values = dict(ModelState(Tied()).module.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight.*\[7\]"):
+        load_into(module, {**values, "norm.weight": torch.ones(7)}, strict=True)
+    missing = {name: value for name, value in values.items() if name != "norm.bias"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm\.bias"'):
+        load_into(module, missing, strict=True)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        load_into(module, {**values, "other": torch.ones(1)}, strict=True)
+    result = load_into(module, {**missing, "other": torch.ones(1)}, strict=False)
+    assert "norm.bias" in result.missing_keys
+    assert result.unexpected_keys == ["other"]

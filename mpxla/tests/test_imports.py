@@ -1,0 +1,207 @@
+"""Which module may import which, and what an import costs."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpxla
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(mpxla.__file__).parent
+
+# From the bottom up: a module may import its own layer and those below it.
+LAYERS = (
+    ("errors", "log"),
+    ("env", "config_keys"),
+    ("config_rules", "config"),
+    ("topology",),
+    # Graphs are cut into stage specifications, so these two know each other's vocabulary.
+    ("schedule", "graph", "comm", "stage.spec"),
+    ("stage",),
+    ("session",),
+    ("runtime",),
+    ("parallel", "nn", "checkpoint"),
+    ("api",),
+    ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
+    ("__init__", "cli"),
+)
+# Inside the layer of the vocabulary nobody imports its neighbours.
+APART = ({"schedule"}, {"graph", "stage.spec"}, {"comm"})
+# What breaks the rule, and why.
+EXCEPTIONS = {
+    ("runtime.engine", "parallel.reducer"): "calls the reducer; it could be given one",
+    ("runtime.engine", "parallel.state"): "moves parameters to their ranks; belongs below runtime",
+    ("session", "parallel.model"): "an annotation: the session holds the one model",
+}
+
+NO_TORCH = ("errors", "log", "env", "config", "config_keys", "config_rules", "topology")
+NO_TORCH_PACKAGES = ("schedule",)
+PURE_GRAPH = tuple(f"graph.{path.stem}" for path in sorted((ROOT / "graph").glob("partition*.py")))
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package without its tests, by its name inside mpxla."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] != "tests":
+            found[".".join(parts)] = path
+    return found
+
+
+def layer_of(module: str) -> int:
+    package = module.split(".")[0]
+    for number, names in enumerate(LAYERS):
+        if module in names:
+            return number
+    for number, names in enumerate(LAYERS):
+        if package in names:
+            return number
+    raise AssertionError(f"{module} has no layer; add it to LAYERS")
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Modules of mpxla that a module imports anywhere in its text."""
+    known = modules()
+    for node in ast.walk(ast.parse(known[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+        else:
+            continue
+        for name in names:
+            inside = name.removeprefix("mpxla.")
+            if name.startswith("mpxla.") and inside in known:
+                yield inside
+
+
+def group_of(module: str) -> set[str] | None:
+    names = {module, module.split(".")[0]}
+    return next((group for group in APART if names & group), None)
+
+
+def violations() -> Iterator[tuple[str, str]]:
+    for module in modules():
+        if module == "__init__":
+            continue  # lazily, everything
+        for imported in imports_of(module):
+            mine, theirs = group_of(module), group_of(imported)
+            is_neighbour = mine is not None and theirs is not None and mine is not theirs
+            same = layer_of(module) == layer_of(imported) == 4
+            if layer_of(imported) > layer_of(module) or (same and is_neighbour):
+                yield module, imported
+
+
+def test_every_module_has_a_layer():
+    for module in modules():
+        layer_of(module)
+
+
+def test_imports_point_downwards():
+    assert set(violations()) == set(EXCEPTIONS)
+
+
+def test_the_check_sees_violations():
+    assert layer_of("errors") < layer_of("graph.split") < layer_of("stage.lower")
+    assert layer_of("stage.lower") < layer_of("runtime.plan") < layer_of("parallel.model")
+    assert layer_of("graph.split") == layer_of("stage.spec")
+    assert {"runtime.engine", "session"} <= set(imports_of("parallel.model"))
+    assert group_of("comm.host") != group_of("schedule.lower")
+
+
+def third_party(module: str) -> set[str]:
+    """Top-level packages that a module imports at its top level."""
+    found = set()
+    for node in ast.parse(modules()[module].read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+    return found
+
+
+def test_planning_uses_neither_torch_nor_torch_xla():
+    planning = [m for m in modules() if m in NO_TORCH or m.split(".")[0] in NO_TORCH_PACKAGES]
+    assert len(planning) > 12
+    for module in (*planning, *PURE_GRAPH):
+        assert not third_party(module) & {"torch", "torch_xla"}, module
+    for module in planning:
+        assert "numpy" not in third_party(module), module
+
+
+def test_torch_xla_is_imported_by_few():
+    users = {module for module in modules() if "torch_xla" in third_party(module)}
+    assert users == {"stage.device", "stage.compile"}
+
+
+def test_only_env_reads_the_environment():
+    """The rank processes of the tests set it, which is not reading."""
+    tools = {"testing", "_rank_pool", "_rank_launcher", "_rank_worker"}
+    readers = set()
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                readers.add(module)
+    assert readers - tools == {"env"}
+
+
+# What an import brings with it, in a fresh process.
+
+_REPORT = """
+import json, sys
+before = set(sys.modules)
+{statement}
+loaded = set(sys.modules) - before
+json.dump(sorted(loaded), sys.stdout)
+"""
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Modules that a statement loads in a fresh interpreter."""
+    code = _REPORT.format(statement=statement)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(json.loads(done.stdout))
+
+
+def packages(loaded: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in loaded}
+
+
+def test_importing_mpxla_loads_next_to_nothing():
+    """So `import mpxla` adds nothing to `import torch`; time itself is too noisy for a test."""
+    loaded = loaded_by("import mpxla")
+    own = {name for name in loaded if name.startswith("mpxla")}
+    assert own <= {"mpxla", "mpxla.env", "mpxla.errors"}
+    assert not packages(loaded) & {"torch", "torch_xla", "numpy"}
+    assert len(loaded) < 80
+
+
+def test_planning_loads_no_torch():
+    statements = [
+        "import mpxla",
+        *(f"import mpxla.{name}" for name in NO_TORCH),
+        *(f"import mpxla.{name}" for name in modules() if name.startswith("schedule.")),
+        *(f"import mpxla.{name}" for name in PURE_GRAPH),
+        "mpxla.CommGroup, mpxla.WORLD, mpxla.ConfigError",
+    ]
+    loaded = loaded_by("\n".join(line.removesuffix(".__init__") for line in statements))
+    assert "mpxla.schedule.simulate" in loaded
+    assert "mpxla.graph.partition_auto" in loaded
+    assert not packages(loaded) & {"torch", "torch_xla"}
+
+
+def test_the_api_is_described_without_torch_xla():
+    """Errors, tags and capture need torch only."""
+    loaded = loaded_by("import mpxla.graph.capture, mpxla.parallel.tags, mpxla.runtime.microbatch")
+    assert "torch" in loaded
+    assert "torch_xla" not in packages(loaded)
