@@ -14,6 +14,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Call(NamedTuple):
 
     function: FunctionRef
     args: bytes
+    script: str | None
 
 
 def make_call(fn: Callable[..., Any], args: Sequence[Any]) -> Call:
@@ -61,10 +63,10 @@ def make_call(fn: Callable[..., Any], args: Sequence[Any]) -> Call:
         )
     path = getsourcefile(fn)
     assert path is not None
-    return Call(
-        FunctionRef(fn.__module__, str(Path(path).resolve()), fn.__qualname__),
-        pickle.dumps(tuple(args)),
-    )
+    reference = FunctionRef(fn.__module__, str(Path(path).resolve()), fn.__qualname__)
+    data = pickle.dumps(tuple(args))
+    script = getattr(sys.modules["__main__"], "__file__", None) if b"__main__" in data else None
+    return Call(reference, data, script and str(Path(script).resolve()))
 
 
 @dataclass
@@ -196,7 +198,7 @@ class RankPool:
         for rank in self.ranks:
             rank.mark_output()
             with contextlib.suppress(BrokenPipeError):
-                rank.connection.send(Request(call.function, call.args, environ))
+                rank.connection.send(Request(*call, environ))
         self._collect(outcomes, time.monotonic() + timeout_s, grace_s)
         late = [rank for rank in self.ranks if outcomes[rank.rank].is_late]
         for rank in late:

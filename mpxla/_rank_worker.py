@@ -43,6 +43,8 @@ class Request(NamedTuple):
     function: FunctionRef
     args: bytes
     """Pickled; unpickled after the module of the function is loaded."""
+    script: str | None
+    """File of the script of the test process, if the arguments refer to it."""
     environ: Mapping[str, str]
 
 
@@ -134,6 +136,8 @@ def _serve(request: Request, connection: Connection) -> None:
 def _call(request: Request, connection: Connection) -> bytes:
     os.environ.update(request.environ)
     function = _load(request.function)
+    if request.script is not None:
+        _load_module(FunctionRef("__main__", request.script, ""))
     args = pickle.loads(request.args)
     connection.send(Started(time.time()))
     value = function(*args)
@@ -154,13 +158,14 @@ def _end_session() -> None:
 
 
 def _load(ref: FunctionRef) -> Callable[..., Any]:
-    module = _import(ref)
-    if module is None:
-        module = _import_file(ref)
-    found: Any = module
+    found: Any = _load_module(ref)
     for name in ref.qualname.split("."):
         found = getattr(found, name)
     return found
+
+
+def _load_module(ref: FunctionRef) -> ModuleType:
+    return _import(ref) or _import_file(ref)
 
 
 def _import(ref: FunctionRef) -> ModuleType | None:

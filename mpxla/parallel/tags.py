@@ -73,7 +73,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 def _check_index(index: int) -> None:
     from mpxla.session import current, is_initialized
 
-    if not isinstance(index, int) or index < 0:
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise PartitionError(f"smp.partition({index!r}): the index is an integer from 0.")
     if is_initialized() and index >= current().config.pipeline_parallel_degree:
         degree = current().config.pipeline_parallel_degree

@@ -103,7 +103,7 @@ def compile_graph(
     """
     torch_xla.sync()
     xm.wait_device_ops()
-    arguments = [torch.zeros(spec.shape, dtype=spec.dtype).to(device) for spec in inputs]
+    arguments = to_device([torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs], device)
     argument_of_id = {_xla._xla_get_tensor_id(a): i for i, a in enumerate(arguments)}
     torch_xla.sync()
     xm.wait_device_ops()

@@ -2,6 +2,8 @@
 
 - `fill` with a tensor reads the value on the host.
 - `unfold` (images to patches) and its derivative have no lowering.
+- `native_dropout` calls its mask bool, and gives floats that are scaled already: a backward that is
+  a program of its own reads garbage.
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
 `test_decompositions` fails when torch_xla no longer needs an entry.
@@ -40,6 +42,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.fill.Tensor: _fill,
     **get_decompositions(
         [
+            _aten.native_dropout.default,
+            _aten.native_dropout_backward.default,
             _aten._native_batch_norm_legit_functional.default,
             _aten.native_batch_norm_backward.default,
         ]

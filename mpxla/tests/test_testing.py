@@ -226,6 +226,36 @@ def test_unpooled_late_process_is_an_error_with_stacks():
     assert "in sleep_here" in str(caught.value)
 
 
+_SCRIPT = """
+from mpxla.testing import run_ranks
+from mpxla.tests.test_testing import call
+
+def double(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    print(run_ranks(double, 2, 4), run_ranks(call, 2, double, 5))
+"""
+
+
+def call(function, *args):
+    return function(*args)
+
+
+def test_functions_of_a_script_can_be_called_and_passed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "[8, 8] [10, 10]\n", done.stderr
+
+
 _PARENT = """
 import os, time
 from mpxla.testing import run_ranks

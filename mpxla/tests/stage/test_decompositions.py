@@ -74,3 +74,25 @@ def both_unfolds(*arguments):
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     replace = REPLACEMENTS[torch.ops.aten.unfold.default]
     return replace(x, *rest), x.unfold(*rest)
+
+
+class Drop(torch.nn.Module):
+    def forward(self, x):
+        return list(torch.ops.aten.native_dropout.default(x, 0.5, True))
+
+
+def mask_of_dropout():
+    from mpxla.stage.compile import compile_graph, seed_tensor
+    from mpxla.stage.device import current_device, to_device
+    from mpxla.stage.spec import TensorSpec
+
+    device = current_device()
+    program = compile_graph("trial", Drop(), [TensorSpec((8,), torch.float32)], device)
+    _, mask = program(to_device([torch.ones(8)], device), seed_tensor(3, device))
+    return mask.cpu()
+
+
+def test_reason_for_dropout():
+    (mask,) = run_ranks(mask_of_dropout, 1)
+    assert mask.dtype is torch.float32  # PyTorch's is bool
+    assert set(mask.tolist()) == {0.0, 2.0}
