@@ -18,6 +18,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP, each with a residual."""
         batch, length, width = x.shape
         heads = self.qkv(self.ln1(x)).view(batch, length, 3, self.num_heads, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -36,6 +37,7 @@ class GPT(nn.Module):
         self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token at every position."""
         x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)

@@ -37,7 +37,7 @@ _SOURCES = {
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
-__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # noqa: PLE0604
+__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

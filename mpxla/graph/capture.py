@@ -211,8 +211,8 @@ def _refuse_foreign_parameter(value: Any) -> None:
     """The model's own parameters are fake while a step is captured; these are real."""
     if type(value) is nn.Parameter and value.requires_grad:
         raise CaptureError(
-            f"The step function uses a trainable parameter of shape {list(value.shape)} that is not "
-            f"read from the model given to DistributedModel{_at_user_line()}. Make it a parameter "
+            f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
+            f"not read from the model given to DistributedModel{_at_user_line()}. Make it a parameter "
             f"of that model and read it there; or use it under torch.no_grad() if it is constant."
         )
 
@@ -451,7 +451,7 @@ class _Annotator(fx.Interpreter):
 
 
 def _explain(error: Exception) -> Exception:
-    """One line of the user's code in place of a page of graph; the user's own errors as they are."""
+    """One line of the user's code in place of a page of graph; own errors as they are."""
     if isinstance(error, MpxlaError):
         return error
     where = _user_frame(traceback.extract_tb(error.__traceback__))
@@ -483,7 +483,14 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
     """`file:line: source` of the innermost frame that is neither torch's nor mpxla's."""
     for frame in reversed(frames):
         name = frame.filename.replace("\\", "/")
-        outside = ("/torch/", "/mpxla/graph/", "/mpxla/runtime/", "/mpxla/parallel/", "<", "/functools")
+        outside = (
+            "/torch/",
+            "/mpxla/graph/",
+            "/mpxla/runtime/",
+            "/mpxla/parallel/",
+            "<",
+            "/functools",
+        )
         if not any(part in name for part in outside) and "importlib" not in name:
             return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
     return None

@@ -81,9 +81,7 @@ def build_problem(
     units: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
     for node in step.graph.nodes:
-        if node.op == "output" or (
-            node in roles and roles[node].kind is not InputKind.STEP_INPUT
-        ):
+        if node.op == "output" or (node in roles and roles[node].kind is not InputKind.STEP_INPUT):
             continue
         if node.target is operator.getitem and node.args[0] in units:
             units[node] = units[node.args[0]]
@@ -128,8 +126,10 @@ def _unit(
         sum(flops.get(n, 0) for n in group) / machine.flops_per_s,
         (read_bytes + output_bytes) / machine.memory_bytes_per_s,
     )
-    compute_s = 0.0 if is_input or _is_free(head) else (
-        machine.task_s + forward_s * (1 + (_BACKWARD_FACTOR if needs_grad else 0))
+    compute_s = (
+        0.0
+        if is_input or _is_free(head)
+        else (machine.task_s + forward_s * (1 + (_BACKWARD_FACTOR if needs_grad else 0)))
     )
     if is_input:
         kind = NodeKind.INPUT

@@ -89,8 +89,8 @@ def resolve_numbers(graph: fx.Graph) -> None:
             places = sorted({_place(user) for user in others})
             raise CaptureError(
                 f"The Python number read by .item() is used in a computation inside the step "
-                f"function, by {', '.join(places)}. Keep it a tensor there; only a number that is returned may be "
-                f"read by .item()."
+                f"function, by {', '.join(places)}. Keep it a tensor there; only a number that "
+                f"is returned may be read by .item()."
             )
         with graph.inserting_before(node):
             value = graph.call_function(_aten.detach.default, (node.args[0],))

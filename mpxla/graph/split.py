@@ -123,16 +123,16 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
     outputs, results, new_buffers, objectives = _stage_outputs(step, borders, nodes, index)
     ordered = [*held[InputKind.PARAMETER], *held[InputKind.BUFFER], *held[InputKind.CONSTANT]]
     graph = _copy_nodes(
-        [*ordered, *crossing], nodes, [*outputs, *results.values(), *new_buffers.values(), *objectives]
+        [*ordered, *crossing],
+        nodes,
+        [*outputs, *results.values(), *new_buffers.values(), *objectives],
     )
     return StageSpec(
         index=index,
         graph=graph,
         parameters=tuple(borders.roles[n].name for n in held[InputKind.PARAMETER]),
         trained=tuple(
-            borders.roles[n].name
-            for n in held[InputKind.PARAMETER]
-            if borders.has_grad(n, index)
+            borders.roles[n].name for n in held[InputKind.PARAMETER] if borders.has_grad(n, index)
         ),
         buffers=tuple(borders.roles[n].name for n in held[InputKind.BUFFER]),
         constants=tuple(borders.roles[n].name for n in held[InputKind.CONSTANT]),

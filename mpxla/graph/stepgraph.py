@@ -1,4 +1,4 @@
-"""The captured step function as plain data: one graph with the role of every placeholder and output.
+"""A captured step as plain data: one graph, with the role of every placeholder and output.
 
 Everything after capture (costs, partition, split, lowering) works on a `StepGraph`; nothing here
 knows how it was captured or how it will be cut.

@@ -220,7 +220,9 @@ class DistributedModel(nn.Module):
         }
         return {**to_host(local), PARTIAL_KEY: True}
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state dict, on the host, gathered over the ranks of the replica.
 
         All ranks of a replica must call it (usually those with `dp_rank() == 0`).
@@ -374,7 +376,9 @@ def _check_options(
     module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int
 ) -> None:
     if not isinstance(module, nn.Module):
-        raise MpxlaError(f"smp.DistributedModel wraps a torch.nn.Module, not {type(module).__name__}.")
+        raise MpxlaError(
+            f"smp.DistributedModel wraps a torch.nn.Module, not {type(module).__name__}."
+        )
     if isinstance(module, DistributedModel):
         raise MpxlaError("this model is a DistributedModel already.")
     if isinstance(module, nn.parallel.DistributedDataParallel):

@@ -69,8 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._deferred: dict[str, Any] | None = None
         self._positions = {
-            id(parameter): position
-            for position, parameter in enumerate(_parameters_of(optimizer))
+            id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         session.model.attach_optimizer(self)
@@ -171,7 +170,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if sizes != self._group_sizes:
             raise ValueError(
                 f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
-                f"sizes {self._group_sizes}; build the optimizer as it was when the state was saved."
+                f"sizes {self._group_sizes}; build the optimizer as it was when "
+                f"the state was saved."
             )
         model = current().model
         if model is not None and model.partitioned:

@@ -13,7 +13,13 @@ import torch.utils._pytree as pytree
 
 from mpxla.comm.objects import Objects
 
-__all__ = ["PARTIAL_KEY", "gather_full", "merge_optimizer_states", "pick_optimizer_state", "to_host"]
+__all__ = [
+    "PARTIAL_KEY",
+    "gather_full",
+    "merge_optimizer_states",
+    "pick_optimizer_state",
+    "to_host",
+]
 
 PARTIAL_KEY = "_smp_is_partial"
 

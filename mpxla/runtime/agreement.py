@@ -1,6 +1,7 @@
 """Whether all ranks of a group describe a thing alike: their model, their step.
 
-Ranks that were started with different scripts would wait for each other for ever, or train nonsense.
+Ranks that were started with different scripts would wait for each other for ever, or train
+nonsense.
 So they compare digests of short descriptions, and show the first line that differs.
 This module must not know what is described.
 """

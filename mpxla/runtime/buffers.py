@@ -40,9 +40,7 @@ class LiveValues:
         """Stores a value for a stage that will read it."""
         self._values[name, stage, microbatch] = value
 
-    def expect(
-        self, names: tuple[str, ...], stage: int, microbatch: int, arrival: Arrival
-    ) -> None:
+    def expect(self, names: tuple[str, ...], stage: int, microbatch: int, arrival: Arrival) -> None:
         """Registers a message whose values `stage` will read."""
         for name in names:
             self._arrivals[name, stage, microbatch] = (arrival, names)

@@ -20,6 +20,7 @@ from mpxla.runtime.agreement import check_agreement
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gradients import collect_gradients
+from mpxla.runtime.identity import Identities
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.outputs import build_outputs
@@ -31,7 +32,14 @@ from mpxla.runtime.plan import (
     cut_step,
     schedule_step,
 )
-from mpxla.runtime.signature import Signature, describe_change, fill, local_objects, module_modes, sign
+from mpxla.runtime.signature import (
+    Signature,
+    describe_change,
+    fill,
+    local_objects,
+    module_modes,
+    sign,
+)
 from mpxla.session import Session
 from mpxla.stage.compile import seed_tensor
 from mpxla.stage.device import make_ready, to_device
@@ -73,6 +81,8 @@ class StepEngine:
         self._control = ControlChannel(session.transport, self._group)
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self._known: list[Signature] = []
+        self._functions: dict[str, Identities] = {}
+        self._objects = Identities()
         self._parameter_ranks: dict[str, tuple[int, ...]] = {}
         self._stateful: frozenset[str] = frozenset()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
@@ -113,7 +123,9 @@ class StepEngine:
         try:
             count = self._session.config.microbatches
             parts = split_arguments(rule, args, kwargs, count)
-            signature, tensors, objects = sign(name, parts, self._state.module)
+            number = self._functions.setdefault(name, Identities()).number(rule.function)
+            title = name if number == 0 else f"{name}#{number + 1}"
+            signature, tensors, objects = sign(title, parts, self._state.module, self._objects)
         except MpxlaError as error:
             self._control.announce(("error", name, type(error), str(error)))
             raise _announced(error) from None
@@ -267,15 +279,17 @@ class StepEngine:
             if len(self._parameter_ranks[name]) > 1:
                 raise StepError(
                     f"this step function changes the buffer {name}, which several pipeline ranks "
-                    f"{list(self._parameter_ranks[name])} hold since an earlier step function. Call "
-                    f"the function that changes it (the training step) first."
+                    f"{list(self._parameter_ranks[name])} hold since an earlier step function. "
+                    f"Call the function that changes it (the training step) first."
                 )
         self._stateful |= changed
 
     def _upload_constants(self, plan: StepPlan) -> dict[str, torch.Tensor]:
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
         values = {n: v for n, v in constant_tensors(plan.cut).items() if n in needed}
-        return dict(zip(values, to_device(list(values.values()), self._session.device), strict=True))
+        return dict(
+            zip(values, to_device(list(values.values()), self._session.device), strict=True)
+        )
 
     # --- run ------------------------------------------------------------------------------------
 
@@ -378,7 +392,7 @@ class StepEngine:
         self._reducer.finish(self._state, gradients)
 
 
-class _Announced(MpxlaError):
+class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind
     """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
 
 

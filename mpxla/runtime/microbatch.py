@@ -17,6 +17,7 @@ from torch import nn
 
 from mpxla.errors import StepError
 from mpxla.log import warn_once
+from mpxla.runtime.containers import open_object
 
 __all__ = ["SplitRule", "split_arguments"]
 
@@ -116,12 +117,14 @@ class _Splitter:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, axis, path)
         if hasattr(value, "smp_slice"):
-            return value.smp_slice(self.count, self.index, axis)
+            return open_object(value.smp_slice(self.count, self.index, axis))
         if isinstance(value, Mapping):
             items = {k: self._part(v, axis, f"{path}[{k!r}]") for k, v in value.items()}
             return items if isinstance(value, dict) and type(value) is dict else _same(value, items)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._part(v, axis, f"{path}.{value._fields[i]}") for i, v in enumerate(value)))
+            return type(value)(
+                *(self._part(v, axis, f"{path}.{value._fields[i]}") for i, v in enumerate(value))
+            )
         if isinstance(value, (list, tuple)):
             return type(value)(self._part(v, axis, f"{path}[{i}]") for i, v in enumerate(value))
         if isinstance(value, (set, frozenset)):
@@ -139,9 +142,9 @@ class _Splitter:
         size = value.shape[axis]
         if size % self.count:
             raise StepError(
-                f"{path}: a batch of {size} samples (axis {axis} of shape {list(value.shape)}) does "
-                f"not divide into {self.count} microbatches. Use a batch size that is a multiple of "
-                f"{self.count} and drop_last=True in the loader, or name the tensor in "
+                f"{path}: a batch of {size} samples (axis {axis} of shape {list(value.shape)}) "
+                f"does not divide into {self.count} microbatches. Use a batch size that is a "
+                f"multiple of {self.count} and drop_last=True in the loader, or name the tensor in "
                 f"non_split_inputs of smp.step."
             )
         step = size // self.count

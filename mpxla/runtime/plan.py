@@ -180,9 +180,9 @@ def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, 
     return result
 
 
-def schedule_step(cut: CutStep, config: Config, num_microbatches: int) -> tuple[
-    tuple[Action, ...], ...
-]:
+def schedule_step(
+    cut: CutStep, config: Config, num_microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
     """Generates every rank's actions and proves them free of deadlock.
 
     Raises:

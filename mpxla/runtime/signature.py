@@ -21,8 +21,18 @@ from torch import nn
 
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import TensorLeaf
+from mpxla.runtime.containers import open_containers
+from mpxla.runtime.identity import Identities
 
-__all__ = ["LocalObject", "PlainValue", "Signature", "describe_change", "fill", "local_objects", "sign"]
+__all__ = [
+    "LocalObject",
+    "PlainValue",
+    "Signature",
+    "describe_change",
+    "fill",
+    "local_objects",
+    "sign",
+]
 
 _PLAIN = (str, bytes, Number, type(None), Enum, np.generic, torch.dtype, torch.device)
 
@@ -50,10 +60,17 @@ class PlainValue:
 
 @dataclass(frozen=True)
 class LocalObject:
-    """An argument that every rank replaces by its own: a module, a namespace, any other object."""
+    """An argument that every rank replaces by its own: a module, a namespace, any other object.
+
+    Attributes:
+        path: where it is among the arguments.
+        type_name: what it is, for the user.
+        number: tells objects of that type apart, as the first pipeline rank numbers them.
+    """
 
     path: str
     type_name: str
+    number: int
 
     def __str__(self) -> str:
         return self.type_name
@@ -106,8 +123,15 @@ def sign(
     function: str,
     microbatches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     model: nn.Module | None,
+    identities: Identities,
 ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any]]:
     """Describes a call.
+
+    Args:
+        function: name of the step function.
+        microbatches: (args, kwargs) of every microbatch.
+        model: the model, whose modes count.
+        identities: numbers of the objects that earlier calls were given.
 
     Returns:
         (signature, tensor leaves of every microbatch, local objects by path).
@@ -115,7 +139,7 @@ def sign(
     Raises:
         RankMismatch: microbatches of different structure (from a faulty `smp_slice`).
     """
-    flat = [pytree.tree_flatten_with_path(tuple(mb)) for mb in microbatches]
+    flat = [pytree.tree_flatten_with_path(open_containers(tuple(mb))) for mb in microbatches]
     with_paths, structure = flat[0]
     paths = tuple(pytree.keystr(path) for path, _ in with_paths)
     objects: dict[str, Any] = {}
@@ -127,7 +151,7 @@ def sign(
             leaves.append(PlainValue(value))
         else:
             objects[path] = value
-            leaves.append(LocalObject(path, type(value).__name__))
+            leaves.append(LocalObject(path, type(value).__name__, identities.number(value)))
     tensors = [
         [value for _, value in leaves_of_mb if isinstance(value, torch.Tensor)]
         for leaves_of_mb, _ in flat
@@ -158,7 +182,8 @@ def _check_equal_parts(function: str, structure: Any, flat: Any, tensors: Any) -
 
 def local_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Objects among a rank's own arguments, by path, for the places of `LocalObject` leaves."""
-    with_paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    tree = open_containers((tuple(args), dict(kwargs)))
+    with_paths, _ = pytree.tree_flatten_with_path(tree)
     return {
         pytree.keystr(path): value
         for path, value in with_paths

@@ -30,6 +30,12 @@ class StepFunction:
         functools.update_wrapper(self, rule.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; every rank of the pipeline must call it.
+
+        Raises:
+            StepError: called inside a step function, or with arguments that cannot be split.
+            MpxlaError: there is no `DistributedModel`.
+        """
         if current_recorder() is not None:
             raise StepError(
                 f"the step function {self._rule.function.__qualname__} was called inside another "

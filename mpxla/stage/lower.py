@@ -4,7 +4,8 @@ The stage's graph is traced together with its derivative on fake tensors of the 
 operators decompose as that device wants them), then cut into
 
     forward:  (parameters, buffers, constants, inputs) -> (outputs, results, new buffers, saved)
-    backward: (accumulators, saved, gradients of outputs, seed) -> (accumulators, gradients of inputs)
+    backward: (accumulators, saved, gradients of outputs, seed)
+              -> (accumulators, gradients of inputs)
 
 Saved values that are the stage's own arguments do not pass through the programs: the caller keeps
 them. The backward adds to the gradient accumulators itself, so that a microbatch costs two
@@ -141,9 +142,7 @@ def _fake_arguments(
 ) -> list[torch.Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [
-            torch.empty(
-                s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated
-            )
+            torch.empty(s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated)
             for i, s in enumerate(specs)
         ]
 
@@ -237,7 +236,8 @@ def _recompute_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outp
                 rebuilt.meta = dict(view.meta)
             first_view = _first_in_chain(rebuilt, len(chain))
         holder.meta = dict(node.meta)
-        holder.replace_all_uses_with(rebuilt, delete_user_cb=lambda user: user is not first_view)
+        for user in [user for user in holder.users if user is not first_view]:
+            user.replace_input_with(holder, rebuilt)
     _set_outputs(forward, [*values[:num_outputs], *saved])
     backward.graph.lint()
     backward.recompile()
@@ -257,7 +257,9 @@ def _route_saved(
     forward: fx.GraphModule, num_plain: int, num_objectives: int
 ) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
     """Drops objectives and repeated or passed-on values from the forward's outputs."""
-    placeholders = {n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")}
+    placeholders = {
+        n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")
+    }
     values = _outputs_of(forward)
     plain, saved = values[:num_plain], values[num_plain + num_objectives :]
     routes: list[SavedValue] = []
@@ -299,7 +301,9 @@ def _assemble(
         port_of_grad=tuple(port for port, _ in grad_ports),
         objective_specs=tuple(
             TensorSpec.of(n.meta["val"]) for n in tangents[len(tangents) - spec.num_objectives :]
-        ) if spec.num_objectives else (),
+        )
+        if spec.num_objectives
+        else (),
         input_specs=tuple(inputs[i] for i in differentiated[len(accumulators) :]),
         gradients=tuple(differentiated),
     )
@@ -344,14 +348,11 @@ class _Backward(torch.nn.Module):
         saved = arguments[self._num_accumulators : first_grad]
         seed = arguments[-1]
         tangents = self._sum_by_port(arguments[first_grad:-1])
-        tangents += [
-            seed.to(spec.dtype).expand(spec.shape) for spec in self._objective_specs
-        ]
+        tangents += [seed.to(spec.dtype).expand(spec.shape) for spec in self._objective_specs]
         results = self.derivative(*saved, *tangents)
         grads = [results[i] for i in self._gradients]
         updated = [
-            a if g is None else a + g.to(a.dtype)
-            for a, g in zip(accumulators, grads, strict=False)
+            a if g is None else a + g.to(a.dtype) for a, g in zip(accumulators, grads, strict=False)
         ]
         for grad, spec in zip(grads[len(updated) :], self._input_specs, strict=True):
             if grad is None:

@@ -72,7 +72,7 @@ def pass_containers():
 
     @smp.step
     def sliced(model, part):
-        assert type(part) is Part
+        assert type(part) is Part, type(part)
         assert part.more["name"] == "part"
         return model(part.x) + part.more["twice"]
 

@@ -132,6 +132,11 @@ def test_saved_activations_are_those_that_the_schedule_promises(pipeline, active
     assert [left for _, _, _, left in results] == [0] * 3
 
 
+def _num_bytes_on_device(thing):
+    is_tensor = type(thing) in (torch.Tensor, torch.nn.Parameter)
+    return thing.numel() * thing.itemsize if is_tensor and thing.device.type == "xla" else 0
+
+
 def device_bytes():
     """Bytes of all tensors that live on the device, after a number of steps."""
     import gc
@@ -145,8 +150,7 @@ def device_bytes():
         step(model, tokens(8))
         optimizer.step()
         gc.collect()
-        tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
-        sizes.append(sum(t.numel() * t.itemsize for t in tensors if t.device.type == "xla"))
+        sizes.append(sum(_num_bytes_on_device(thing) for thing in gc.get_objects()))
     owned = sum(p.numel() * p.itemsize for p in model.local_parameters())
     total = sum(p.numel() * p.itemsize for p in model.parameters())
     return sizes, owned, total

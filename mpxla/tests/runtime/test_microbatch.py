@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, namedtuple
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla import log
@@ -216,3 +217,25 @@ def test_options_have_to_name_parameters():
     with pytest.raises(StepError, match=text):
         rule(strict, ["z"], {"targets": 1})
     assert rule(takes, ["anything"]).non_split_inputs == {"anything"}, "it goes to **options"
+
+
+class Sample:
+    def __init__(self, x):
+        self.x = x
+        self.name = "sample"
+
+
+class Samples(Sample):
+    def smp_slice(self, num_mb, mb, axis):
+        return Sample(self.x.chunk(num_mb, axis)[mb])
+
+
+def test_the_tensors_of_a_slice_are_inputs():
+    parts = first_of(split({"a": Samples(torch.arange(4))}))
+    leaves, structure = pytree.tree_flatten(parts[1])
+    assert leaves[0].tolist() == [2, 3]
+    assert leaves[1] == "sample"
+    made = pytree.tree_unflatten(leaves, structure)["a"]
+    assert type(made) is Sample
+    assert made.x is leaves[0]
+    assert made.name == "sample"

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from argparse import Namespace
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import TensorLeaf
+from mpxla.runtime.containers import open_object
+from mpxla.runtime.identity import Identities
 from mpxla.runtime.signature import (
     LocalObject,
     PlainValue,
@@ -24,8 +27,8 @@ from mpxla.runtime.signature import (
 pytestmark = pytest.mark.unit
 
 
-def signature(*args, function="train", count=2, model=None, **kwargs):
-    return sign(function, [(args, kwargs)] * count, model)[0]
+def signature(*args, function="train", count=2, model=None, identities=None, **kwargs):
+    return sign(function, [(args, kwargs)] * count, model, identities or Identities())[0]
 
 
 def key(*args, **kwargs):
@@ -39,10 +42,11 @@ def test_a_call_is_described_leaf_by_leaf():
         [((torch.full((2, 3), i), module), {"n": 4, "more": {"y": torch.ones(2).long()}})
          for i in range(2)],
         None,
+        Identities(),
     )  # fmt: skip
     assert dict(zip(found.paths, found.leaves, strict=True)) == {
         "[0][0]": TensorLeaf((2, 3), torch.int64),
-        "[0][1]": LocalObject("[0][1]", "Linear"),
+        "[0][1]": LocalObject("[0][1]", "Linear", 0),
         "[1]['n']": PlainValue(4),
         "[1]['more']['y']": TensorLeaf((2,), torch.int64),
     }
@@ -55,7 +59,46 @@ def test_a_call_is_described_leaf_by_leaf():
 def test_equal_calls_share_a_program():
     assert key(torch.zeros(2), 1, a="x") == key(torch.ones(2), 1, a="x")
     assert hash(key(torch.zeros(2), n=None)) == hash(key(torch.ones(2), n=None))
-    assert key(nn.Linear(1, 1)) == key(nn.Linear(2, 2)), "every rank puts its own in that place"
+
+
+def test_objects_are_told_apart():
+    known = Identities()
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    first = key(one, Namespace(a=1), identities=known)
+    assert key(one, Namespace(a=1), identities=known) == first
+    assert key(other, Namespace(a=1), identities=known) != first
+    assert key(one, Namespace(a=2), identities=known) != first
+
+
+def test_mappings_and_sets_of_any_type_are_containers():
+    found, tensors, objects = sign(
+        "train", [((UserDict(a=torch.ones(2), b="text"), {torch.zeros(3)}), {})], None, Identities()
+    )
+    assert objects == {}
+    assert found.paths == ("[0][0]['a']", "[0][0]['b']", "[0][1][0]")
+    (mapping, group), _ = fill(found, tensors[0], {})
+    assert type(mapping) is UserDict
+    assert mapping["a"] is tensors[0][0]
+    assert mapping["b"] == "text"
+    assert group == {tensors[0][1]}
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_an_opened_object_is_a_container():
+    part = open_object(Namespace(x=torch.ones(2), more=UserDict(y=torch.zeros(3), name="a")))
+    found, tensors, objects = sign("train", [((part,), {})], None, Identities())
+    assert objects == {}
+    assert [tuple(t.shape) for t in tensors[0]] == [(2,), (3,)]
+    (made,), _ = fill(found, tensors[0], {})
+    assert type(made) is Namespace
+    assert made.x is tensors[0][0]
+    assert type(made.more) is UserDict
+    assert made.more["name"] == "a"
+
+
+def test_objects_without_tensors_and_modules_stay_closed():
+    for value in (Namespace(a=1), nn.Linear(1, 1), [torch.ones(1)], torch.ones(1), len, 3):
+        assert open_object(value) is value
 
 
 @pytest.mark.parametrize(
@@ -119,7 +162,7 @@ def test_autocast_of_another_dtype_is_another_program():
 
 def test_faulty_parts_are_refused():
     def call(*parts):
-        return sign("train", [((part,), {}) for part in parts], None)
+        return sign("train", [((part,), {}) for part in parts], None, Identities())
 
     text = r"train: microbatch 1 differs from microbatch 0 .* smp_slice has to return equally"
     for parts in (
@@ -142,7 +185,7 @@ def test_it_survives_the_way_to_another_rank():
 
 def test_filling_puts_everything_in_its_place():
     args = (torch.zeros(2), [nn.Linear(1, 1), 3], None)
-    found, _, objects = sign("train", [(args, {"k": torch.ones(1)})], None)
+    found, _, objects = sign("train", [(args, {"k": torch.ones(1)})], None, Identities())
     x, y = torch.full((2,), 5.0), torch.full((1,), 6.0)
     (first, (module, number), none), named = fill(found, [x, y], objects)
     assert first is x
@@ -153,14 +196,14 @@ def test_filling_puts_everything_in_its_place():
 
 def test_other_ranks_put_their_own_objects():
     mine, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
-    found, _, _ = sign("train", [((torch.zeros(2), mine), {})], None)
+    found, _, _ = sign("train", [((torch.zeros(2), mine), {})], None, Identities())
     own = local_objects((torch.zeros(2, 0), theirs), {})
     assert own == {"[0][1]": theirs}
     assert fill(found, [torch.zeros(2)], own)[0][1] is theirs
 
 
 def test_a_rank_without_the_object():
-    found, _, _ = sign("train", [((nn.Linear(1, 1),), {})], None)
+    found, _, _ = sign("train", [((nn.Linear(1, 1),), {})], None, Identities())
     text = r"train: pp_rank 0 passes a Linear at \[0\]\[0\], and this rank passes none there\."
     with pytest.raises(RankMismatch, match=text):
         fill(found, [], local_objects((None,), {}))
