@@ -75,7 +75,7 @@ class Session:
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one cannot go on."""
-        if self.lifeline is not None and not isinstance(error, PeerFailure):
+        if self.lifeline is not None:
             self.lifeline.report(where, error)
 
 

@@ -8,11 +8,7 @@ what is differentiated and does nothing else.
 This module must not know about stages, ranks or devices other than the host.
 """
 
-import contextlib
-import keyword
-import logging
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +18,15 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
-from torch.overrides import TorchFunctionMode
 
-from mpxla.errors import CaptureError, MpxlaError
+from mpxla.errors import CaptureError
+from mpxla.graph.capture_modes import (
+    StepSemantics,
+    attributes_named_by_keywords,
+    fake_state,
+    quiet_export,
+    unmapped_autocast,
+)
 from mpxla.graph.normalize import (
     collapse_detaches,
     drop_runtime_checks,
@@ -40,6 +42,7 @@ from mpxla.graph.stepgraph import (
     ResultLeaf,
     StepGraph,
 )
+from mpxla.graph.user_code import at_user_line, explain
 
 __all__ = ["TensorLeaf", "capture_step", "current_recorder"]
 
@@ -71,7 +74,7 @@ class BackwardRecorder:
         if len(grads) != len(tensors):
             raise CaptureError(
                 f"model.backward got {len(tensors)} tensors and {len(grads)} gradients"
-                f"{_at_user_line()}; give one gradient (or None) for each tensor."
+                f"{at_user_line()}; give one gradient (or None) for each tensor."
             )
         for tensor, grad in zip(tensors, grads, strict=True):
             self.objectives.append(_objective(tensor, grad))
@@ -81,20 +84,20 @@ def _objective(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     if not tensor.requires_grad:
         raise CaptureError(
             f"model.backward was called on a tensor that no parameter contributed to"
-            f"{_at_user_line()}. Check that the loss is computed from the model's output, outside "
+            f"{at_user_line()}. Check that the loss is computed from the model's output, outside "
             f"torch.no_grad(), without .detach() or .item() on the way."
         )
     if grad is None:
         if tensor.numel() != 1:
             raise CaptureError(
                 f"model.backward was called on a tensor of shape {list(tensor.shape)} without a "
-                f"gradient{_at_user_line()}. Reduce the loss to a scalar, or pass grad_tensors."
+                f"gradient{at_user_line()}. Reduce the loss to a scalar, or pass grad_tensors."
             )
         return tensor.sum()
     if grad.shape != tensor.shape:
         raise CaptureError(
             f"model.backward got a gradient of shape {list(grad.shape)} for a tensor of shape "
-            f"{list(tensor.shape)}{_at_user_line()}; the shapes must be equal."
+            f"{list(tensor.shape)}{at_user_line()}; the shapes must be equal."
         )
     return (tensor * grad.detach()).sum()
 
@@ -134,7 +137,7 @@ class _StepModule(nn.Module):
         global _recorder
         _recorder = recorder = BackwardRecorder()
         try:
-            with _StepSemantics():
+            with StepSemantics():
                 returned = self._function(leaves)
         finally:
             _recorder = None
@@ -166,67 +169,6 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         )
 
 
-class _StepSemantics(TorchFunctionMode):
-    """What torch calls mean while a step is captured.
-
-    Every device that user code names reads as the host: which device a stage runs on is decided
-    later. Real tensors that live elsewhere (constants of the user's function) are copied to the
-    host once. Plain autograd is refused, since it would not see the stages.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _AUTOGRAD:
-            raise CaptureError(
-                f"{func.__name__}() was called in a step function{_at_user_line()}. Call "
-                f"model.backward(loss) there: gradients have to flow through all stages."
-            )
-        if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
-            pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
-        args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
-        if func in _DEVICE_BY_NAME:
-            args = tuple(_device_of_text(a) for a in args)
-        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
-            return args[0]
-        if "device" in kwargs and kwargs["device"] is not None:
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
-
-    def _to_host(self, value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type != "meta":
-            return torch.device("cpu")
-        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
-            if value.device.type in ("cpu", "meta"):
-                return value
-            if id(value) not in self._copies:  # keep the original alive: its id is the key
-                self._copies[id(value)] = (value, value.detach().cpu())
-            return self._copies[id(value)][1]
-        return value
-
-
-def _refuse_foreign_parameter(value: Any) -> None:
-    """The model's own parameters are fake while a step is captured; these are real."""
-    if type(value) is nn.Parameter and value.requires_grad:
-        raise CaptureError(
-            f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
-            f"not read from the model given to DistributedModel{_at_user_line()}. Make it a parameter "
-            f"of that model and read it there; or use it under torch.no_grad() if it is constant."
-        )
-
-
-_AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_DEVICE_BY_NAME = (torch.Tensor.to,)
-
-
-def _device_of_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return torch.device("cpu")
-    return value
-
-
 def capture_step(
     function: Callable[[Sequence[torch.Tensor]], Any],
     model: nn.Module,
@@ -253,10 +195,10 @@ def capture_step(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     wrapper = _StepModule(model, function)
     with (
-        _fake_state(model, fake_mode),
-        _unmapped_autocast(),
-        _quiet_export(),
-        _attributes_named_by_keywords(),
+        fake_state(model, fake_mode),
+        unmapped_autocast(),
+        quiet_export(),
+        attributes_named_by_keywords(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
@@ -265,83 +207,8 @@ def capture_step(
             keep_gradient_barriers(exported.graph_module)
             exported = exported.run_decompositions({})
         except Exception as error:
-            raise _explain(error) from error
+            raise explain(error) from error
     return _step_graph(wrapper, exported, canonical_names, fake_mode)
-
-
-@contextlib.contextmanager
-def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Puts fake host tensors in the place of all parameters and buffers; undone on exit."""
-    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-    fakes: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in fakes:
-            with fake_mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = made
-        return fakes[id(tensor)]
-
-    try:
-        for module, parameters, buffers in saved:
-            for name, tensor in parameters.items():
-                module._parameters[name] = fake(tensor)
-            for name, tensor in buffers.items():
-                module._buffers[name] = fake(tensor)
-        yield
-    finally:
-        for module, parameters, buffers in saved:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-
-
-@contextlib.contextmanager
-def _quiet_export() -> Iterator[None]:
-    """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _attributes_named_by_keywords() -> Iterator[None]:
-    """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
-
-    Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
-    """
-    original = fx.graph._format_target
-
-    def format_target(base: str, target: str) -> str:
-        for name in target.split("."):
-            is_plain = name.isidentifier() and not keyword.iskeyword(name)
-            base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
-        return base
-
-    fx.graph._format_target = format_target
-    try:
-        yield
-    finally:
-        fx.graph._format_target = original
-
-
-@contextlib.contextmanager
-def _unmapped_autocast() -> Iterator[None]:
-    """An autocast region entered around the step for the device applies to the host's fakes."""
-    for device_type in ("xla", "cuda"):
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            with torch.autocast("cpu", dtype=dtype):
-                yield
-            return
-    yield
 
 
 def _step_graph(
@@ -448,49 +315,3 @@ class _Annotator(fx.Interpreter):
         result = super().run_node(n)
         n.meta["val"] = result
         return result
-
-
-def _explain(error: Exception) -> Exception:
-    """One line of the user's code in place of a page of graph; own errors as they are."""
-    if isinstance(error, MpxlaError):
-        return error
-    where = _user_frame(traceback.extract_tb(error.__traceback__))
-    place = f" at {where}" if where else ""
-    if type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") or (
-        "data-dependent" in str(error)
-    ):
-        return CaptureError(
-            f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `bool()`, `print()` and indexing with a "
-            f"tensor's value are not possible inside it. Use torch.where or masks, or move the "
-            f"decision out of the step function; a value that is only returned may use .item()."
-        )
-    if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
-        error.add_note(f"mpxla: raised while the step function was captured{place}.")
-        return error
-    text = str(error).strip().split("\n")[0][:500]
-    return CaptureError(
-        f"The step function could not be captured{place}: {type(error).__name__}: {text}"
-    )
-
-
-def _at_user_line() -> str:
-    where = _user_frame(traceback.extract_stack())
-    return f" at {where}" if where else ""
-
-
-def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """`file:line: source` of the innermost frame that is neither torch's nor mpxla's."""
-    for frame in reversed(frames):
-        name = frame.filename.replace("\\", "/")
-        outside = (
-            "/torch/",
-            "/mpxla/graph/",
-            "/mpxla/runtime/",
-            "/mpxla/parallel/",
-            "<",
-            "/functools",
-        )
-        if not any(part in name for part in outside) and "importlib" not in name:
-            return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
-    return None

@@ -18,6 +18,7 @@ from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.state import ModelState
 from mpxla.runtime.agreement import check_agreement
 from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gradients import collect_gradients
 from mpxla.runtime.identity import Identities
@@ -316,7 +317,7 @@ class StepEngine:
             },
         )
         executor.run(plan.schedule[self._pp_rank], step)
-        fetch = self._exchange_results(cut, step, count)
+        fetch = exchange_results(cut, step.results, count, self._pp_rank, self._link)
         if cut.step.is_training:
             self._finish_gradients(cut, step)
         for program in plan.programs.values():
@@ -358,33 +359,6 @@ class StepEngine:
             (self._zeros[spec],) = to_device([zero], self._session.device)
         return self._zeros[spec]
 
-    def _exchange_results(
-        self, cut: CutStep, step: StepRun, count: int
-    ) -> Callable[[int], list[torch.Tensor]]:
-        """Sends this rank's results to the pipeline; returns how to get any result."""
-        owner = {i: cut.placement[s] for i, s in cut.owner_of_result().items()}
-        specs = cut.result_specs()
-        mine = [i for i in sorted(owner) if owner[i] == self._pp_rank]
-        if mine:
-            packed = [step.results[i, mb] for i in mine for mb in range(count)]
-            for rank in range(len(self._group)):
-                if rank != self._pp_rank:
-                    self._link.send_to(rank, packed, "output")
-        arrivals: dict[int, _Arrival] = {}
-        for rank in sorted(set(owner.values()) - {self._pp_rank}):
-            theirs = [i for i in sorted(owner) if owner[i] == rank]
-            wanted = [specs[i] for i in theirs for _ in range(count)]
-            arrivals[rank] = _Arrival(
-                theirs, count, self._link.receive_from(rank, wanted, "output")
-            )
-
-        def fetch(index: int) -> list[torch.Tensor]:
-            if owner[index] == self._pp_rank:
-                return [step.results[index, mb] for mb in range(count)]
-            return arrivals[owner[index]].get(index)
-
-        return fetch
-
     def _finish_gradients(self, cut: CutStep, step: StepRun) -> None:
         specs = {n: TensorSpec.of(p) for n, p in self._state.parameters.items()}
         gradients = collect_gradients(cut, step, self._pp_rank, self._link, specs)
@@ -400,22 +374,6 @@ def _announced(error: MpxlaError) -> MpxlaError:
     """The same error, of a class that also is `_Announced`."""
     kind = type(type(error).__name__, (type(error), _Announced), {"__module__": "mpxla.errors"})
     return kind(*error.args)
-
-
-class _Arrival:
-    """Results of another rank, unpacked when the first of them is read."""
-
-    def __init__(self, indices: list[int], count: int, wait: Callable[[], list[torch.Tensor]]):
-        self._indices = indices
-        self._count = count
-        self._wait = wait
-        self._values: dict[int, list[torch.Tensor]] | None = None
-
-    def get(self, index: int) -> list[torch.Tensor]:
-        if self._values is None:
-            flat = iter(self._wait())
-            self._values = {i: [next(flat) for _ in range(self._count)] for i in self._indices}
-        return self._values[index]
 
 
 def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:

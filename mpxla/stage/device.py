@@ -25,8 +25,8 @@ def current_device() -> torch.device:
     if torch_xla._XLAC._xla_runtime_is_initialized() and not _has_sound_products():
         raise MpxlaError(
             f"an XLA device was used before mpxla was imported, with XLA flags under which "
-            f"products with updated weights are wrong (torch_xla 2.9 on CPU). Import mpxla before the first "
-            f"use of a device, or set XLA_FLAGS={XLA_FLAG}."
+            f"products with updated weights are wrong (torch_xla 2.9 on CPU). Import mpxla before "
+            f"the first use of a device, or set XLA_FLAGS={XLA_FLAG}."
         )
     device = torch.device(str(torch_xla.device()))
     torch.zeros(2).to(device)

@@ -176,3 +176,46 @@ def pass_numbers():
 
 def test_equal_numbers_of_other_types_are_other_programs():
     assert run_ranks(pass_numbers, 2) == [["int64", "float32", "int64", "int64"]] * 2
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)).relu())
+
+
+def pad_dynamically():
+    """Replicas see batches of other lengths, and so other costs, in every step."""
+    smp.init({**TWO, "ddp": True})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Embedding())
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    for lengths in ((2, 64), (7, 3)):
+        model.module.zero_grad()
+        step(model, torch.ones(2, lengths[smp.dp_rank()], 3))
+    return {name: p.grad.cpu() for name, p in model.local_named_parameters()}
+
+
+def test_replicas_may_have_batches_of_other_shapes():
+    torch.manual_seed(0)
+    plain = Embedding()
+    plain(torch.ones(1, 1, 3)).mean().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    first, second, third, fourth = run_ranks(pad_dynamically, 4)
+    assert first.keys() == third.keys()
+    assert second.keys() == fourth.keys()
+    assert first.keys() | second.keys() == expected.keys()
+    for found in (first, second, third, fourth):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)

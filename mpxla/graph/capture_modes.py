@@ -1,0 +1,164 @@
+"""What holds around the user's function while a step is captured, undone afterwards.
+
+Fake tensors stand for parameters and buffers, devices read as the host, plain autograd is refused,
+and torch's exporter is quiet. This module must not know what the captured graph is used for.
+"""
+
+import contextlib
+import keyword
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from mpxla.errors import CaptureError
+from mpxla.graph.user_code import at_user_line
+
+__all__ = [
+    "StepSemantics",
+    "attributes_named_by_keywords",
+    "fake_state",
+    "quiet_export",
+    "unmapped_autocast",
+]
+
+
+class StepSemantics(TorchFunctionMode):
+    """What torch calls mean while a step is captured.
+
+    Every device that user code names reads as the host: which device a stage runs on is decided
+    later. Real tensors that live elsewhere (constants of the user's function) are copied to the
+    host once. Plain autograd is refused, since it would not see the stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _AUTOGRAD:
+            raise CaptureError(
+                f"{func.__name__}() was called in a step function{at_user_line()}. Call "
+                f"model.backward(loss) there: gradients have to flow through all stages."
+            )
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
+            pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
+        args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
+        if func in _DEVICE_BY_NAME:
+            args = tuple(_device_of_text(a) for a in args)
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+    def _to_host(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type != "meta":
+            return torch.device("cpu")
+        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
+            if value.device.type in ("cpu", "meta"):
+                return value
+            if id(value) not in self._copies:  # keep the original alive: its id is the key
+                self._copies[id(value)] = (value, value.detach().cpu())
+            return self._copies[id(value)][1]
+        return value
+
+
+def _refuse_foreign_parameter(value: Any) -> None:
+    """The model's own parameters are fake while a step is captured; these are real."""
+    if type(value) is nn.Parameter and value.requires_grad:
+        raise CaptureError(
+            f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
+            f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
+            f"parameter of that model and read it there; or use it under torch.no_grad() if it is constant."
+        )
+
+
+_AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_DEVICE_BY_NAME = (torch.Tensor.to,)
+
+
+def _device_of_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return torch.device("cpu")
+    return value
+
+
+@contextlib.contextmanager
+def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Puts fake host tensors in the place of all parameters and buffers; undone on exit."""
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            with fake_mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    try:
+        for module, parameters, buffers in saved:
+            for name, tensor in parameters.items():
+                module._parameters[name] = fake(tensor)
+            for name, tensor in buffers.items():
+                module._buffers[name] = fake(tensor)
+        yield
+    finally:
+        for module, parameters, buffers in saved:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def attributes_named_by_keywords() -> Iterator[None]:
+    """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
+
+    Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
+    """
+    original = fx.graph._format_target
+
+    def format_target(base: str, target: str) -> str:
+        for name in target.split("."):
+            is_plain = name.isidentifier() and not keyword.iskeyword(name)
+            base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
+        return base
+
+    fx.graph._format_target = format_target
+    try:
+        yield
+    finally:
+        fx.graph._format_target = original
+
+
+@contextlib.contextmanager
+def unmapped_autocast() -> Iterator[None]:
+    """An autocast region entered around the step for the device applies to the host's fakes."""
+    for device_type in ("xla", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            with torch.autocast("cpu", dtype=dtype):
+                yield
+            return
+    yield

@@ -1,0 +1,73 @@
+"""Results of a step, from the ranks that compute them to all ranks of the pipeline.
+
+A rank sends all its results in one packed message; receiving ranks wait for it only when a value
+is looked at. All ranks of the pipeline take part.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.plan import CutStep
+
+__all__ = ["exchange_results"]
+
+
+def exchange_results(
+    cut: CutStep,
+    results: Mapping[tuple[int, int], torch.Tensor],
+    num_microbatches: int,
+    pp_rank: int,
+    link: PipelineLink,
+) -> Callable[[int], list[torch.Tensor]]:
+    """Sends this rank's results and expects those of the others.
+
+    Args:
+        cut: the step in stages.
+        results: this rank's results by (result index, microbatch).
+        num_microbatches: how many microbatches the step has.
+        pp_rank: this rank.
+        link: messages between pipeline ranks.
+
+    Returns:
+        Result index -> its tensors, one per microbatch; may wait.
+    """
+    count = num_microbatches
+    owner = {i: cut.placement[s] for i, s in cut.owner_of_result().items()}
+    specs = cut.result_specs()
+    indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
+    if pp_rank in indices:
+        packed = [results[i, mb] for i in indices[pp_rank] for mb in range(count)]
+        for rank in range(cut.partition.num_ranks):
+            if rank != pp_rank:
+                link.send_to(rank, packed, "output")
+    arrivals: dict[int, _Arrival] = {}
+    for rank in sorted(indices):
+        if rank != pp_rank:
+            wanted = [specs[i] for i in indices[rank] for _ in range(count)]
+            wait = link.receive_from(rank, wanted, "output")
+            arrivals[rank] = _Arrival(indices[rank], count, wait)
+
+    def fetch(index: int) -> list[torch.Tensor]:
+        if owner[index] == pp_rank:
+            return [results[index, mb] for mb in range(count)]
+        return arrivals[owner[index]].get(index)
+
+    return fetch
+
+
+class _Arrival:
+    """Results of another rank, unpacked when the first of them is read."""
+
+    def __init__(self, indices: list[int], count: int, wait: Callable[[], list[torch.Tensor]]):
+        self._indices = indices
+        self._count = count
+        self._wait = wait
+        self._values: dict[int, list[torch.Tensor]] | None = None
+
+    def get(self, index: int) -> list[torch.Tensor]:
+        if self._values is None:
+            flat = iter(self._wait())
+            self._values = {i: [next(flat) for _ in range(self._count)] for i in self._indices}
+        return self._values[index]
