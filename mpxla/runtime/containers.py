@@ -73,7 +73,7 @@ def _flatten(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 def _flatten_with_keys(
     opened: _Opened,
 ) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[type, tuple[Any, ...]]]:
-    keys = [pytree.MappingKey(key) for key in opened.keys]
+    keys: list[pytree.KeyEntry] = [pytree.MappingKey(key) for key in opened.keys]
     return list(zip(keys, opened.values, strict=True)), (opened.kind, opened.keys)
 
 

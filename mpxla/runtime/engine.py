@@ -235,7 +235,7 @@ class StepEngine:
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
-        return cut_step(cut.step, self._session.config, self._pins(), first)
+        return cut_step(cut.step, self._session.config, self._pins(), first, self._stateful)
 
     def _place(self, cut: CutStep) -> None:
         """Moves parameters to their ranks; values are those of the first replica."""

@@ -657,7 +657,6 @@ def run_hooks():
     optimizer = None
 
     def partitioned(model, given):
-        x, y = data()
         names = [name for name, _ in model.local_named_parameters()]
         events.append(
             ("partition", given is optimizer, model.partitioned, names, raw.first.weight.grad)

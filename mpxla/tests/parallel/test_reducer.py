@@ -6,6 +6,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.comm.loopback import LoopbackTransport
+from mpxla.parallel import reducer as reducer_module
 from mpxla.parallel.reducer import GradientReducer, fill_buckets
 from mpxla.parallel.state import ModelState
 from mpxla.testing import run_ranks
@@ -148,10 +149,38 @@ class Stack(nn.Module):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("cap_bytes", "sizes"), [(25 << 20, [256]), (512, [128, 128]), (1, [64] * 4)])
+@pytest.mark.parametrize(
+    ("cap_bytes", "sizes"), [(25 << 20, [256]), (512, [128, 128]), (1, [64] * 4)]
+)
 def test_gradients_are_averaged_in_buckets(cap_bytes, sizes):
     for counted, gradients in run_ranks(reduce_in_small_buckets, 2, cap_bytes / 2**20):
         assert counted == sizes
         assert len(gradients) == 4
         for gradient in gradients.values():
             assert torch.equal(gradient, torch.full((8, 8), 3.0)), "two samples of 1, of 2: mean 3"
+
+
+class Counting(LoopbackTransport):
+    """A group of two whose other rank always has zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def all_reduce(self, tensor, ranks):
+        self.count += 1
+        return super().all_reduce(tensor, (0,))
+
+
+@pytest.mark.unit
+def test_accumulating_replicas_reduce_in_the_last_pass_only(monkeypatch):
+    monkeypatch.setattr(reducer_module, "to_device", lambda tensors, device: list(tensors))
+    transport, model = Counting(), nn.Linear(2, 1, bias=False)
+    reducer = GradientReducer(transport, (0, 1), torch.device("cpu"), 25, 3)
+    state, seen = ModelState(model), []
+    for number in (1.0, 2.0, 3.0, 8.0):
+        reducer.finish(state, {"weight": torch.full((1, 2), number)})
+        seen.append((model.weight.grad[0, 0].item(), transport.count))
+        if len(seen) == 3:
+            model.weight.grad = None
+    assert seen == [(1, 0), (3, 0), (3, 1), (8, 1)], "the sum 6 is halved by the rank without any"

@@ -87,7 +87,9 @@ def test_parameters_in_an_earlier_graph_cannot_move():
     module = nn.Linear(2, 2)
     state = ModelState(module)
     loss = module(torch.ones(1, 2, requires_grad=True)).sum()
-    with pytest.raises(MpxlaError, match=r"parameter weight cannot move to meta: .*Drop losses and"):
+    with pytest.raises(
+        MpxlaError, match=r"parameter weight cannot move to meta: .*Drop losses and"
+    ):
         state.place([], CPU)
     assert loss.requires_grad
 

@@ -162,8 +162,8 @@ def test_unknown_objects_are_passed_whole_with_one_warning(warnings_of):
     value = Opaque()
     assert all(part["a"] is value for part in first_of(split({"a": value}, count=4)))
     assert warnings_of == [
-        "WARNING x['a'] of type Opaque is passed whole to every microbatch. Give the class a method "
-        "smp_slice(num_mb, mb, axis) if it has to be split."
+        "WARNING x['a'] of type Opaque is passed whole to every microbatch. Give the class a "
+        "method smp_slice(num_mb, mb, axis) if it has to be split."
     ]
 
 
