@@ -129,7 +129,7 @@ def report(results: dict[str, list[list[dict[str, Any]]]], args: argparse.Namesp
         f"| mpxla x1 / lazy_xla x1 | {ratio('mpxla x1', 'lazy_xla x1')} |",
         f"| ideal of 2 ranks (bubble only) / mpxla x2 | {ideal(2)} |",
         "",
-        "| rank of mpxla | parameters | dispatch, ms/task | share of time waiting |",
+        "| rank of mpxla | parameters | dispatch, CPU ms/task | share of time waiting |",
         "|---|---|---|---|",
     ]
     for name in ("mpxla x1", "mpxla x2"):

@@ -75,7 +75,8 @@ def _refuse_foreign_parameter(value: Any) -> None:
         raise CaptureError(
             f"The step function uses a trainable parameter of shape {list(value.shape)} that is "
             f"not read from the model given to DistributedModel{at_user_line()}. Make it a "
-            f"parameter of that model and read it there; or use it under torch.no_grad() if it is constant."
+            f"parameter of that model and read it there; or use it under torch.no_grad() if it "
+            f"is constant."
         )
 
 

@@ -54,7 +54,7 @@ def _assert_outputs(actual: list[list[Any]], expected: list[list[Any]]) -> None:
 
 
 def assert_promises(case: Case, observed: Sequence[Observed]) -> None:
-    """Nothing compiles after the first step, memory is bounded, parameters are where they belong."""
+    """No compilation after the first step, bounded memory, parameters where they belong."""
     for rank, found in enumerate(observed):
         assert found.later_compilations == 0, f"rank {rank}"
         assert found.absent == sorted(

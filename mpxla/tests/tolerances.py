@@ -24,8 +24,8 @@ OUTPUT = 1e-5
 """Of what a step returns: largest difference in units of the tensor's largest element."""
 
 ROUNDING = 1e-2
-"""Tensors with no larger element count as if they had this one: the gradient of a bias
-before batch norm or of attention keys is zero in exact arithmetic, and rounding here (up to 2e-8)."""
+"""Tensors with no larger element count as if they had this one: the gradient of a bias before batch
+norm, or of attention keys, is zero in exact arithmetic and rounding here (up to 2e-8)."""
 
 
 def assert_close_by_norm(

@@ -1,4 +1,4 @@
-"""Cutting a graph: what each stage reads and gives, which gradients travel, and the same numbers."""
+"""Cutting a graph: what stages read and give, which gradients travel, equal numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Executables: arguments in order, results of all kinds, randomness, and operators without lowering."""
+"""Executables: order of arguments, kinds of results, randomness, missing lowerings."""
 
 import pytest
 import torch
