@@ -239,8 +239,11 @@ class StepEngine:
 
     def _place(self, cut: CutStep) -> None:
         """Moves parameters to their ranks; values are those of the first replica."""
-        self._parameter_ranks = _with_unused(cut, self._state)
-        local = {n for n, ranks in self._parameter_ranks.items() if self._pp_rank in ranks}
+        self._settle(_with_unused(cut, self._state))
+
+    def _settle(self, parameter_ranks: dict[str, tuple[int, ...]]) -> None:
+        self._parameter_ranks = parameter_ranks
+        local = {n for n, ranks in parameter_ranks.items() if self._pp_rank in ranks}
         self._state.place(local, self._session.device)
         self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
         self._on_placed()
@@ -251,10 +254,7 @@ class StepEngine:
         world = self._session.topology.world_group()
         model = self._state.description()
         check_agreement(self._session.objects, world, model, "have another model")
-        self._parameter_ranks = {name: (0,) for name in names}
-        self._state.place(names, self._session.device)
-        self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
-        self._on_placed()
+        self._settle({name: (0,) for name in names})
 
     def _provide_missing(self, cut: CutStep) -> None:
         """Copies buffers to ranks that read them in this step and did not in earlier ones."""
