@@ -25,7 +25,7 @@ from mpxla.comm.objects import Objects
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
-from mpxla.stage.device import current_device
+from mpxla.stage.device import current_device, to_host
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _connect(
     else:
         store = dist.distributed_c10d._get_default_store()
         lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline)
+        transport = HostTransport(env.rank, env.world_size, lifeline, to_host)
     objects = Objects(transport)
     _check_configs(config, env, objects)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from torch_xla import runtime
+from torch_xla.utils import dlpack
 
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
-__all__ = ["current_device", "flush", "make_ready", "to_device", "wait"]
+__all__ = ["current_device", "flush", "make_ready", "to_device", "to_host", "wait"]
 
 
 def current_device() -> torch.device:
@@ -42,6 +44,22 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
     host = [t.detach() for t in tensors if t.device.type == "cpu"]
     uploaded = iter(torch_xla._XLAC._xla_tensors_from_aten(host, [str(device)] * len(host)))
     return [next(uploaded) if t.device.type == "cpu" else t.detach().to(device) for t in tensors]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for a tensor and gives it on the host; for reading only, it may share memory.
+
+    On CPU a copy would be made by the device's own threads, which run programs: it would wait for
+    the next program, though the value is there. A view needs no thread.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "xla" or runtime.device_type() != "CPU":
+        return tensor.cpu()
+    if torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
+        return tensor.cpu()
+    # Starts nothing, but waits until the program that computes the tensor was given its buffers.
+    torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=False, sync_xla_data=False)
+    return torch.from_dlpack(dlpack.to_dlpack(tensor))
 
 
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
