@@ -16,6 +16,7 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
 from mpxla.stage.device import make_ready
 
@@ -67,6 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
+        self._update = CompiledUpdate(optimizer)
         self._deferred: dict[str, Any] | None = None
         self._positions = {
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
@@ -108,8 +110,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
         if any(group["params"] for group in self.optimizer.param_groups):
-            self.optimizer.step()
-            make_ready(self._updated())
+            self._update.step()
+            if not self._update.was_compiled:
+                make_ready(self._updated())
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

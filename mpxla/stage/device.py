@@ -15,7 +15,7 @@ from torch_xla.utils import dlpack
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
-__all__ = ["current_device", "flush", "make_ready", "to_device", "to_host", "wait"]
+__all__ = ["current_device", "flush", "has_doubles", "make_ready", "to_device", "to_host", "wait"]
 
 
 def current_device() -> torch.device:
@@ -76,6 +76,11 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     ]
     if pending:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Whether programs of the device may compute in float64."""
+    return device.type != "xla" or runtime.device_type() == "CPU"
 
 
 def flush() -> None:
