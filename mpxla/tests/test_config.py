@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "contiguous": True,
     "horovod": False,
     "transport": "auto",
+    "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
