@@ -108,8 +108,11 @@ def shared_names(cut: CutStep, pp_rank: int) -> dict[tuple[int, ...], list[str]]
 class _Concatenation(nn.Module):
     """Tensors to one scaled flat tensor; zeros where a name of the bucket has none."""
 
-    def __init__(self, bucket: Bucket, present: Sequence[str], dtype: torch.dtype):
+    def __init__(
+        self, bucket: Bucket, present: Sequence[str], dtype: torch.dtype, shape: Sequence[int]
+    ):
         super().__init__()
+        self._shape = tuple(shape)
         self._bucket = bucket
         self._present = tuple(present)
         self._dtype = dtype
@@ -125,7 +128,7 @@ class _Concatenation(nn.Module):
             gap = 0 if name in given else gap + size
         gap += bucket.num_elements - sum(bucket.sizes)
         pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
-        return [(torch.cat(pieces) * scale).to(self._dtype)]
+        return [(torch.cat(pieces) * scale).to(self._dtype).view(self._shape)]
 
 
 class Packer:
@@ -136,21 +139,27 @@ class Packer:
         present: those of its names that there are tensors for; the others count as zeros.
         dtype: of the flat tensor.
         device: this rank's device.
+        shape: of the result, if it is not to be flat.
     """
 
     def __init__(
-        self, bucket: Bucket, present: Sequence[str], dtype: torch.dtype, device: torch.device
+        self,
+        bucket: Bucket,
+        present: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: Sequence[int] = (-1,),
     ):
         spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
         specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
-        module = _Concatenation(bucket, present, dtype)
+        module = _Concatenation(bucket, present, dtype, shape)
         name = f"bucket of {present[0]}"
         self._program: Executable = compile_graph(name, module, specs, device)
         self._device = device
         self._scales: dict[float, torch.Tensor] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-        """Starts packing the tensors, times `scale`; the flat tensor is still being computed."""
+        """Starts packing the tensors, times `scale`; the result is still being computed."""
         if scale not in self._scales:
             (self._scales[scale],) = to_device([torch.tensor(scale)], self._device)
         (flat,) = self._program([self._scales[scale], *tensors])

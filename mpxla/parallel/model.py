@@ -16,10 +16,12 @@ from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
+from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
+from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState, load_into
@@ -95,6 +97,7 @@ class DistributedModel(nn.Module):
             overlapping_allreduce,
             broadcast_buffers,
             TRANSFER_DTYPES[session.config.reduction_dtype],
+            session.config.shard_optimizer_state and session.topology.dp_size > 1,
         )
         self._engine = StepEngine(
             session,
@@ -120,6 +123,8 @@ class DistributedModel(nn.Module):
             self._state,
         )
         self._reducer = GradientReducer(replica, options)
+        pipeline = session.topology.pp_group(session.rank)
+        self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
         return self._reducer
 
     # --- use ------------------------------------------------------------------------------------
@@ -321,6 +326,12 @@ class DistributedModel(nn.Module):
         self._step_hooks[handle.id] = hook
         return handle
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters, and of its pieces of them."""
+        super().zero_grad(set_to_none)
+        if self.shards is not None:
+            self.shards.clear_gradients()
+
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""
         self._optimizers.append(optimizer)
@@ -358,6 +369,21 @@ class DistributedModel(nn.Module):
     def is_tracing(self) -> bool:
         """Whether a step function is being captured."""
         return self._engine.is_tracing
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether replicas share the work of optimizers."""
+        return self._reducer.options.is_sharded
+
+    @property
+    def shards(self) -> ShardedParameters | None:
+        """How parameters are divided over replicas; None if they are not, or not placed yet."""
+        return self._reducer.shards
+
+    @property
+    def tensors(self) -> ModelState:
+        """Parameters and buffers by name."""
+        return self._state
 
     @property
     def last_run(self) -> Any:

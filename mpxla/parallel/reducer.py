@@ -12,7 +12,6 @@ Tied parameters are reduced over replicas first, by each pipeline rank that hold
 over those ranks afterwards in one fixed order, so that all copies stay equal bit for bit.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 
 from mpxla.comm.handle import Handle
-from mpxla.errors import ConfigError
+from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets, shared_names
 from mpxla.parallel.comm_hook import CommHook
 from mpxla.parallel.replica import Replica, equalize, store
+from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gradients import sum_over_holders
 from mpxla.runtime.plan import CutStep
@@ -48,6 +48,7 @@ class ReductionOptions:
         is_overlapping: reduce a bucket once it is complete, or all at the end of the step.
         broadcasts_buffers: whether buffers follow the first replica after every training step.
         transfer_dtype: in which gradients travel; None for their own.
+        is_sharded: whether replicas divide the updates; gradients go to the owners only then.
     """
 
     bucket_cap_mb: float = 25
@@ -56,6 +57,7 @@ class ReductionOptions:
     is_overlapping: bool = True
     broadcasts_buffers: bool = True
     transfer_dtype: torch.dtype | None = None
+    is_sharded: bool = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -75,6 +77,7 @@ class GradientReducer:
         self.replica = replica
         self.options = options
         self.hook: CommHook | None = None
+        self.shards: ShardedParameters | None = None
         self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
         self._is_prepared = False
         self._pass = 0
@@ -87,6 +90,7 @@ class GradientReducer:
             "decides itself how gradients travel; remove the key reduction_dtype": (
                 self.options.transfer_dtype is not None
             ),
+            "does not go with shard_optimizer_state: True": self.options.is_sharded,
             "was called a second time; a model has one hook": self.hook is not None,
             "was called after the first training step; register the hook before": (
                 self._is_prepared
@@ -101,6 +105,9 @@ class GradientReducer:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""
         self.parameter_ranks = parameter_ranks
         equalize(self.replica, 0, parameter_ranks)
+        if self.options.is_sharded:
+            capacity = self.options.capacity_bytes
+            self.shards = ShardedParameters(self.replica, parameter_ranks, capacity)
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""
@@ -135,6 +142,8 @@ class BucketedReduction:
     def __init__(self, reducer: GradientReducer, cut: CutStep):
         self._reducer = reducer
         self._replica = reducer.replica
+        self._shards = reducer.shards
+        self._trained = frozenset(cut.trained_stages())
         self._sources = _sources_of(cut, self._replica.pp_rank)
         self._buckets = self._form_buckets(cut)
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
@@ -150,12 +159,21 @@ class BucketedReduction:
         )
         self._reduces = True
         self._waiting: dict[int, set[int]] = {}
-        self._under_way: OrderedDict[int, Handle[torch.Tensor]] = OrderedDict()
+        self._under_way: dict[int, Handle[torch.Tensor]] = {}
 
     # --- preparation ----------------------------------------------------------------------------
 
     def _form_buckets(self, cut: CutStep) -> list[Bucket]:
         """Buckets of what is reduced or shared, in the order in which they are complete."""
+        if self._shards is not None:
+            for name in self._sources:
+                if name not in self._shards:
+                    raise StepError(
+                        f"the step trains the parameter {name}, which did not require a gradient "
+                        f"when the model was partitioned. With shard_optimizer_state: True, set "
+                        f"requires_grad before, and freeze parameters by giving them no gradient."
+                    )
+            return [b for b in self._shards.buckets if not self._trained.isdisjoint(b.names)]
         capacity = self._reducer.options.capacity_bytes
         parameters = self._replica.state.parameters
         shared = shared_names(cut, self._replica.pp_rank)
@@ -179,7 +197,8 @@ class BucketedReduction:
         present = self._present(bucket)
         dtype = self._reducer.options.transfer_dtype if self._replica.count > 1 else None
         dtype = dtype or bucket.dtype
-        return Packer(bucket, present, dtype, self._replica.device) if present else None
+        shape = (-1,) if self._shards is None else (bucket.parts, -1)
+        return Packer(bucket, present, dtype, self._replica.device, shape) if present else None
 
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if name in self._sources]
@@ -216,12 +235,15 @@ class BucketedReduction:
         buffers = self._start_buffers()
         direct = [(name, self._gradient(name, run)) for name in self._direct]
         self._accumulate(direct, is_total=True)
-        for index, handle in self._under_way.items():
-            bucket = self._buckets[index]
-            flat = handle.result().to(bucket.dtype)
+        # In the order of the list, which pipeline ranks have in common for what they share.
+        for index, bucket in enumerate(self._buckets):
+            flat = self._under_way[index].result().to(bucket.dtype)
             if len(bucket.holders) > 1:
                 replica = self._replica
                 flat = sum_over_holders(flat, bucket.holders, replica.pp_rank, replica.link)
+            if self._shards is not None:
+                self._shards.receive_gradients(bucket, flat, self._trained)
+                continue
             views = bucket.split(flat)
             arrived = to_device(list(views.values()), self._replica.device)
             self._accumulate(zip(views, arrived, strict=True), is_total=True)
@@ -237,11 +259,18 @@ class BucketedReduction:
             flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
         else:
             flat = packer([self._gradient(name, run, earlier=True) for name in present], scale)
+        if self._shards is not None:
+            flat = flat.view(bucket.parts, -1) if packer is None else flat
+            for name in present:
+                self._replica.state.parameters[name].grad = None
         if hook is not None:
             parameters = [self._replica.state.parameters[name] for name in bucket.names]
             is_last = len(self._under_way) == len(self._buckets) - 1
             number = len(self._under_way)
             self._under_way[index] = hook.submit(bucket, flat, number, is_last, parameters)
+        elif self._shards is not None:
+            transport = self._replica.transport
+            self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
         elif self._replica.count > 1:
             self._under_way[index] = self._replica.transport.all_reduce(flat, self._replica.group)
         else:
