@@ -27,6 +27,7 @@ _SOURCES = {
         "PeerFailure", "RankMismatch", "ScheduleError", "StepError", "TopologyError",
     ),
     "mpxla.parallel.model": ("DistributedModel",),
+    "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
     "mpxla.runtime.outputs": ("StepOutput",),
@@ -60,6 +61,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from mpxla.api import *  # noqa: F403
     from mpxla.parallel.model import DistributedModel as DistributedModel
+    from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition

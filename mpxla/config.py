@@ -112,6 +112,9 @@ class Config:
     transport: str = key("auto", word("auto", "host"))
     """Extension. How ranks communicate: `host` goes through host memory; `auto` takes the best one
     for the device, which is `host` on CPU."""
+    reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
+    """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
+    to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension, reserved. Seconds without progress after which a stall is an error."""
 

@@ -49,5 +49,11 @@ class PipelineLink:
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
     ) -> Callable[[], list[torch.Tensor]]:
         """Expects one message; the returned function waits and gives device tensors."""
-        handle = self._transport.recv_many(list(specs), self._group[pp_rank], channel)
-        return lambda: to_device(handle.result(), self._device)
+        arrival = self.expect_from(pp_rank, specs, channel)
+        return lambda: to_device(arrival(), self._device)
+
+    def expect_from(
+        self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """`receive_from` that leaves the tensors where the transport puts them."""
+        return self._transport.recv_many(list(specs), self._group[pp_rank], channel).result

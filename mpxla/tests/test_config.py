@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "contiguous": True,
     "horovod": False,
     "transport": "auto",
+    "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -397,7 +398,6 @@ def test_wrong_values_do_not_cause_further_noise():
         ("fp16_params", True, "distributed modules with fp16 parameters"),
         ("fp16", True, "fp16 training"),
         ("bf16", True, "bf16 training"),
-        ("shard_optimizer_state", True, "optimizer state sharding"),
         ("offload_activations", True, "activation offloading"),
         ("delayed_parameter_initialization", True, "delayed parameter initialization"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),

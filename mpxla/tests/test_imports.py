@@ -35,8 +35,6 @@ LAYERS = (
 APART = ({"schedule"}, {"graph", "stage.spec"}, {"comm"})
 # What breaks the rule, and why.
 EXCEPTIONS = {
-    ("runtime.engine", "parallel.reducer"): "calls the reducer; it could be given one",
-    ("runtime.engine", "parallel.state"): "moves parameters to their ranks; belongs below runtime",
     ("session", "parallel.model"): "an annotation: the session holds the one model",
 }
 
