@@ -12,10 +12,11 @@ the configuration's keys besides naming them in errors.
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, parse_schedule
-from mpxla.schedule.dataflow import Edge
+from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
+from mpxla.schedule.timeline import stage_peaks
 
 __all__ = ["CustomSchedule"]
 
@@ -31,18 +32,19 @@ class CustomSchedule:
         num_microbatches: how many microbatches it runs.
     """
 
-    def __init__(self, text: str, num_ranks: int, num_microbatches: int):
+    def __init__(self, text: str, num_ranks: int, num_microbatches: int, active_microbatches: int):
         """Reads a text and checks it, as far as that needs no model.
 
         Args:
             text: one line per rank.
             num_ranks: pipeline ranks.
             num_microbatches: microbatches of a step.
+            active_microbatches: most microbatches in flight at a stage.
 
         Raises:
             ScheduleError: words that are no actions, another number of ranks or microbatches, a
                 stage on two ranks or missing, or an order that cannot run; with the grid and the
-                failing cell where there is one.
+                failing cell where there is one; or one that keeps too many microbatches in flight.
         """
         self.lists: Lists = parse_schedule(text)
         self.num_microbatches = num_microbatches
@@ -53,7 +55,15 @@ class CustomSchedule:
             )
         self.placement = _placement(self.lists)
         _check_microbatches(self.lists, num_microbatches)
+        _check_complete(self.lists, self.placement, num_microbatches)
         self._prove()
+        peaks = stage_peaks(self.lists, len(self.placement))
+        if max(peaks) > active_microbatches:
+            raise ScheduleError(
+                f"schedule: stage {peaks.index(max(peaks))} has {max(peaks)} microbatches in "
+                f"flight, but active_microbatches is {active_microbatches}. Start backwards "
+                "earlier, or raise active_microbatches."
+            )
 
     @property
     def has_transfers(self) -> bool:
@@ -132,3 +142,20 @@ def _check_microbatches(lists: Lists, num_microbatches: int) -> None:
             "schedule: the text has no backwards. It is for training steps; evaluation steps need "
             "none."
         )
+
+
+def _check_complete(lists: Lists, placement: tuple[int, ...], num_microbatches: int) -> None:
+    """Transfers can be added only where every stage does all its work."""
+    found = {action for line in lists for action in line}
+    flow = Dataflow.of_schedule(lists, placement, (), ())
+    for rank, line in enumerate(lists):
+        wanted = [kind for kind in flow.computes() if placement[kind.stage] == rank]
+        needed = (Action(k.stage, k.op, mb) for mb in range(num_microbatches) for k in wanted)
+        missing = [str(action) for action in needed if action not in found]
+        if missing:
+            headline = (
+                f"schedule: rank {rank} lacks {', '.join(missing[:8])}"
+                f"{', ...' if len(missing) > 8 else ''}: every stage runs every microbatch. Add "
+                "what is missing."
+            )
+            raise ScheduleError(format_failure(lists, Cell(rank, len(line)), headline))

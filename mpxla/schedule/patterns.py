@@ -14,9 +14,9 @@ number of ranks, `m` of microbatches, `v` of stages per rank; F, I and W take on
                     its last action no rank waits, and none holds more than 2 p microbatches of a
                     stage (half a rank's work each), as many as the first rank of 1F1B.
 
-Sources: Narayanan et al., SC 2021 (section 2.2); Qi et al., ICLR 2024 (section 2, ZB-H1); Qi et al.,
-NeurIPS 2024 (section 4, V-Schedule zero bubble). This module must not know limits on activations:
-its callers count what a pattern holds.
+Sources: Narayanan et al., SC 2021 (section 2.2); Qi et al., ICLR 2024 (section 2, ZB-H1); Qi et
+al., NeurIPS 2024 (section 4, V-Schedule zero bubble). This module must not know limits on
+activations: its callers count what a pattern holds.
 """
 
 from collections import Counter

@@ -6,8 +6,8 @@
                             rank   0 1 1 0
 
 Looped stages are those of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM" (SC 2021, section 2.2); the V is that of Qi et al., "Pipeline Parallelism
-with Controllable Memory" (NeurIPS 2024). This module must not know orders of actions.
+Clusters Using Megatron-LM" (SC 2021, section 2.2); the V is that of Qi et al., "Pipeline
+Parallelism with Controllable Memory" (NeurIPS 2024). This module must not know orders of actions.
 """
 
 from mpxla.errors import ScheduleError

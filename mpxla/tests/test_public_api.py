@@ -110,7 +110,7 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "stall_timeout_s"),
+    *("transport", "stall_timeout_s", "virtual_pipeline_degree", "schedule"),
 }
 
 
