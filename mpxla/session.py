@@ -25,6 +25,7 @@ from mpxla.comm.objects import Objects
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.schedule.choice import placement_of
 from mpxla.stage.device import current_device, to_host
 from mpxla.topology import CommGroup, Topology
 
@@ -110,6 +111,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: unknown keys or refused values; all problems at once.
+        ScheduleError: the text in `schedule` cannot run.
         TopologyError: the number of processes does not fit the degrees.
         RankMismatch: ranks were started with different configurations.
     """
@@ -122,6 +124,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     log.set_level(env.log_level)
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
+    placement_of(resolved)  # refuses a schedule that cannot run
     topology = Topology(
         env.world_size,
         resolved.pipeline_parallel_degree,

@@ -173,14 +173,15 @@ class DistributedModel(nn.Module):
         return self.module
 
     def partition_report(self) -> str:
-        """Table of the stages: modules, parameters, shares, sizes. Extension of SMP's API.
+        """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
 
         Raises:
             MpxlaError: no step has run yet.
         """
         if self._engine.first_cut is None:
             raise MpxlaError("the model is partitioned by the first call of a step function.")
-        return format_report(self._engine.first_cut.partition)
+        cut = self._engine.first_cut
+        return format_report(cut.partition, flops=cut.problem.total_flops)
 
     # --- what is local --------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class StepEngine:
             signature.function.rpartition(".")[2],
             time.perf_counter() - started,
             reason,
-            sum(1 + (p.backward is not None) for p in plan.programs.values()),
+            sum(len(p.programs) for p in plan.programs.values()),
         )
         return runner
 

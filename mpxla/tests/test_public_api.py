@@ -112,6 +112,7 @@ CONFIG_KEYS = {
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
     *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("virtual_pipeline_degree", "schedule"),
 }
 
 
