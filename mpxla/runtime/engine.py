@@ -193,6 +193,7 @@ class StepEngine:
         self._note_changes(cut)
         schedule = schedule_step(cut, self._session.config, signature.num_microbatches)
         plan = compile_stages(cut, schedule, self._pp_rank, self._session.device)
+        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         self._constants[id(plan)] = self._upload_constants(plan)
         self._plans[signature.key] = plan
         self._known.append(signature)
