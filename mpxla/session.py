@@ -22,6 +22,10 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
@@ -176,12 +180,14 @@ def _connect(
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
+        objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
         lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline, to_host)
-    objects = Objects(transport)
-    _check_configs(config, env, objects)
+        host = HostTransport(env.rank, env.world_size, lifeline, to_host)
+        objects = Objects(host)
+        _check_configs(config, env, objects)
+        transport = _open_transport(config, host, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -191,6 +197,20 @@ def _connect(
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _open_transport(
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+) -> Transport:
+    """What carries tensors: the host transport itself, or programs beside it."""
+    on_device = config.transport != "host" and is_device_world(host.world_size)
+    if config.transport != "xla" and not on_device:
+        return host
+    if on_device:
+        runner: Runner = DeviceRunner(host.rank, host.world_size)
+    else:
+        runner = CpuRunner(host, lifeline.address)
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
 def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:

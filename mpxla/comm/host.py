@@ -26,6 +26,7 @@ from mpxla.comm.packing import Spec, as_bytes, describe
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
     Group,
+    Use,
     check_group,
     check_parts,
     check_peer,
@@ -171,6 +172,9 @@ class HostTransport:
                 group = self._new_group(ranks)
                 if self.rank in ranks:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
+
+    def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
+        """Nothing has to be readied; see `Transport.prepare`."""
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""

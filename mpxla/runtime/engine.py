@@ -179,6 +179,7 @@ class StepEngine:
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config, count)
         plan = compile_stages(cut, schedule, self._pp_rank, device)
+        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
         runner = PlanRunner(plan, self._state, self._link, self._pp_rank, device, reduction, scale)

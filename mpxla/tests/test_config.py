@@ -160,7 +160,7 @@ def test_booleans_may_be_written_as_numbers():
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),
         ("partition_file", 1, "a string"),
-        ("transport", "smoke", "one of 'auto', 'host'"),
+        ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )
 def test_values_outside_their_range(name, bad, expected):
