@@ -13,7 +13,19 @@ import torch_xla.core.xla_model as xm
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
-__all__ = ["current_device", "flush", "make_ready", "to_device", "wait"]
+__all__ = [
+    "current_device",
+    "flush",
+    "make_ready",
+    "random_state",
+    "set_random_state",
+    "to_device",
+    "to_host",
+    "wait",
+]
+
+
+_COMPACT = torch.contiguous_format
 
 
 def current_device() -> torch.device:
@@ -58,6 +70,26 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     ]
     if pending:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
+    on_device = [t.detach() for t in tensors if t.device.type == "xla"]
+    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
+    return [
+        next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
+        for t in tensors
+    ]
+
+
+def random_state() -> int:
+    """State of the device's own random generator."""
+    return int(xm.get_rng_state())
+
+
+def set_random_state(state: int) -> None:
+    """Puts the device's random generator into an earlier state."""
+    xm.set_rng_state(state)
 
 
 def flush() -> None:
