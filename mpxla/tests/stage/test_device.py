@@ -53,7 +53,7 @@ def test_reason_for_not_using_to():
 
 
 def download():
-    from mpxla.stage.device import current_device, make_ready, to_device, to_host
+    from mpxla.stage.device import current_device, host_view, make_ready, to_device
 
     device = current_device()
     host = [torch.tensor(value) for value in VALUES]
@@ -63,8 +63,8 @@ def download():
     pending = [torch.tensor(1).to(device), torch.ones(2, 3).to(device).t() * 2]
     want = [*host, torch.tensor(1), torch.full((3, 2), 2.0)]
     ready = there[-2]
-    is_shared = to_host(ready).data_ptr() == to_host(ready).data_ptr()
-    return want, [to_host(value).clone() for value in (*there, *pending)], is_shared
+    is_shared = host_view(ready).data_ptr() == host_view(ready).data_ptr()
+    return want, [host_view(value).clone() for value in (*there, *pending)], is_shared
 
 
 def test_downloads_share_memory_and_wait_for_pending_values():
