@@ -178,7 +178,8 @@ class StepEngine:
         self._note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config, count)
-        plan = compile_stages(cut, schedule, self._pp_rank, device)
+        is_for_speed = self._session.config.optimize == "speed"
+        plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
