@@ -232,10 +232,12 @@ def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:
 def shutdown() -> None:
     """Ends mpxla in this process: waits for messages under way and drops the session.
 
-    Called by itself at the end of the process. Afterwards `init` may be called again.
+    Called by itself at the end of the process. Afterwards `init` may be called again. Replicas
+    wait for each other here.
 
     Raises:
         MpxlaError: `init` has not been called.
+        RankMismatch: replicas had different numbers of training steps.
     """
     current()
     shutdown_if_started()
@@ -250,9 +252,16 @@ def shutdown_if_started() -> None:
     atexit.unregister(shutdown_if_started)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
-    session.transport.close()
-    if session.lifeline is not None:
-        session.lifeline.close()
-    if session.owns_default_group and dist.is_initialized():
-        dist.destroy_process_group()
-    log.forget_warnings()
+    try:
+        if session.model is not None:
+            session.model.end_training()
+    except MpxlaError as error:
+        session.report_failure("the end of the session", error)
+        raise
+    finally:
+        session.transport.close()
+        if session.lifeline is not None:
+            session.lifeline.close()
+        if session.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        log.forget_warnings()
