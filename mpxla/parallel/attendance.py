@@ -6,6 +6,7 @@ message has come. So different numbers of batches are an error on all ranks that
 and not a hang. This file must not know what is reduced.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,7 @@ class Attendance:
 
     def __init__(self, transport: Transport, group: Sequence[int]):
         self._transport = transport
+        self._group = tuple(group)
         self._others = [rank for rank in group if rank != transport.rank]
         self._farewells: dict[int, Handle[torch.Tensor]] = {
             rank: transport.recv(None, rank, _CHANNEL) for rank in self._others
@@ -79,9 +81,12 @@ class Attendance:
             try:
                 steps = _number(farewell.result())
             except PeerFailure as failure:
-                failure.add_note(f"This rank ended after {self._num_steps} training steps.")
-                raise
+                raise PeerFailure(
+                    f"{failure} This rank ended after {self._num_steps} training steps."
+                ) from failure
             if steps != self._num_steps:
+                with contextlib.suppress(PeerFailure):
+                    self._transport.barrier(self._group).result()  # all know it before one ends
                 raise RankMismatch(self._text(rank, f"ended after {steps}"))
 
     def _text(self, rank: int, what: str) -> str:

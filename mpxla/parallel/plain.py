@@ -12,7 +12,7 @@ from torch import nn
 
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.reducer import GradientReducer
-from mpxla.stage.device import make_ready
+from mpxla.stage.device import flush
 
 __all__ = ["PlainBackward"]
 
@@ -44,8 +44,8 @@ class PlainBackward:
         names = tuple(n for n, _ in self._state.local_parameters() if n in self._touched)
         self._touched.clear()
         parameters = [self._state.parameters[name] for name in names]
+        flush()  # also the loss: an update in place would take the parameters' memory from it
         gradients = [p.grad for p in parameters if p.grad is not None]
-        make_ready(gradients)
         for parameter in parameters:
             parameter.grad = None
         reduction = self._reductions.get(names)
