@@ -2,7 +2,7 @@
 
 Trains the MLP with several data-parallel workers, each with the whole model on its XLA device and
 its own share of every epoch: torch's DistributedSampler divides, torch_xla's MpDeviceLoader
-uploads ahead, mpxla averages the gradients. Rank 0 writes the weights, if --checkpoint names a file.
+uploads ahead, mpxla averages the gradients. Rank 0 writes the weights where --checkpoint says.
 """
 
 import argparse
