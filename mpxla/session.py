@@ -257,11 +257,13 @@ def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:
 def shutdown() -> None:
     """Ends mpxla in this process: waits for messages under way and drops the session.
 
-    Called by itself at the end of the process. Afterwards `init` may be called again.
+    Called by itself at the end of the process. Afterwards `init` may be called again. Replicas
+    wait for each other here.
 
     Raises:
         CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
+        RankMismatch: replicas had different numbers of training steps.
     """
     current()
     shutdown_if_started()
@@ -279,6 +281,11 @@ def shutdown_if_started() -> None:
     try:
         if session.pending_checkpoint is not None:
             session.pending_checkpoint.wait()
+        if session.model is not None:
+            session.model.end_training()
+    except MpxlaError as error:
+        session.report_failure("the end of the session", error)
+        raise
     finally:
         session.transport.close()
         if session.lifeline is not None:

@@ -17,6 +17,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
@@ -38,7 +39,8 @@ class DistributedModel(nn.Module):
 
     With several pipeline stages, the model is partitioned in the first call of a step function,
     and may be called only inside step functions. With one, it moves to the device at once, and
-    plain calls and `loss.backward()` work as well.
+    plain calls and `loss.backward()` work as well; over replicas, such a backward reduces the
+    gradients before it returns.
 
     Args:
         module: the model; its parameters stay the same `Parameter` objects.
@@ -110,6 +112,8 @@ class DistributedModel(nn.Module):
         session.model = self
         if self._is_single:
             self._engine.adopt_single_stage()
+            if session.topology.dp_size > 1:
+                self._plain_backward = PlainBackward(self._reducer)
 
     def _make_reducer(self, link: PipelineLink, options: ReductionOptions) -> GradientReducer:
         session = current()
@@ -429,17 +433,33 @@ class DistributedModel(nn.Module):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Uneven numbers of batches over replicas: not available yet.
+        """Around the training loop: lets replicas have different numbers of batches.
+
+        Replicas that run out take part in the others' reductions with zeros: means stay means over
+        all replicas, as in torch's DDP. At the end, all take over parameters, buffers and optimizer
+        state of a replica that trained longest. All ranks must enter it; the ranks of one replica
+        have equal numbers of batches. (SMP API reference, "join".)
 
         Raises:
-            ConfigError: there are several replicas.
+            ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        if current().topology.dp_size > 1:
-            raise ConfigError(
-                "model.join() is not available yet; give all replicas the same number of batches "
-                "(DistributedSampler with drop_last=True)."
-            )
-        yield
+        if current().topology.dp_size == 1:
+            yield
+            return
+        self._reducer.enter_join()
+        is_orderly = False
+        try:
+            yield
+            is_orderly = True
+        finally:
+            source = self._reducer.leave_join(is_orderly)
+        if source is not None:
+            for optimizer in self._optimizers:
+                optimizer.take_over(source)
+
+    def end_training(self) -> None:
+        """Called when the session ends: all replicas have to have trained equally long."""
+        self._reducer.attendance.leave()
 
 
 def _check_options(

@@ -46,10 +46,11 @@ def test_weights_of_products_become_arguments():
     turned = Transposition()(values[0], values[2])
     assert all(value.is_contiguous() for value in turned)
     for a, b in zip(module(*values, *turned), expected, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b)
     # The products read the new arguments, and nothing else does.
     changed = module(*values, *(2 * value for value in turned))
-    assert torch.equal(changed[1], 2 * expected[1]) and torch.equal(changed[2], expected[2])
+    torch.testing.assert_close(changed[1], 2 * expected[1])
+    assert torch.equal(changed[2], expected[2])
 
 
 def test_only_parameters_are_prepared():
@@ -71,7 +72,8 @@ def test_tall_gradients_come_transposed():
     tall, _, wide, used, negative = module(dy, x)
     assert transpose_gradients(module, [0, 1, 2, 3]) == (0,)
     results = module(dy, x)
-    assert torch.equal(results[0], tall.t()) and results[1] is None
+    torch.testing.assert_close(results[0], tall.t())
+    assert results[1] is None
     for a, b in zip(results[2:], (wide, used, negative), strict=True):
         assert torch.equal(a, b)
 
