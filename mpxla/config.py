@@ -110,9 +110,9 @@ class Config:
     horovod: bool = key(False, boolean())
     """Ignored; True is refused."""
     transport: str = key("auto", word("auto", "host", "xla"))
-    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives inside
-    XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for the
-    device, which is `host` on CPU."""
+    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
+    inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for
+    the device, which is `host` on CPU."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension, reserved. Seconds without progress after which a stall is an error."""
 

@@ -129,8 +129,8 @@ class Transport(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...] over the ranks and keeps the own part.
 
-        Every rank of `ranks` calls it. The terms are added in the order of `ranks`, except by `xla`,
-        which leaves the order to the device.
+        Every rank of `ranks` calls it. The terms are added in the order of `ranks`, except by
+        `xla`, which leaves the order to the device.
 
         Returns:
             Handle of [...]: the sum of what every rank passed at the caller's index.

@@ -105,6 +105,7 @@ class _Loading(NamedTuple):
 
     handle: Handle[None]
     ranks: Group
+    text: str
     programs: list[Program]
 
 
@@ -322,7 +323,8 @@ class XlaTransport:
         for program in here:
             self._lower(program)
         handle: Handle[None] = Handle(self.watch, f"the loading of {len(here)} programs", ranks)
-        self._queue.put(_Loading(handle, ranks, here))
+        text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
+        self._queue.put(_Loading(handle, ranks, text, here))
         handle.result()
 
     def _program_of(self, use: Use) -> Program | None:
@@ -387,9 +389,7 @@ class XlaTransport:
 
     def _load_together(self, job: _Loading) -> None:
         try:
-            names = "; ".join(map(str, job.programs))
-            text = f"the loading of {names}"
-            self._runner.meet(job.ranks, job.handle.what, f"came to {text}", text)
+            self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
             for program in job.programs:
                 self._load(program)
             job.handle.set_result(None)

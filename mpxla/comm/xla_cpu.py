@@ -1,8 +1,8 @@
 """Runs the `xla` transport's programs across CPU processes, by jaxlib's CPU client.
 
-torch_xla's own CPU client knows no other process. jaxlib's does, with gloo inside XLA, and takes the
-StableHLO that torch_xla makes of a program: so the very programs that an accelerator would get are
-executed by XLA's own collectives. Operands go device -> host -> jaxlib -> host.
+torch_xla's own CPU client knows no other process. jaxlib's does, with gloo inside XLA, and takes
+the StableHLO that torch_xla makes of a program: so the very programs that an accelerator would get
+are executed by XLA's own collectives. Operands go device -> host -> jaxlib -> host.
 
 A rank may come to a communication long after another (it compiles), but XLA's gloo gives up after
 half a minute and cannot be interrupted. So the members first meet on the host transport, where a
