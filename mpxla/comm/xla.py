@@ -31,13 +31,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpxla.comm.handle import Handle
-from mpxla.comm.host import HostTransport
 from mpxla.comm.mesh import Meshes
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import Spec, describe
 from mpxla.comm.recorder import Kind, Recorder
 from mpxla.comm.transport import (
     Group,
+    Transport,
     Use,
     check_group,
     check_parts,
@@ -114,7 +114,7 @@ class XlaTransport:
 
     def __init__(
         self,
-        host: HostTransport,
+        host: Transport,
         runner: Runner,
         pipelines: Sequence[Group] = (),
         recorder: Recorder | None = None,
