@@ -44,6 +44,7 @@ from mpxla.comm.transport import (
     check_peer,
     check_source,
     check_summable,
+    not_made,
 )
 from mpxla.comm.xla_programs import Operand, Program, operand_of
 from mpxla.errors import MpxlaError
@@ -136,6 +137,7 @@ class XlaTransport:
         self._world: Group = tuple(range(host.world_size))
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host)
+        self._made = {self._world, (self.rank,)}
         self._lowered: dict[Program, Any] = {}
         self._loaded: dict[Program, Any] = {}
         self._is_closed = False
@@ -227,6 +229,7 @@ class XlaTransport:
         """Makes groups usable for collectives; see `Transport.make_groups`."""
         self.host.make_groups(groups)
         self._meshes.add(groups)
+        self._made |= {tuple(group) for group in groups if self.rank in group}
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
@@ -277,6 +280,8 @@ class XlaTransport:
     ) -> Handle[Any]:
         """Queues a collective whose result has a shape; no operand means zeros."""
         ranks = check_group(ranks, self.rank, self.world_size)
+        if ranks not in self._made:
+            raise not_made(name, ranks, self.rank, sorted(self._made))
         dtype = spec.dtype
         others = ", ".join(str(rank) for rank in ranks if rank != self.rank) or "none"
         text = f"{name} of {describe([spec])} over the ranks {ranks}"
