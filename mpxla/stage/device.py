@@ -13,7 +13,15 @@ import torch_xla.core.xla_model as xm
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
-__all__ = ["current_device", "flush", "make_ready", "to_device", "wait"]
+__all__ = [
+    "current_device",
+    "flush",
+    "make_ready",
+    "memory_counters",
+    "seed_device",
+    "to_device",
+    "wait",
+]
 
 
 def current_device() -> torch.device:
@@ -68,6 +76,22 @@ def flush() -> None:
 def wait() -> None:
     """Waits until the device has finished everything that was started."""
     xm.wait_device_ops()
+
+
+def seed_device(seed: int) -> None:
+    """Sets the state of the device's random numbers for operators outside step functions."""
+    xm.set_rng_state(seed)
+
+
+def memory_counters() -> dict[str, int] | None:
+    """What the device's runtime counts, in bytes: `bytes_used`, `bytes_limit` and perhaps more.
+
+    None where it counts nothing: XLA's CPU client lives on the memory of its process.
+    """
+    device = torch_xla.device()
+    if xm.xla_device_hw(device) == "CPU":
+        return None
+    return dict(xm.get_memory_info(str(device)))
 
 
 def _has_sound_products() -> bool:
