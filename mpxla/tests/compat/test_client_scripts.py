@@ -1,4 +1,4 @@
-"""Every client behaviour by an unedited SMP script, run through the launcher's code on pooled ranks.
+"""Every client behaviour by an unedited SMP script, run as the launcher runs it, on pooled ranks.
 
 The scripts assert by themselves. The numbers are those of the list of client behaviours.
 """

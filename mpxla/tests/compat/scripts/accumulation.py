@@ -1,10 +1,9 @@
 """Behaviour 22: several steps before an update, with and without data parallelism."""
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
 from client_lib import assert_close, batch, make_net
-
-import smdistributed.modelparallel.torch as smp
 
 smp.init()
 torch.cuda.set_device(smp.local_rank())

@@ -1,11 +1,10 @@
 """Behaviours 11, 12: evaluation steps between training steps; on rank 0 only with one partition."""
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from client_lib import Net, assert_close, batch
-
-import smdistributed.modelparallel.torch as smp
 
 
 class Dropping(Net):

@@ -1,9 +1,8 @@
 """Behaviours 14, 21: torch.distributed and smp's collectives, with tensors of the device."""
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.distributed as dist
-
-import smdistributed.modelparallel.torch as smp
 
 smp.init()
 torch.cuda.set_device(smp.local_rank())

@@ -1,11 +1,10 @@
 """Behaviours 15, 16: a rank without parameters; hooks after partitioning and after steps."""
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from client_lib import Net, assert_close, batch
-
-import smdistributed.modelparallel.torch as smp
 
 
 class WithTail(nn.Module):

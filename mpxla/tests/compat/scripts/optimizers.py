@@ -2,11 +2,10 @@
 
 import argparse
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
 from client_lib import assert_close, batch, make_net, plain_losses
-
-import smdistributed.modelparallel.torch as smp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--built", choices=["before", "after"])

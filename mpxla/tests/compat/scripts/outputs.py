@@ -1,11 +1,10 @@
 """Behaviours 7, 8, 10, 13, 17: what steps return, how they are decorated, and the module inside."""
 
+import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
 from client_lib import assert_close, batch, make_net
 from transformers.modeling_outputs import SequenceClassifierOutput
-
-import smdistributed.modelparallel.torch as smp
 
 smp.init()
 smp.init({"microbatches": 8})  # warns
@@ -15,7 +14,8 @@ net = make_net()
 x, y = batch()
 with torch.no_grad():
     logits = net(x)
-    losses = [F.cross_entropy(a, b).item() for a, b in zip(logits.split(2), y.split(2))]
+    parts = zip(logits.split(2), y.split(2), strict=True)
+    losses = [F.cross_entropy(a, b).item() for a, b in parts]
 
 model = smp.DistributedModel(net)
 model.train()
@@ -37,7 +37,7 @@ def as_dict(model, batch):
 
 class Trainer:
     @smp.step
-    def forward_only(model, **inputs):
+    def forward_only(model, **inputs):  # noqa: N805 - as scripts have it in a class body
         logits = model(inputs["x"])
         return SequenceClassifierOutput(loss=F.cross_entropy(logits, inputs["y"]), logits=logits)
 
