@@ -52,6 +52,7 @@ class Session:
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
+        pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
@@ -65,6 +66,7 @@ class Session:
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
+    pending_checkpoint: Any = None
     owns_default_group: bool = True
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -235,6 +237,7 @@ def shutdown() -> None:
     Called by itself at the end of the process. Afterwards `init` may be called again.
 
     Raises:
+        CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
     """
     current()
@@ -250,9 +253,13 @@ def shutdown_if_started() -> None:
     atexit.unregister(shutdown_if_started)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
-    session.transport.close()
-    if session.lifeline is not None:
-        session.lifeline.close()
-    if session.owns_default_group and dist.is_initialized():
-        dist.destroy_process_group()
-    log.forget_warnings()
+    try:
+        if session.pending_checkpoint is not None:
+            session.pending_checkpoint.wait()
+    finally:
+        session.transport.close()
+        if session.lifeline is not None:
+            session.lifeline.close()
+        if session.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        log.forget_warnings()

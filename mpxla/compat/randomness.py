@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpxla.runtime.seeds import use_generator
-from mpxla.stage.device import seed_device
+from mpxla.stage.device import set_random_state
 
 __all__ = ["DeviceRandomness"]
 
@@ -45,7 +45,7 @@ class DeviceRandomness:
 
     def _seed(self, seed: int) -> None:
         self._generator.manual_seed(int(seed))
-        seed_device(int(seed) & 0xFFFFFFFF)
+        set_random_state(int(seed) & 0xFFFFFFFF)
 
     def _draw_seed(self) -> None:
         self._seed(torch.Generator().seed())
@@ -58,4 +58,4 @@ class DeviceRandomness:
         self._generator.set_state(state.cpu())
         follower = torch.Generator()
         follower.set_state(state.cpu())
-        seed_device(int(torch.randint(1 << 32, (1,), generator=follower).item()))
+        set_random_state(int(torch.randint(1 << 32, (1,), generator=follower).item()))

@@ -18,7 +18,7 @@ from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.state import ModelState, load_into
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.runtime.engine import StepEngine
 from mpxla.session import current
@@ -152,6 +152,11 @@ class DistributedModel(nn.Module):
         """The user's model."""
         return self.module
 
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
+        return dict(self._state.canonical_names)
+
     def partition_report(self) -> str:
         """Table of the stages: modules, parameters, shares, sizes. Extension of SMP's API.
 
@@ -161,6 +166,18 @@ class DistributedModel(nn.Module):
         if self._engine.first_cut is None:
             raise MpxlaError("the model is partitioned by the first call of a step function.")
         return format_report(self._engine.first_cut.partition)
+
+    def partition_decision(self) -> dict[str, Any]:
+        """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""
+        self._require_partition("partition_decision")
+        return self._engine.partition_decision()
+
+    def restore_partition(self, decision: Mapping[str, Any]) -> None:
+        """Makes the first step cut the model as it was when a checkpoint was saved.
+
+        Called before partitioning, on all ranks.
+        """
+        self._engine.follow_decision(decision)
 
     # --- what is local --------------------------------------------------------------------------
 
@@ -242,8 +259,8 @@ class DistributedModel(nn.Module):
             return to_host(self.module.state_dict())
         session = current()
         group = session.topology.pp_group(session.rank)
-        full = gather_full(session.objects, group, self.local_state_dict(), order)
-        return {} if gather_to_rank0 and session.rank != group[0] else full
+        gather = gather_on_first if gather_to_rank0 else gather_full
+        return gather(session.objects, group, self.local_state_dict(), order)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -312,7 +329,8 @@ class DistributedModel(nn.Module):
         if self.partitioned:
             optimizer.keep_local()
 
-    def _first_optimizer(self) -> Any:
+    def first_optimizer(self) -> Any:
+        """The `DistributedOptimizer`, or None where there is none."""
         return self._optimizers[0] if self._optimizers else None
 
     def _when_placed(self) -> None:
@@ -325,7 +343,7 @@ class DistributedModel(nn.Module):
         hooks = list(self._partition_hooks.values())
         self._partition_hooks.clear()
         for hook in hooks:
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
 
     def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a step function; called by `smp.step`."""
@@ -336,7 +354,7 @@ class DistributedModel(nn.Module):
         if is_first and current().rank == 0:
             get_logger().info("%s", self.partition_report())
         for hook in list(self._step_hooks.values()):
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
         return result
 
     @property

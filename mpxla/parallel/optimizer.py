@@ -4,14 +4,17 @@ Parameters keep their identity when the model is partitioned, so param groups, o
 LR schedulers stay as they are; what other ranks own is taken out of the groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from mpxla.errors import ConfigError, MpxlaError
+from mpxla.errors import CheckpointError, ConfigError, MpxlaError
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
+    SavedState,
+    StatePiece,
     merge_optimizer_states,
     pick_optimizer_state,
     to_host,
@@ -182,6 +185,65 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _load_local(self, full: dict[str, Any]) -> None:
         kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
+
+    # --- checkpoints: by parameter name, so that the topology may change ------------------------
+
+    def _names(self) -> dict[int, str]:
+        """Position of a parameter -> its name in the model."""
+        model = current().model
+        assert model is not None, "an optimizer is made after the model"
+        names = {id(p): name for name, p in model.module.named_parameters()}
+        return {
+            position: names.get(ident, f"parameter {position} of the optimizer")
+            for ident, position in self._positions.items()
+        }
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """State that this rank holds, by parameter name. Values are not copied."""
+        names = self._names()
+        for parameter in _parameters_of(self.optimizer):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield StatePiece(names[self._positions[id(parameter)]], key, value)
+
+    def group_settings(self) -> list[dict[str, Any]]:
+        """Settings of every param group, with the names of its parameters under "params"."""
+        names = iter(self._names().values())
+        return [
+            {**to_host({k: v for k, v in group.items() if k != "params"})}
+            | {"params": [next(names) for _ in range(size)]}
+            for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
+        ]
+
+    def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the settings (learning rates and such) of groups of the same parameters.
+
+        Raises:
+            CheckpointError: the groups hold other parameters.
+        """
+        own = self.group_settings()
+        for number, (mine, other) in enumerate(zip_longest(own, saved, fillvalue={"params": []})):
+            different = sorted(set(mine["params"]) ^ set(other["params"]))
+            if different:
+                raise CheckpointError(
+                    f"param group {number} of this optimizer and of the saved one differ in "
+                    f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
+                    f"optimizer as it was, or pass load_optimizer=False."
+                )
+        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update({k: v for k, v in other.items() if k != "params"})
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """Loads the state of this rank's parameters. After partitioning."""
+        names = self._names()
+        state: dict[int, Any] = {}
+        for parameter in _parameters_of(self.optimizer):
+            position = self._positions[id(parameter)]
+            name = names[position]
+            entry = {key: saved.whole(name, key) for key in saved.keys(name)}
+            entry.update(saved.numbers(name))
+            if entry:
+                state[position] = entry
+        self._load_local({"state": state, "param_groups": self.optimizer.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""

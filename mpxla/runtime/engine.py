@@ -257,6 +257,19 @@ class StepEngine:
         check_agreement(self._session.objects, world, model, "have another model")
         self._settle({name: (0,) for name in names})
 
+    def partition_decision(self) -> dict[str, Any]:
+        """Where parameters and buffers live, as plain data."""
+        return {"parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()}}
+
+    def follow_decision(self, decision: Mapping[str, Any]) -> None:
+        """Makes the first cut put parameters where they were; on all ranks, before the first step.
+
+        Names of another model are passed over.
+        """
+        known = {*self._state.parameters, *self._state.buffers}
+        ranks = decision["parameter_ranks"].items()
+        self._parameter_ranks = {name: tuple(held) for name, held in ranks if name in known}
+
     def _provide_missing(self, cut: CutStep) -> None:
         """Copies buffers to ranks that read them in this step and did not in earlier ones."""
         for name, ranks in sorted(cut.parameter_ranks().items()):

@@ -18,10 +18,15 @@ __all__ = [
     "flush",
     "make_ready",
     "memory_counters",
-    "seed_device",
+    "random_state",
+    "set_random_state",
     "to_device",
+    "to_host",
     "wait",
 ]
+
+
+_COMPACT = torch.contiguous_format
 
 
 def current_device() -> torch.device:
@@ -68,6 +73,26 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 
 
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
+    on_device = [t.detach() for t in tensors if t.device.type == "xla"]
+    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
+    return [
+        next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
+        for t in tensors
+    ]
+
+
+def random_state() -> int:
+    """State of the device's own random generator."""
+    return int(xm.get_rng_state())
+
+
+def set_random_state(state: int) -> None:
+    """Puts the device's random generator into an earlier state."""
+    xm.set_rng_state(state)
+
+
 def flush() -> None:
     """Starts all pending lazy computation of the process (optimizer updates)."""
     torch_xla.sync()
@@ -76,11 +101,6 @@ def flush() -> None:
 def wait() -> None:
     """Waits until the device has finished everything that was started."""
     xm.wait_device_ops()
-
-
-def seed_device(seed: int) -> None:
-    """Sets the state of the device's random numbers for operators outside step functions."""
-    xm.set_rng_state(seed)
 
 
 def memory_counters() -> dict[str, int] | None:

@@ -31,8 +31,11 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition"),
+    # Checkpoints.
+    *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
     *("MpxlaError", "ConfigError", "TopologyError", "CaptureError", "PartitionError"),
+    "CheckpointError",
     *("ScheduleError", "LoweringError", "StepError", "PeerFailure", "RankMismatch"),
     "__version__",
 }
@@ -52,6 +55,13 @@ SIGNATURES = {
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
     "set_partition": "module, index",
+    "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
+    "weights_only=True, **pickle_load_args",
+    "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
+    "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
+    "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
+    "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
+    "weights_only=True",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
