@@ -1,7 +1,8 @@
 """Random states of a process: torch, Python and NumPy on the host, and the XLA device.
 
-The seeds of a step's random operators come from a host generator on the first pipeline rank (see
-`runtime.seeds`), so these states replay a run. Values are plain data, which loads with `weights_only`.
+The seeds of a step's random operators come from a host generator on the first pipeline rank
+(`runtime.seeds`), so these states replay a run. Values are plain data, which loads with
+`weights_only`.
 """
 
 import random

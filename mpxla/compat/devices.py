@@ -68,13 +68,13 @@ class DeviceMapping(TorchFunctionMode):
         self._devices = devices
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _OWN:
-            return getattr(self, _OWN[func])(*args, **kwargs)
+        own = _OWN.get(func)
+        if own is not None:
+            return own(self, *args, **(kwargs or {}))
         if func in _TAKE_DEVICE_BY_POSITION:
             args = tuple(self._mapped(value) for value in args)
-        elif any(type(value) is torch.device for value in args):
-            args = tuple(self._mapped(v) if type(v) is torch.device else v for v in args)
+        if not kwargs:
+            return func(*args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._mapped(kwargs["device"])}
         return func(*args, **kwargs)
@@ -101,12 +101,12 @@ class DeviceMapping(TorchFunctionMode):
 
 
 _OWN = {
-    torch.device: "_make_device",
-    torch.Tensor.cuda: "_cuda",
-    torch.Tensor.pin_memory: "_pin_memory",
-    torch.Tensor.is_cuda.__get__: "_is_cuda",
+    torch.device: DeviceMapping._make_device,
+    torch.Tensor.cuda: DeviceMapping._cuda,
+    torch.Tensor.pin_memory: DeviceMapping._pin_memory,
+    torch.Tensor.is_cuda.__get__: DeviceMapping._is_cuda,
 }
-_TAKE_DEVICE_BY_POSITION = (torch.Tensor.to, torch._C._nn._parse_to)
+_TAKE_DEVICE_BY_POSITION = frozenset((torch.Tensor.to, torch._C._nn._parse_to))
 
 
 def _means_cuda(value: Any) -> bool:

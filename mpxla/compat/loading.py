@@ -10,57 +10,48 @@ import torch.utils._pytree as pytree
 
 __all__ = ["loads_onto_device"]
 
+_PRIORITY = 5
+"""Torch asks its packages for storages in this order; its own begin at 10."""
+
 
 @contextlib.contextmanager
 def loads_onto_device() -> Iterator[None]:
     """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit."""
     original = torch.load
-    torch.load = torch.serialization.load = _loading(original)
+    on_device: set[int] = set()
+
+    def restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        """Leaves a storage of the device on the host, for now; None: it is another package's."""
+        if not location.startswith(("cuda", "xla")):
+            return None
+        on_device.add(storage.data_ptr())
+        return storage
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        on_device.clear()
+        loaded = original(*args, **kwargs)
+        return pytree.tree_map(_mover(on_device), loaded) if on_device else loaded
+
+    torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)
+    torch.load = torch.serialization.load = load
     try:
         yield
     finally:
         torch.load = torch.serialization.load = original
+        registry = torch.serialization._package_registry
+        registry[:] = [entry for entry in registry if entry[2] is not restore]
 
 
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _may_name_device(map_location):
-            return load(f, map_location, *args, **kwargs)
-        on_device: set[int] = set()
+def _mover(on_device: set[int]) -> Callable[[Any], Any]:
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        if value.untyped_storage().data_ptr() not in on_device:
+            return value
+        moved = value.detach().cuda()
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(moved, requires_grad=value.requires_grad)
+        return moved.requires_grad_(value.requires_grad)
 
-        def place(storage: Any, location: str) -> Any:
-            """Keeps storages of the device on the host for now; None: as torch does."""
-            target = _target(map_location, location)
-            if not target.startswith(("cuda", "xla")):
-                return None if map_location is None else storage
-            on_device.add(storage.data_ptr())
-            return storage
-
-        loaded = load(f, place, *args, **kwargs)
-        return pytree.tree_map(lambda value: _moved(value, on_device), loaded)
-
-    return call
-
-
-def _may_name_device(map_location: Any) -> bool:
-    if map_location is None or isinstance(map_location, dict):
-        return True
-    return not callable(map_location) and str(map_location).startswith(("cuda", "xla"))
-
-
-def _target(map_location: Any, location: str) -> str:
-    if isinstance(map_location, dict):
-        return str(map_location.get(location, location))
-    return location if map_location is None else str(map_location)
-
-
-def _moved(value: Any, on_device: set[int]) -> Any:
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-        return value
-    if value.untyped_storage().data_ptr() not in on_device:
-        return value
-    moved = value.detach().cuda()
-    if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(moved, requires_grad=value.requires_grad)
-    return moved.requires_grad_(value.requires_grad)
+    return move
