@@ -20,7 +20,7 @@ from mpxla.stage.device import current_device, flush, wait
 
 __all__ = ["cuda_names"]
 
-_SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all"))
+_SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork"))
 """Libraries read them too: `torch.manual_seed` seeds all devices by them."""
 
 

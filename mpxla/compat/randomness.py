@@ -41,6 +41,8 @@ class DeviceRandomness:
             "get_rng_state_all": lambda: [self._state()],
             "set_rng_state": self._set_state,
             "set_rng_state_all": lambda states: self._set_state(states[0]),
+            # torch.manual_seed asks it, and passes CUDA over in some forked processes.
+            "_is_in_bad_fork": lambda: False,
         }
 
     def _seed(self, seed: int) -> None:
