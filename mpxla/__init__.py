@@ -31,6 +31,7 @@ _SOURCES = {
         "TopologyError",
     ),
     "mpxla.parallel.model": ("DistributedModel",),
+    "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
     "mpxla.runtime.outputs": ("StepOutput",),
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from mpxla.checkpoint.single import load as load
     from mpxla.checkpoint.single import save as save
     from mpxla.parallel.model import DistributedModel as DistributedModel
+    from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition

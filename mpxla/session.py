@@ -22,10 +22,15 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
-from mpxla.stage.device import current_device
+from mpxla.schedule.choice import placement_of
+from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -112,6 +117,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: unknown keys or refused values; all problems at once.
+        ScheduleError: the text in `schedule` cannot run.
         TopologyError: the number of processes does not fit the degrees.
         RankMismatch: ranks were started with different configurations.
     """
@@ -124,6 +130,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     log.set_level(env.log_level)
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
+    placement_of(resolved)  # refuses a schedule that cannot run
     topology = Topology(
         env.world_size,
         resolved.pipeline_parallel_degree,
@@ -175,12 +182,14 @@ def _connect(
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
+        objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
         lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline)
-    objects = Objects(transport)
-    _check_configs(config, env, objects)
+        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
+        objects = Objects(host)
+        _check_configs(config, env, objects)
+        transport = _open_transport(config, host, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -190,6 +199,20 @@ def _connect(
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _open_transport(
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+) -> Transport:
+    """What carries tensors: the host transport itself, or programs beside it."""
+    on_device = config.transport != "host" and is_device_world(host.world_size)
+    if config.transport != "xla" and not on_device:
+        return host
+    if on_device:
+        runner: Runner = DeviceRunner(host.rank, host.world_size)
+    else:
+        runner = CpuRunner(host, lifeline.address)
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
 def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:

@@ -16,7 +16,7 @@ from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import cuda_name
 from mpxla.compat.randomness import DeviceRandomness
 from mpxla.compat.views import View, show
-from mpxla.stage.device import current_device, flush, wait
+from mpxla.stage.device import flush, wait
 
 __all__ = ["cuda_names"]
 
@@ -62,8 +62,7 @@ def _functions(devices: DeviceMap) -> dict[str, Any]:
         return SimpleNamespace(name=device_name(index), total_memory=total_bytes())
 
     def device_name(index: Any = None) -> str:
-        devices.check(index)
-        return f"XLA device {current_device()}"
+        return f"XLA device {devices.find(index)}"
 
     return {
         "is_available": lambda: True,

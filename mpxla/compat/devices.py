@@ -28,6 +28,7 @@ class DeviceMap:
     def __init__(self, local_rank: int, local_size: int):
         self.local_rank = local_rank
         self.local_size = local_size
+        self._device: torch.device | None = None
 
     def find(self, value: Any) -> torch.device:
         """The XLA device for an index, `"cuda"`, `"cuda:1"`, a CUDA device or None.
@@ -36,7 +37,9 @@ class DeviceMap:
             CompatError: there is no such index on this host.
         """
         self.check(value)
-        return current_device()
+        if self._device is None:  # not before it is used: scripts may start processes first
+            self._device = current_device()
+        return self._device
 
     def check(self, value: Any) -> None:
         """Raises `CompatError` if the host has no device of this index."""

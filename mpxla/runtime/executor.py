@@ -19,17 +19,30 @@ from mpxla.schedule.action import Action, Op
 from mpxla.stage.compile import Executable
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
+from mpxla.stage.split_backward import SplitBackward
 
 __all__ = ["CompiledStage", "Executor", "StageLink", "StepRun"]
 
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """A stage that this rank runs: its lowering and its one or two executables."""
+    """A stage that this rank runs: its lowering and its executables.
+
+    A backward is one program, or two if the schedule splits it.
+    """
 
     lowered: LoweredStage
     forward: Executable
     backward: Executable | None
+    split: SplitBackward | None = None
+    input_part: Executable | None = None
+    weight_part: Executable | None = None
+
+    @property
+    def programs(self) -> tuple[Executable, ...]:
+        """All executables."""
+        found = (self.forward, self.backward, self.input_part, self.weight_part)
+        return tuple(program for program in found if program is not None)
 
 
 class StageLink(Protocol):
@@ -105,6 +118,8 @@ class Executor:
         self._handlers: dict[Op, Callable[[Action, StepRun], None]] = {
             Op.FORWARD: self._run_forward,
             Op.BACKWARD: self._run_backward,
+            Op.INPUT_GRADIENT: self._run_input_gradient,
+            Op.WEIGHT_GRADIENT: self._run_weight_gradient,
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
@@ -121,7 +136,7 @@ class Executor:
         self._held = {}
         for action in actions:
             with _blame(action):
-                if action.op in (Op.FORWARD, Op.BACKWARD):
+                if action.op.is_compute:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
@@ -144,7 +159,7 @@ class Executor:
                 arguments.append(step.values.take(port.name, spec.index, microbatch))
         outputs = stage.forward(arguments, step.seeds.get((spec.index, microbatch)))
         self._deliver_outputs(stage, microbatch, outputs, step)
-        if stage.backward is not None:
+        if stage.lowered.backward is not None:
             saved_outputs = outputs[len(outputs) - stage.lowered.num_saved :]
             saved = [
                 arguments[s.argument] if s.output is None else saved_outputs[s.output]
@@ -173,20 +188,47 @@ class Executor:
         stage, microbatch = self._stages[action.stage], action.microbatch
         if stage.backward is None:
             return
-        spec, lowered = stage.lowered.spec, stage.lowered
-        accumulators = step.accumulators.get(spec.index)
-        if accumulators is None:
-            first = lowered.backward_inputs[: lowered.num_accumulators]
-            accumulators = [step.zeros(s) for s in first]
-        grads = [
-            step.values.take(_grad_name(spec.outputs[port].name, source), spec.index, microbatch)
-            for port, source in lowered.grad_ports
-        ]
-        saved = step.values.restore(spec.index, microbatch)
-        outputs = stage.backward([*accumulators, *saved, *grads, step.objective_seed])
-        step.accumulators[spec.index] = outputs[: lowered.num_accumulators]
+        lowered = stage.lowered
+        arguments = _backward_arguments(stage, microbatch, step)
+        outputs = stage.backward([*_accumulators(stage, step), *arguments])
+        step.accumulators[action.stage] = outputs[: lowered.num_accumulators]
+        self._deliver_gradients(stage, microbatch, outputs[lowered.num_accumulators :], step)
+
+    def _run_input_gradient(self, action: Action, step: StepRun) -> None:
+        """Runs the first part; what the second one reads takes the place of the saved values."""
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        split = stage.split
+        if split is None:
+            return
+        arguments = _backward_arguments(stage, microbatch, step)
+        crossing: list[torch.Tensor] = []
+        if stage.input_part is not None:
+            outputs = stage.input_part([arguments[i] for i in split.input_part.arguments])
+            crossing = outputs[split.num_input_grads :]
+            self._deliver_gradients(stage, microbatch, outputs[: split.num_input_grads], step)
+        kept = [arguments[i] for i in split.weight_part.arguments] if split.weight_part else []
+        step.values.save(action.stage, microbatch, [*kept, *crossing])
+
+    def _run_weight_gradient(self, action: Action, step: StepRun) -> None:
+        stage = self._stages[action.stage]
+        if stage.split is None:
+            return
+        kept = step.values.restore(action.stage, action.microbatch)
+        if stage.weight_part is not None:
+            step.accumulators[action.stage] = stage.weight_part(
+                [*_accumulators(stage, step), *kept]
+            )
+
+    def _deliver_gradients(
+        self,
+        stage: CompiledStage,
+        microbatch: int,
+        grads: Sequence[torch.Tensor],
+        step: StepRun,
+    ) -> None:
+        spec = stage.lowered.spec
         ports = [port for port in spec.inputs if port.has_grad]
-        for port, grad in zip(ports, outputs[lowered.num_accumulators :], strict=True):
+        for port, grad in zip(ports, grads, strict=True):
             name = _grad_name(port.name, spec.index)
             if port.source in self._stages:
                 step.values.put(name, port.source, microbatch, grad)
@@ -225,6 +267,28 @@ class Executor:
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         self._on_reduce(action.stage, step)
+
+
+def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
+    """Gradients of the stage so far; zeros before its first backward."""
+    lowered = stage.lowered
+    found = step.accumulators.get(lowered.spec.index)
+    if found is None:
+        found = [step.zeros(s) for s in lowered.backward_inputs[: lowered.num_accumulators]]
+    return found
+
+
+def _backward_arguments(
+    stage: CompiledStage, microbatch: int, step: StepRun
+) -> list[torch.Tensor | None]:
+    """Arguments of the backward after the accumulators: saved, gradients of outputs, seed."""
+    spec = stage.lowered.spec
+    grads = [
+        step.values.take(_grad_name(spec.outputs[port].name, source), spec.index, microbatch)
+        for port, source in stage.lowered.grad_ports
+    ]
+    saved = step.values.restore(spec.index, microbatch)
+    return [*saved, *grads, step.objective_seed]
 
 
 def _grad_name(value: str, stage: int) -> str:

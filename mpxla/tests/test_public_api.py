@@ -30,7 +30,7 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition"),
+    *("partition", "set_partition", "clip_grad_norm_"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -54,6 +54,7 @@ SIGNATURES = {
     "mp_barrier": "",
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
+    "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
     "weights_only=True, **pickle_load_args",
@@ -96,7 +97,7 @@ METHODS = {
         "zero_grad": "set_to_none=True",
         "state_dict": "",
         "load_state_dict": "state_dict",
-        "local_state_dict": "",
+        "local_state_dict": "gather_if_shard=True",
         "orig_state_dict": "",
         "add_param_group": "param_group",
     },
@@ -120,7 +121,8 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "stall_timeout_s"),
+    *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("virtual_pipeline_degree", "schedule"),
 }
 
 
