@@ -11,6 +11,7 @@ import time
 import smdistributed.modelparallel.torch as smp
 import torch
 import torch.distributed as dist
+
 from gpt_options import make_model, make_parser, make_scheduler, param_groups
 from text_data import Dummies, JsonLines, make_loader
 

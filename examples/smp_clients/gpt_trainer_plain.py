@@ -6,6 +6,7 @@ The plain single-process trainer whose losses `gpt_trainer.py` reaches.
 import itertools
 
 import torch
+
 from gpt_options import make_model, make_parser, make_scheduler, param_groups
 from text_data import JsonLines, make_loader
 

@@ -11,9 +11,9 @@ import os
 import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
-from image_classifier_plain import Net
 
 from digits_data import make_loaders
+from image_classifier_plain import Net
 
 
 def get_arguments():

@@ -10,9 +10,10 @@ import os
 
 import smdistributed.modelparallel.torch as smp
 import torch
+from transformers import get_scheduler, set_seed
+
 from sentence_classifier_plain import make_model, make_parser
 from sentence_data import make_loader
-from transformers import get_scheduler, set_seed
 
 
 def get_arguments():

@@ -7,8 +7,9 @@ import argparse
 import itertools
 
 import torch
-from sentence_data import LENGTH, VOCABULARY_SIZE, make_loader
 from transformers import BertConfig, BertForSequenceClassification, get_scheduler
+
+from sentence_data import LENGTH, VOCABULARY_SIZE, make_loader
 
 
 def make_parser(description):
