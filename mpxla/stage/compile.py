@@ -154,15 +154,15 @@ def compile_graph(
             index_of[id(value)] = len(roots)
             roots.append(value)
         results.append(index_of[id(value)])
-    if len(roots) == is_ordered:  # nothing but the ticket
-        return Executable(name, b"", (), results, len(inputs), "")
+    if is_ordered:
+        results.pop()
+    if len(roots) == is_ordered:  # nothing to compute but the ticket
+        return Executable(name, b"", (), results, len(inputs) - is_ordered, "")
     sources = _program_inputs(roots, argument_of_id)
     text = _xla._get_xla_tensors_hlo(roots) if keep_text else ""
     graph_hash = _xla._get_graph_hash(roots)
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
-    if is_ordered:
-        results.pop()
     return Executable(
         name, graph_hash, sources, results, len(inputs) - is_ordered, text, is_ordered
     )

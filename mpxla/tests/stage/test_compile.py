@@ -129,6 +129,22 @@ def test_operator_without_lowering_is_named_with_its_module():
     assert "Replace them in the model" in text
 
 
+class PassOn(nn.Module):
+    def forward(self, a, b):
+        return [b, a]
+
+
+def run_nothing():
+    program = compiled(PassOn(), (2,), (3,))
+    arguments = on_device(torch.ones(2), torch.zeros(3))
+    results = program(arguments)
+    return program.num_buffers, [r is a for r, a in zip(results, arguments[::-1], strict=True)]
+
+
+def test_program_without_computation_hands_its_arguments_on():
+    assert run_ranks(run_nothing, 1) == [(0, [True, True])]
+
+
 def run_in_order():
     from mpxla.stage.compile import Executable
 
