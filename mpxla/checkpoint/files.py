@@ -131,21 +131,22 @@ def serialize(value: Any, what: str, **options: Any) -> bytes:
     return data
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, writer: str = "") -> None:
     """Gives a file this content, in one step: a reader sees the old one or the new one."""
-    replace_files({path: lambda file: file.write(data)})
+    replace_files({path: lambda file: file.write(data)}, writer)
 
 
-def replace_files(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
+def replace_files(contents: Mapping[Path, Callable[[Any], Any]], writer: str = "") -> None:
     """As `replace_file`; first all new files are on the disk, then they take their names.
 
     Args:
         contents: by file of one folder: writes the content to the file object that it gets.
+        writer: tells apart processes that write the same file at the same time.
 
     Raises:
         OSError: naming the file; the old ones are as they were.
     """
-    temporary = {path: path.with_name(f".{path.name}.writing") for path in contents}
+    temporary = {path: path.with_name(f".{writer}{path.name}.writing") for path in contents}
     try:
         for path, write in contents.items():
             with contextlib.suppress(FileNotFoundError):

@@ -167,6 +167,23 @@ class DistributedModel(nn.Module):
                 "decorated with @smp.step that computes the loss."
             )
 
+    def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
+        """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            warn_once(
+                "model.to",
+                "model.to(device) is ignored: the first step places every parameter on its rank's "
+                "device.",
+            )
+        if dtype is None and memory_format is None:
+            return self
+        return super().to(dtype=dtype, memory_format=memory_format)
+
+    def cuda(self, device: Any = None) -> "DistributedModel":  # type: ignore[override]
+        """As `to(device)`."""
+        return self.to(torch.device("cuda") if device is None else device)
+
     @property
     def partitioned(self) -> bool:
         """Whether the parameters are on their ranks."""

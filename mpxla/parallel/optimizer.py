@@ -28,6 +28,13 @@ from mpxla.stage.device import make_ready
 __all__ = ["DistributedOptimizer"]
 
 
+_MISSING = {
+    **dict.fromkeys(("clip_master_grads", "overflow", "loss_scale"), "fp16 training"),
+    "_global_grad_norm": "sharded data parallelism",
+}
+"""Attribute of SMP's wrapper -> the missing feature that it belongs to."""
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim` optimizer for a distributed model.
 
@@ -87,6 +94,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _MISSING:
+            raise AttributeError(
+                f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
+            )
         return getattr(self.optimizer, name)
 
     @property

@@ -23,6 +23,7 @@ from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.plan import CutStep, StepPlan, compile_stages, cut_step, schedule_step
 from mpxla.runtime.reduction import Reducer
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.seeds import draw_seed
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -146,8 +147,8 @@ class StepEngine:
         return signature, [], objects, rest[1] if kind == "known" else 0
 
     def _draw_seed(self, plan: StepPlan) -> int:
-        """A seed from torch's host generator, so that `torch.manual_seed` replays a run."""
-        return int(torch.randint(1 << 62, (1,)).item()) if plan.is_random else 0
+        """A seed for the random operators of one call; 0 where there are none."""
+        return draw_seed() if plan.is_random else 0
 
     def _agree_on_seed(self, plan: StepPlan) -> int:
         if not plan.is_random:

@@ -21,6 +21,7 @@ __all__ = [
     "has_doubles",
     "host_view",
     "make_ready",
+    "memory_counters",
     "random_state",
     "set_random_state",
     "to_device",
@@ -125,6 +126,17 @@ def flush() -> None:
 def wait() -> None:
     """Waits until the device has finished everything that was started."""
     xm.wait_device_ops()
+
+
+def memory_counters() -> dict[str, int] | None:
+    """What the device's runtime counts, in bytes: `bytes_used`, `bytes_limit` and perhaps more.
+
+    None where it counts nothing: XLA's CPU client lives on the memory of its process.
+    """
+    device = torch_xla.device()
+    if xm.xla_device_hw(device) == "CPU":
+        return None
+    return dict(xm.get_memory_info(str(device)))
 
 
 def _has_sound_products() -> bool:

@@ -28,6 +28,7 @@ LAYERS = (
     ("runtime",),
     ("parallel", "nn", "checkpoint"),
     ("api",),
+    ("compat",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
     ("__init__", "cli"),
 )
