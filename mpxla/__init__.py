@@ -30,6 +30,7 @@ _SOURCES = {
         "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
         "TopologyError",
     ),
+    "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
     "mpxla.parallel.model": ("DistributedModel",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from mpxla.checkpoint.save import save_checkpoint as save_checkpoint
     from mpxla.checkpoint.single import load as load
     from mpxla.checkpoint.single import save as save
+    from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
+    from mpxla.parallel.creation import model_creation as model_creation
     from mpxla.parallel.model import DistributedModel as DistributedModel
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition

@@ -18,7 +18,6 @@ MISSING_FEATURES = {
     "bf16": "bf16 training",
     "shard_optimizer_state": "optimizer state sharding",
     "offload_activations": "activation offloading",
-    "delayed_parameter_initialization": "delayed parameter initialization",
     "sharded_data_parallel_degree": "sharded data parallelism",
     "load_partition": "loading a partition decision",
     "partition_file": "saving a partition decision",

@@ -30,7 +30,7 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition"),
+    *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -55,6 +55,8 @@ SIGNATURES = {
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
     "set_partition": "module, index",
+    "delay_param_initialization": "enabled=True",
+    "model_creation": "tensor_parallelism=False, dtype=None, **tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
     "weights_only=True, **pickle_load_args",
     "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
