@@ -231,7 +231,7 @@ class StepEngine:
         objects, world = self._session.objects, self._session.topology.world_group()
         model = [f"the first step function is {function}", *self._state.description()]
         check_agreement(objects, world, model, "have another model or script")
-        ranks = _with_unused(cut, self._state)
+        ranks = _with_unused(cut, self._state, self._parameter_ranks)
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
@@ -239,7 +239,7 @@ class StepEngine:
 
     def _place(self, cut: CutStep) -> None:
         """Moves parameters to their ranks; values are those of the first replica."""
-        self._settle(_with_unused(cut, self._state))
+        self._settle(_with_unused(cut, self._state, self._parameter_ranks))
 
     def _settle(self, parameter_ranks: dict[str, tuple[int, ...]]) -> None:
         self._parameter_ranks = parameter_ranks
@@ -389,16 +389,18 @@ def _announced(error: MpxlaError) -> MpxlaError:
     return kind(*error.args)
 
 
-def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:
+def _with_unused(
+    cut: CutStep, state: ModelState, restored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Ranks of all parameters and buffers.
 
-    What this step does not read lives with the rest of its module (an evaluation step reads batch
-    norm's statistics and not its counter), or on rank 0.
+    What this step does not read lives where a checkpoint says it did, or with the rest of its
+    module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
     """
     ranks = cut.parameter_ranks()
     of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
     return {
-        name: ranks.get(name) or of_module.get(name.rpartition(".")[0], (0,))
+        name: ranks.get(name) or restored.get(name) or of_module.get(name.rpartition(".")[0], (0,))
         for name in (*state.parameters, *state.buffers)
     }
 

@@ -102,7 +102,7 @@ def check(folder, kills, seed, epochs):
 
 
 def test_a_killed_run_ends_with_the_same_losses(tmp_path):
-    check(tmp_path / "run", kills=1, seed=3, epochs=6)
+    check(tmp_path / "run", kills=1, seed=3, epochs=3)
 
 
 @pytest.mark.slow
