@@ -27,6 +27,7 @@ from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState, load_into
 from mpxla.session import current
+from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
@@ -85,6 +86,7 @@ class DistributedModel(nn.Module):
                 "DistributedModel(gradient_as_bucket_view=True) has no effect: gradients are "
                 "results of the stages' programs, each with memory of its own.",
             )
+        delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__()
         self.module = module
         self._state = ModelState(module)
@@ -296,13 +298,19 @@ class DistributedModel(nn.Module):
         """
         if args or kwargs:
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        order = list(self.module.state_dict())
+        own = self.module.state_dict()
         if not self.partitioned:
-            return to_host(self.module.state_dict())
+            delayed = [name for name, value in own.items() if is_delayed(value)]
+            if delayed:
+                raise MpxlaError(
+                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
+                    f"values yet (smp.delay_param_initialization); call it after the first step."
+                )
+            return to_host(own)
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), order)
+        return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -327,7 +335,12 @@ class DistributedModel(nn.Module):
             values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
         elif PARTIAL_KEY in state_dict:
             strict = False
-        result = load_into(self.module, values, strict)
+        try:
+            result = load_into(self.module, values, strict)
+        finally:
+            accept_changes()
+        if not self.partitioned and any(is_delayed(p) for p in self.module.parameters()):
+            self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         flush()
         return result
 
