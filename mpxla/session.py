@@ -22,10 +22,16 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
-from mpxla.stage.device import current_device
+from mpxla.schedule.choice import placement_of
+from mpxla.stage.delayed import delay_all_models
+from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -52,6 +58,7 @@ class Session:
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
+        pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
@@ -65,6 +72,7 @@ class Session:
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
+    pending_checkpoint: Any = None
     owns_default_group: bool = True
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -110,6 +118,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: unknown keys or refused values; all problems at once.
+        ScheduleError: the text in `schedule` cannot run.
         TopologyError: the number of processes does not fit the degrees.
         RankMismatch: ranks were started with different configurations.
     """
@@ -122,6 +131,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     log.set_level(env.log_level)
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
+    placement_of(resolved)  # refuses a schedule that cannot run
     topology = Topology(
         env.world_size,
         resolved.pipeline_parallel_degree,
@@ -134,6 +144,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     if owns_group:
         _start_process_group(env)
     _session = _connect(resolved, env, topology, device, owns_group)
+    delay_all_models(resolved.delayed_parameter_initialization)
     sys.excepthook = _reporting(sys.excepthook)
     _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(shutdown_if_started)
@@ -144,8 +155,9 @@ def _start_process_group(env: LaunchEnv) -> None:
     if env.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        # A store keeps the keys of an earlier session; all ranks count alike.
-        name = f"mpxla_session_{next(_session_numbers)}"
+        # A store keeps the keys of an earlier session, and torchrun's those of processes that it
+        # has restarted; all ranks count alike.
+        name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
         store = dist.PrefixStore(name, _launch_store(env))
     dist.init_process_group(
         "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
@@ -173,12 +185,14 @@ def _connect(
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
+        objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
         lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline)
-    objects = Objects(transport)
-    _check_configs(config, env, objects)
+        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
+        objects = Objects(host)
+        _check_configs(config, env, objects)
+        transport = _open_transport(config, host, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -188,6 +202,20 @@ def _connect(
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _open_transport(
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+) -> Transport:
+    """What carries tensors: the host transport itself, or programs beside it."""
+    on_device = config.transport != "host" and is_device_world(host.world_size)
+    if config.transport != "xla" and not on_device:
+        return host
+    if on_device:
+        runner: Runner = DeviceRunner(host.rank, host.world_size)
+    else:
+        runner = CpuRunner(host, lifeline.address)
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
 def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
@@ -236,6 +264,7 @@ def shutdown() -> None:
     wait for each other here.
 
     Raises:
+        CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
         RankMismatch: replicas had different numbers of training steps.
     """
@@ -250,9 +279,12 @@ def shutdown_if_started() -> None:
     if session is None:
         return
     atexit.unregister(shutdown_if_started)
+    delay_all_models(False)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
     try:
+        if session.pending_checkpoint is not None:
+            session.pending_checkpoint.wait()
         if session.model is not None:
             session.model.end_training()
     except MpxlaError as error:

@@ -20,13 +20,14 @@ from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState, load_into
 from mpxla.session import current
+from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
@@ -85,6 +86,7 @@ class DistributedModel(nn.Module):
                 "DistributedModel(gradient_as_bucket_view=True) has no effect: gradients are "
                 "results of the stages' programs, each with memory of its own.",
             )
+        delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__()
         self.module = module
         self._state = ModelState(module)
@@ -167,6 +169,23 @@ class DistributedModel(nn.Module):
                 "decorated with @smp.step that computes the loss."
             )
 
+    def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
+        """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            warn_once(
+                "model.to",
+                "model.to(device) is ignored: the first step places every parameter on its rank's "
+                "device.",
+            )
+        if dtype is None and memory_format is None:
+            return self
+        return super().to(dtype=dtype, memory_format=memory_format)
+
+    def cuda(self, device: Any = None) -> "DistributedModel":  # type: ignore[override]
+        """As `to(device)`."""
+        return self.to(torch.device("cuda") if device is None else device)
+
     @property
     def partitioned(self) -> bool:
         """Whether the parameters are on their ranks."""
@@ -176,15 +195,33 @@ class DistributedModel(nn.Module):
         """The user's model."""
         return self.module
 
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
+        return dict(self._state.canonical_names)
+
     def partition_report(self) -> str:
-        """Table of the stages: modules, parameters, shares, sizes. Extension of SMP's API.
+        """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
 
         Raises:
             MpxlaError: no step has run yet.
         """
         if self._engine.first_cut is None:
             raise MpxlaError("the model is partitioned by the first call of a step function.")
-        return format_report(self._engine.first_cut.partition)
+        cut = self._engine.first_cut
+        return format_report(cut.partition, flops=cut.problem.total_flops)
+
+    def partition_decision(self) -> dict[str, Any]:
+        """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""
+        self._require_partition("partition_decision")
+        return self._engine.partition_decision()
+
+    def restore_partition(self, decision: Mapping[str, Any]) -> None:
+        """Makes the first step cut the model as it was when a checkpoint was saved.
+
+        Called before partitioning, on all ranks.
+        """
+        self._engine.follow_decision(decision)
 
     # --- what is local --------------------------------------------------------------------------
 
@@ -261,13 +298,19 @@ class DistributedModel(nn.Module):
         """
         if args or kwargs:
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        order = list(self.module.state_dict())
+        own = self.module.state_dict()
         if not self.partitioned:
-            return to_host(self.module.state_dict())
+            delayed = [name for name, value in own.items() if is_delayed(value)]
+            if delayed:
+                raise MpxlaError(
+                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
+                    f"values yet (smp.delay_param_initialization); call it after the first step."
+                )
+            return to_host(own)
         session = current()
         group = session.topology.pp_group(session.rank)
-        full = gather_full(session.objects, group, self.local_state_dict(), order)
-        return {} if gather_to_rank0 and session.rank != group[0] else full
+        gather = gather_on_first if gather_to_rank0 else gather_full
+        return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -292,7 +335,12 @@ class DistributedModel(nn.Module):
             values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
         elif PARTIAL_KEY in state_dict:
             strict = False
-        result = load_into(self.module, values, strict)
+        try:
+            result = load_into(self.module, values, strict)
+        finally:
+            accept_changes()
+        if not self.partitioned and any(is_delayed(p) for p in self.module.parameters()):
+            self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         flush()
         return result
 
@@ -342,7 +390,8 @@ class DistributedModel(nn.Module):
         if self.partitioned:
             optimizer.keep_local()
 
-    def _first_optimizer(self) -> Any:
+    def first_optimizer(self) -> Any:
+        """The `DistributedOptimizer`, or None where there is none."""
         return self._optimizers[0] if self._optimizers else None
 
     def _when_placed(self) -> None:
@@ -355,7 +404,7 @@ class DistributedModel(nn.Module):
         hooks = list(self._partition_hooks.values())
         self._partition_hooks.clear()
         for hook in hooks:
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
 
     def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a step function; called by `smp.step`."""
@@ -366,7 +415,7 @@ class DistributedModel(nn.Module):
         if is_first and current().rank == 0:
             get_logger().info("%s", self.partition_report())
         for hook in list(self._step_hooks.values()):
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
         return result
 
     @property

@@ -4,24 +4,35 @@ Parameters keep their identity when the model is partitioned, so param groups, o
 LR schedulers stay as they are; what other ranks own is taken out of the groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from mpxla.errors import ConfigError, MpxlaError
+from mpxla.errors import CheckpointError, ConfigError, MpxlaError
 from mpxla.parallel.elementwise import check_elementwise
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
+    SavedState,
+    StatePiece,
     merge_optimizer_states,
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
 from mpxla.stage.device import make_ready
 
 __all__ = ["DistributedOptimizer"]
+
+
+_MISSING = {
+    **dict.fromkeys(("clip_master_grads", "overflow", "loss_scale"), "fp16 training"),
+    "_global_grad_norm": "sharded data parallelism",
+}
+"""Attribute of SMP's wrapper -> the missing feature that it belongs to."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -71,6 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_elementwise(optimizer)
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
+        self._update = CompiledUpdate(optimizer)
         self._deferred: dict[str, Any] | None = None
         self._pieces: OptimizerPieces | None = None
         self._positions = {
@@ -82,6 +94,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _MISSING:
+            raise AttributeError(
+                f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
+            )
         return getattr(self.optimizer, name)
 
     @property
@@ -117,8 +133,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._pieces is not None:
             self._pieces.refresh()
         if any(group["params"] for group in self.optimizer.param_groups):
-            self.optimizer.step()
-            make_ready(self._updated())
+            self._update.step()
+            if not self._update.was_compiled:
+                make_ready(self._updated())
         if self._pieces is not None:
             self._pieces.publish()
         return None
@@ -228,6 +245,65 @@ class DistributedOptimizer(torch.optim.Optimizer):
             full = self._pieces.cut(full)
         kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
+
+    # --- checkpoints: by parameter name, so that the topology may change ------------------------
+
+    def _names(self) -> dict[int, str]:
+        """Position of a parameter -> its name in the model."""
+        model = current().model
+        assert model is not None, "an optimizer is made after the model"
+        names = {id(p): name for name, p in model.module.named_parameters()}
+        return {
+            position: names.get(ident, f"parameter {position} of the optimizer")
+            for ident, position in self._positions.items()
+        }
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """State that this rank holds, by parameter name. Values are not copied."""
+        names = self._names()
+        for parameter in _parameters_of(self.optimizer):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield StatePiece(names[self._positions[id(parameter)]], key, value)
+
+    def group_settings(self) -> list[dict[str, Any]]:
+        """Settings of every param group, with the names of its parameters under "params"."""
+        names = iter(self._names().values())
+        return [
+            {**to_host({k: v for k, v in group.items() if k != "params"})}
+            | {"params": [next(names) for _ in range(size)]}
+            for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
+        ]
+
+    def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the settings (learning rates and such) of groups of the same parameters.
+
+        Raises:
+            CheckpointError: the groups hold other parameters.
+        """
+        own = self.group_settings()
+        for number, (mine, other) in enumerate(zip_longest(own, saved, fillvalue={"params": []})):
+            different = sorted(set(mine["params"]) ^ set(other["params"]))
+            if different:
+                raise CheckpointError(
+                    f"param group {number} of this optimizer and of the saved one differ in "
+                    f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
+                    f"optimizer as it was, or pass load_optimizer=False."
+                )
+        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update({k: v for k, v in other.items() if k != "params"})
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """Loads the state of this rank's parameters. After partitioning."""
+        names = self._names()
+        state: dict[int, Any] = {}
+        for parameter in _parameters_of(self.optimizer):
+            position = self._positions[id(parameter)]
+            name = names[position]
+            entry = {key: saved.whole(name, key) for key in saved.keys(name)}
+            entry.update(saved.numbers(name))
+            if entry:
+                state[position] = entry
+        self._load_local({"state": state, "param_groups": self.optimizer.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""

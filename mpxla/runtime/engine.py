@@ -23,6 +23,7 @@ from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.plan import CutStep, StepPlan, compile_stages, cut_step, schedule_step
 from mpxla.runtime.reduction import Reducer
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.seeds import draw_seed
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -146,8 +147,8 @@ class StepEngine:
         return signature, [], objects, rest[1] if kind == "known" else 0
 
     def _draw_seed(self, plan: StepPlan) -> int:
-        """A seed from torch's host generator, so that `torch.manual_seed` replays a run."""
-        return int(torch.randint(1 << 62, (1,)).item()) if plan.is_random else 0
+        """A seed for the random operators of one call; 0 where there are none."""
+        return draw_seed() if plan.is_random else 0
 
     def _agree_on_seed(self, plan: StepPlan) -> int:
         if not plan.is_random:
@@ -171,14 +172,16 @@ class StepEngine:
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
         if not self._state.is_placed:
-            self._settle(_with_unused(cut, self._state))
+            self._settle(_with_unused(cut, self._state, self._parameter_ranks))
         if self.first_cut is None:
             self.first_cut = cut
         self._provide_missing(cut)
         self._note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config, count)
-        plan = compile_stages(cut, schedule, self._pp_rank, device)
+        is_for_speed = self._session.config.optimize == "speed"
+        plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
+        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
         runner = PlanRunner(plan, self._state, self._link, self._pp_rank, device, reduction, scale)
@@ -189,7 +192,7 @@ class StepEngine:
             signature.function.rpartition(".")[2],
             time.perf_counter() - started,
             reason,
-            sum(1 + (p.backward is not None) for p in plan.programs.values()),
+            sum(len(p.programs) for p in plan.programs.values()),
         )
         return runner
 
@@ -237,7 +240,7 @@ class StepEngine:
         objects, world = self._session.objects, self._session.topology.world_group()
         model = [f"the first step function is {function}", *self._state.description()]
         check_agreement(objects, world, model, "have another model or script")
-        ranks = _with_unused(cut, self._state)
+        ranks = _with_unused(cut, self._state, self._parameter_ranks)
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
@@ -257,6 +260,19 @@ class StepEngine:
         model = self._state.description()
         check_agreement(self._session.objects, world, model, "have another model")
         self._settle({name: (0,) for name in names})
+
+    def partition_decision(self) -> dict[str, Any]:
+        """Where parameters and buffers live, as plain data."""
+        return {"parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()}}
+
+    def follow_decision(self, decision: Mapping[str, Any]) -> None:
+        """Makes the first cut put parameters where they were; on all ranks, before the first step.
+
+        Names of another model are passed over.
+        """
+        known = {*self._state.parameters, *self._state.buffers}
+        ranks = decision["parameter_ranks"].items()
+        self._parameter_ranks = {name: tuple(held) for name, held in ranks if name in known}
 
     def _provide_missing(self, cut: CutStep) -> None:
         """Copies buffers to ranks that read them in this step and did not in earlier ones."""
@@ -298,15 +314,17 @@ def _announced(error: MpxlaError) -> MpxlaError:
     return kind(*error.args)
 
 
-def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:
+def _with_unused(
+    cut: CutStep, state: ModelState, restored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Ranks of all parameters and buffers.
 
-    What this step does not read lives with the rest of its module (an evaluation step reads batch
-    norm's statistics and not its counter), or on rank 0.
+    What this step does not read lives where a checkpoint says it did, or with the rest of its
+    module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
     """
     ranks = cut.parameter_ranks()
     of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
     return {
-        name: ranks.get(name) or of_module.get(name.rpartition(".")[0], (0,))
+        name: ranks.get(name) or restored.get(name) or of_module.get(name.rpartition(".")[0], (0,))
         for name in (*state.parameters, *state.buffers)
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.transport import Use
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec, Transfer
 
@@ -32,6 +33,16 @@ class PipelineLink:
     def set_placement(self, placement: tuple[int, ...]) -> None:
         """Tells which pipeline rank runs each stage of the step that runs next."""
         self._placement = placement
+
+    def prepare(self, transfers: Sequence[Transfer], placement: Sequence[int]) -> None:
+        """Readies the messages of a step. Every rank of the pipeline calls it, before the step."""
+        uses: list[Use] = []
+        for transfer in transfers:
+            ends = placement[transfer.source], placement[transfer.target]
+            if ends[0] != ends[1]:
+                ranks = tuple(self._group[pp_rank] for pp_rank in ends)
+                uses.append(Use("message", ranks, transfer.specs))
+        self._transport.prepare(uses, self._group)
 
     def send(self, tensors: Sequence[torch.Tensor], transfer: Transfer, channel: str) -> None:
         """Starts sending one stage's message to another; returns at once."""

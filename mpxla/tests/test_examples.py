@@ -240,6 +240,19 @@ def test_log_reports_epochs_and_the_throughput_of_the_median_epoch(
     ]
 
 
+def test_log_goes_on_where_an_earlier_run_ended(capsys: pytest.CaptureFixture[str]):
+    log = make_log(num_epochs=3)
+    log.skip(1, 12)
+    assert [len(list(log.batches())) for _ in range(2)] == [2, 14]
+    log.end_training(0.5)
+    log.end_evaluation(0.25, 0.5)
+    assert capsys.readouterr().out.startswith("epoch 2/3: train loss 0.5000")
+    finished = make_log(num_epochs=1)
+    finished.skip(1, 0)
+    finished.close()
+    assert capsys.readouterr().out == ""
+
+
 def test_silent_log_prints_nothing(capfd: pytest.CaptureFixture[str]):
     log = make_log(num_epochs=1, is_silent=True)
     assert len(list(log.batches())) == 14

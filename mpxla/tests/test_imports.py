@@ -28,6 +28,7 @@ LAYERS = (
     ("runtime",),
     ("parallel", "nn", "checkpoint"),
     ("api",),
+    ("compat",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
     ("__init__", "cli"),
 )
@@ -137,7 +138,7 @@ def test_planning_uses_neither_torch_nor_torch_xla():
 
 def test_torch_xla_is_imported_by_few():
     users = {module for module in modules() if "torch_xla" in third_party(module)}
-    assert users == {"stage.device", "stage.compile"}
+    assert users == {"stage.device", "stage.compile", "comm.xla_programs", "comm.xla_device"}
 
 
 def test_only_env_reads_the_environment():

@@ -30,9 +30,13 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition", "clip_grad_norm_"),
+    *("partition", "set_partition", "delay_param_initialization", "model_creation"),
+    "clip_grad_norm_",
+    # Checkpoints.
+    *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
     *("MpxlaError", "ConfigError", "TopologyError", "CaptureError", "PartitionError"),
+    "CheckpointError",
     *("ScheduleError", "LoweringError", "StepError", "PeerFailure", "RankMismatch"),
     "__version__",
 }
@@ -53,6 +57,15 @@ SIGNATURES = {
     "partition": "index",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "delay_param_initialization": "enabled=True",
+    "model_creation": "tensor_parallelism=False, dtype=None, **tensor_parallel_config",
+    "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
+    "weights_only=True, **pickle_load_args",
+    "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
+    "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
+    "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
+    "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
+    "weights_only=True",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
@@ -112,6 +125,7 @@ CONFIG_KEYS = {
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
     *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("virtual_pipeline_degree", "schedule"),
 }
 
 
