@@ -252,18 +252,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Position of a parameter -> its name in the model."""
         model = current().model
         assert model is not None, "an optimizer is made after the model"
-        names = {id(p): name for name, p in model.module.named_parameters()}
-        return {
-            position: names.get(ident, f"parameter {position} of the optimizer")
-            for ident, position in self._positions.items()
-        }
+        known = {id(p): name for name, p in model.module.named_parameters()}
+        names: dict[int, str] = {}
+        for ident, position in self._positions.items():
+            # Pieces come after the parameters that they are of.
+            names.setdefault(position, known.get(ident, f"parameter {position} of the optimizer"))
+        return names
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """State that this rank holds, by parameter name. Values are not copied."""
         names = self._names()
+        ranges = {} if self._pieces is None else self._pieces.ranges()
         for parameter in _parameters_of(self.optimizer):
+            position = self._positions[id(parameter)]
+            (start, _), shape = ranges.get(position, ((0, 0), None))
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                yield StatePiece(names[self._positions[id(parameter)]], key, value)
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    yield StatePiece(names[position], key, value, shape, start)
+                else:
+                    yield StatePiece(names[position], key, value)
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
