@@ -23,9 +23,10 @@ from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Transport
-from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.comm.xla_device import DeviceRunner, is_device_world
+from mpxla.comm.xla_queue import Runner
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
