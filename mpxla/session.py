@@ -54,6 +54,7 @@ class Session:
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
         owns_default_group: whether `init` made the default `torch.distributed` group.
+        recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
 
@@ -67,6 +68,7 @@ class Session:
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
     owns_default_group: bool = True
+    recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property

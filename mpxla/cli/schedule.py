@@ -14,7 +14,7 @@ from mpxla.schedule.render import render_text
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
 
-__all__ = ["add_parser", "schedule_keys", "schedule_options"]
+__all__ = ["Commands", "add_parser", "schedule_keys", "schedule_options"]
 
 Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

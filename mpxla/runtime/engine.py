@@ -31,6 +31,7 @@ from mpxla.runtime.plan import (
     compile_stages,
     constant_tensors,
     cut_step,
+    describe_plan,
     schedule_step,
 )
 from mpxla.runtime.signature import (
@@ -306,6 +307,9 @@ class StepEngine:
             objective_seed=self._objective_seed(cut, count),
             zeros=self._zero,
         )
+        recorder = self._session.recorder
+        if recorder is not None:
+            recorder.begin_step(signature.function, describe_plan(plan, self._group))
         executor = Executor(
             plan.programs,
             cut.forward,
@@ -315,6 +319,7 @@ class StepEngine:
             input_leaves={
                 s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
             },
+            recorder=recorder,
         )
         executor.run(plan.schedule[self._pp_rank], step)
         fetch = exchange_results(cut, step.results, count, self._pp_rank, self._link)
@@ -324,6 +329,8 @@ class StepEngine:
             for name in program.lowered.spec.new_buffers:
                 self._state.set_buffer(name, step.tensors[name])
         self.last_run = step
+        if recorder is not None:
+            recorder.end_step()
         return build_outputs(cut.step.result_leaves, cut.step.result_spec, count, fetch)
 
     def _tensors_of(self, plan: StepPlan) -> dict[str, torch.Tensor]:

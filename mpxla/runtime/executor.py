@@ -6,6 +6,7 @@ for messages that have not arrived when a program needs them.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
+from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op
 from mpxla.stage.compile import Executable
 from mpxla.stage.lower import LoweredStage
@@ -52,8 +54,20 @@ class StageLink(Protocol):
         """Starts sending the tensors of one message; returns at once."""
         ...
 
-    def receive(self, transfer: Transfer, channel: str) -> Callable[[], list[torch.Tensor]]:
-        """Expects one message; the returned function waits for it and gives device tensors."""
+    def receive(self, transfer: Transfer, channel: str) -> "Arrival":
+        """Expects one message; the returned object waits for it when it is called."""
+        ...
+
+
+class Arrival(Protocol):
+    """A message under way; called, it waits and gives device tensors."""
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Waits for the message."""
+        ...
+
+    def when_arrived(self) -> float:
+        """Waits for the message, and tells the monotonic time when it was there on the host."""
         ...
 
 
@@ -97,6 +111,7 @@ class Executor:
         link: sends and receives between ranks.
         on_reduce: called with a stage whose gradients are complete.
         input_leaves: which values that a stage reads are step inputs: stage -> name -> leaf.
+        recorder: notes what runs when, while a profile is taken.
     """
 
     def __init__(
@@ -107,7 +122,9 @@ class Executor:
         link: StageLink,
         on_reduce: Callable[[int, StepRun], None],
         input_leaves: Mapping[int, Mapping[str, int]],
+        recorder: Recorder | None = None,
     ):
+        self._recorder = recorder
         self._input_leaves = input_leaves
         self._stages = stages
         self._forward = {(t.source, t.target): t for t in forward_transfers}
@@ -136,7 +153,10 @@ class Executor:
         self._held = {}
         for action in actions:
             with _blame(action):
-                if action.op.is_compute:
+                if self._recorder is not None:
+                    handler = functools.partial(self._handlers[action.op], action, step)
+                    self._recorder.run(action, handler)
+                elif action.op.is_compute:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
@@ -248,7 +268,7 @@ class Executor:
 
     def _receive_forward(self, action: Action, step: StepRun) -> None:
         transfer = self._forward[action.peer, action.stage]
-        arrival = self._link.receive(transfer, "forward")
+        arrival = self._observed(self._link.receive(transfer, "forward"), action)
         step.values.expect(transfer.names, action.stage, action.microbatch, arrival)
 
     def _send_backward(self, action: Action, step: StepRun) -> None:
@@ -261,9 +281,24 @@ class Executor:
 
     def _receive_backward(self, action: Action, step: StepRun) -> None:
         transfer = self._backward[action.peer, action.stage]
-        arrival = self._link.receive(transfer, "backward")
+        arrival = self._observed(self._link.receive(transfer, "backward"), action)
         names = tuple(_grad_name(name, action.peer) for name in transfer.names)
         step.values.expect(names, action.stage, action.microbatch, arrival)
+
+    def _observed(self, arrival: Arrival, action: Action) -> Callable[[], list[torch.Tensor]]:
+        """The same wait for a message, noted by the recorder if there is one."""
+        recorder = self._recorder
+        if recorder is None:
+            return arrival
+
+        def wait() -> list[torch.Tensor]:
+            begin = time.monotonic()
+            arrived = arrival.when_arrived()
+            values = arrival()
+            recorder.note_wait(Wait(action.peer, begin, arrived, time.monotonic()))
+            return values
+
+        return wait
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         self._on_reduce(action.stage, step)

@@ -29,7 +29,7 @@ LAYERS = (
     ("parallel", "nn", "checkpoint"),
     ("api",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
-    ("__init__", "cli"),
+    ("__init__", "cli", "__main__"),
 )
 # Inside the layer of the vocabulary nobody imports its neighbours.
 APART = ({"schedule"}, {"graph", "stage.spec"}, {"comm"})

@@ -30,7 +30,7 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition"),
+    *("partition", "set_partition", "profile"),
     # Errors.
     *("MpxlaError", "ConfigError", "TopologyError", "CaptureError", "PartitionError"),
     *("ScheduleError", "LoweringError", "StepError", "PeerFailure", "RankMismatch"),
@@ -51,6 +51,7 @@ SIGNATURES = {
     "mp_barrier": "",
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
+    "profile": "path",
     "set_partition": "module, index",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
