@@ -106,9 +106,10 @@ class Config:
     sdp_gradient_clipping: float = key(1.0, number(above=0))
     """Gradient norm to clip at under sharded data parallelism."""
     load_partition: bool = key(False, boolean())
-    """Load the partition decision from `partition_file`."""
+    """Load the partition decision from `partition_file` instead of making one."""
     partition_file: str | None = key(None, text(is_nullable=True))
-    """Where the partition decision is kept."""
+    """JSON file that keeps the partition decision: global rank 0 writes it when the first step is
+    partitioned, or every rank reads it with `load_partition`."""
     contiguous: bool = key(True, boolean())
     """Ignored."""
     horovod: bool = key(False, boolean())

@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import get_logger
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.state import ModelState
@@ -25,6 +26,7 @@ from mpxla.runtime.identity import Identities
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.outputs import build_outputs
+from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.plan import (
     CutStep,
     StepPlan,
@@ -46,6 +48,7 @@ from mpxla.session import Session
 from mpxla.stage.compile import seed_tensor
 from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
+from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepEngine"]
 
@@ -60,6 +63,7 @@ class StepEngine:
         on_placed: called once parameters are on their ranks.
         average: whether gradients are the mean over microbatches (else the sum).
         reducer: reduction of gradients over replicas.
+        measures_times: whether operators are timed before a step is partitioned.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class StepEngine:
         on_placed: Callable[[], None],
         average: bool,
         reducer: GradientReducer,
+        measures_times: bool = False,
     ):
         self._session = session
         self._state = state
@@ -77,6 +82,7 @@ class StepEngine:
         self._on_placed = on_placed
         self._average = average
         self._reducer = reducer
+        self._measures_times = measures_times
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._link = PipelineLink(session.transport, self._group, session.device)
@@ -190,6 +196,7 @@ class StepEngine:
             self._place(cut)
         if self.first_cut is None:
             self.first_cut = cut
+            self._write_decision(cut)
         self._provide_missing(cut)
         self._note_changes(cut)
         schedule = schedule_step(cut, self._session.config, signature.num_microbatches)
@@ -222,7 +229,23 @@ class StepEngine:
         finally:
             self.is_tracing = False
         fixed = self._parameter_ranks or None
-        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful)
+        measured_s = self._measure(step)
+        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful, measured_s)
+
+    def _measure(self, step: StepGraph) -> dict[str, float] | None:
+        """Seconds of the step's operators, the same on all ranks of the pipeline."""
+        if not self._measures_times:
+            return None
+        if self._pp_rank > 0:
+            return self._control.follow()
+        measured_s = measure_operators(step, self._session.device)
+        self._control.announce(measured_s)
+        return measured_s
+
+    def _write_decision(self, cut: CutStep) -> None:
+        config = self._session.config
+        if self._session.rank == 0 and config.partition_file and not config.load_partition:
+            write_decision(config, cut.problem, cut.partition)
 
     def _follow_first_replica(self, cut: CutStep, function: str) -> CutStep:
         """The step cut so that parameters live where the first replica puts them.

@@ -21,6 +21,7 @@ from mpxla.graph.split import backward_transfers, forward_transfers, split_stage
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger
 from mpxla.runtime.executor import CompiledStage
+from mpxla.runtime.partition_store import read_decision
 from mpxla.schedule.action import Action, Op, format_schedule
 from mpxla.schedule.choice import custom_schedule, placement_of
 from mpxla.schedule.custom import CustomSchedule
@@ -135,6 +136,7 @@ def cut_step(
     pins: Mapping[str, int],
     fixed: Mapping[str, tuple[int, ...]] | None,
     stateful: frozenset[str] = frozenset(),
+    measured_s: Mapping[str, float] | None = None,
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -144,15 +146,18 @@ def cut_step(
         pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
         fixed: where parameters and buffers live already, from an earlier signature.
         stateful: buffers that some step changes.
+        measured_s: seconds of nodes by name, in place of estimates.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
     """
     machine = MachineModel()
-    problem = build_problem(step, machine, stateful)
+    problem = build_problem(step, machine, stateful, measured_s)
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
-    if config.auto_partition:
+    if config.load_partition and not fixed:
+        partition = read_decision(config, problem)
+    elif config.auto_partition:
         placement = placement_of(config)
         partition = partition_auto(
             problem.nodes,

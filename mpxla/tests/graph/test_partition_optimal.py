@@ -13,23 +13,14 @@ from mpxla.graph.partition import NodeKind
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.tests.graph.partition_graphs import (
     Program,
-    assert_valid,
     brute_force,
     completed,
     cut_bytes,
+    partition,
     stage_costs,
 )
 
 pytestmark = pytest.mark.unit
-
-
-def partition(program, num_stages, memory_weight=0.0, link=0.0, **options):
-    """Partition and check what must always hold."""
-    result = partition_auto(
-        program.nodes, program.parameter_bytes, num_stages, memory_weight, link, **options
-    )
-    assert_valid(program, result)
-    return result
 
 
 @st.composite
