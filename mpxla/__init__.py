@@ -22,11 +22,16 @@ _SOURCES = {
         "pp_size", "rank", "rdp_rank", "rdp_size", "recv_from", "send", "size", "state",
         "tp_rank", "tp_size",
     ),
+    "mpxla.checkpoint.load": ("resume_from_checkpoint",),
+    "mpxla.checkpoint.save": ("save_checkpoint",),
+    "mpxla.checkpoint.single": ("load", "save"),
     "mpxla.errors": (
-        "CaptureError", "ConfigError", "LoweringError", "MpxlaError", "PartitionError",
-        "PeerFailure", "RankMismatch", "ScheduleError", "StepError", "TopologyError",
+        "CaptureError", "CheckpointError", "ConfigError", "LoweringError", "MpxlaError",
+        "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
+        "TopologyError",
     ),
     "mpxla.parallel.model": ("DistributedModel",),
+    "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
     "mpxla.runtime.outputs": ("StepOutput",),
@@ -60,7 +65,12 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from mpxla.api import *  # noqa: F403
+    from mpxla.checkpoint.load import resume_from_checkpoint as resume_from_checkpoint
+    from mpxla.checkpoint.save import save_checkpoint as save_checkpoint
+    from mpxla.checkpoint.single import load as load
+    from mpxla.checkpoint.single import save as save
     from mpxla.parallel.model import DistributedModel as DistributedModel
+    from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition

@@ -119,11 +119,16 @@ class Config:
     schedule: str | None = key(None, text(is_nullable=True))
     """Extension. The text of a schedule for `pipeline: "custom"`: a line per pipeline rank with
     actions such as `0F0 0F1 0B0 0B1` (stage, operation, microbatch; `mpxla/schedule/action.py`)."""
-    transport: str = key("auto", word("auto", "host"))
-    """Extension. How ranks communicate: `host` goes through host memory; `auto` takes the best one
-    for the device, which is `host` on CPU."""
+    transport: str = key("auto", word("auto", "host", "xla"))
+    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives inside
+    XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for the
+    device, which is `host` on CPU."""
+    reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
+    """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
+    to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
     stall_timeout_s: float = key(300.0, number(above=0))
-    """Extension, reserved. Seconds without progress after which a stall is an error."""
+    """Extension. If no action of a step completes for so many seconds, the job ends with a table of
+    what every rank is doing."""
 
     sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
     """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""

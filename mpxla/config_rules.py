@@ -16,7 +16,6 @@ MISSING_FEATURES = {
     "fp16_params": "distributed modules with fp16 parameters",
     "fp16": "fp16 training",
     "bf16": "bf16 training",
-    "shard_optimizer_state": "optimizer state sharding",
     "offload_activations": "activation offloading",
     "delayed_parameter_initialization": "delayed parameter initialization",
     "sharded_data_parallel_degree": "sharded data parallelism",

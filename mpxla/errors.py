@@ -7,6 +7,7 @@ This module imports nothing, so that every other one may import it.
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "LoweringError",
     "MpxlaError",
@@ -47,6 +48,14 @@ class CaptureError(MpxlaError):
 
     Example: ``if loss > 1: ...`` inside an ``@smp.step`` function branches in Python on a tensor's
     value. Use ``torch.where``, or move the branch out of the step function.
+    """
+
+
+class CheckpointError(MpxlaError):
+    """A checkpoint that cannot be written or read.
+
+    Example: ``smp.resume_from_checkpoint(path)`` where a file of the checkpoint was truncated. The
+    text names the file, or what differs from the model; the checkpoints that were there stay.
     """
 
 

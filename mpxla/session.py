@@ -22,11 +22,16 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.stall import Progress
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
-from mpxla.stage.device import current_device
+from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -53,7 +58,9 @@ class Session:
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
+        pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
+        progress: what this rank is doing, for the table when nothing moves.
         recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
@@ -67,7 +74,9 @@ class Session:
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
+    pending_checkpoint: Any = None
     owns_default_group: bool = True
+    progress: Progress = field(default_factory=Progress)
     recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -175,24 +184,55 @@ def _launch_store(env: LaunchEnv) -> dist.Store:
 def _connect(
     config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
 ) -> Session:
+    progress = Progress()
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
+        objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
-        lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline)
-    objects = Objects(transport)
-    _check_configs(config, env, objects)
+        lifeline = Lifeline(
+            env.rank,
+            env.world_size,
+            store,
+            progress=progress,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
+        objects = Objects(host)
+        _check_configs(config, env, objects)
+        transport = _open_transport(config, host, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
     session = Session(
-        config, env, topology, device, transport, objects, lifeline, owns_default_group=owns_group
+        config,
+        env,
+        topology,
+        device,
+        transport,
+        objects,
+        lifeline,
+        owns_default_group=owns_group,
+        progress=progress,
     )
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _open_transport(
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+) -> Transport:
+    """What carries tensors: the host transport itself, or programs beside it."""
+    on_device = config.transport != "host" and is_device_world(host.world_size)
+    if config.transport != "xla" and not on_device:
+        return host
+    if on_device:
+        runner: Runner = DeviceRunner(host.rank, host.world_size)
+    else:
+        runner = CpuRunner(host, lifeline.address)
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
 def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
@@ -240,6 +280,7 @@ def shutdown() -> None:
     Called by itself at the end of the process. Afterwards `init` may be called again.
 
     Raises:
+        CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
     """
     current()
@@ -255,9 +296,13 @@ def shutdown_if_started() -> None:
     atexit.unregister(shutdown_if_started)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
-    session.transport.close()
-    if session.lifeline is not None:
-        session.lifeline.close()
-    if session.owns_default_group and dist.is_initialized():
-        dist.destroy_process_group()
-    log.forget_warnings()
+    try:
+        if session.pending_checkpoint is not None:
+            session.pending_checkpoint.wait()
+    finally:
+        session.transport.close()
+        if session.lifeline is not None:
+            session.lifeline.close()
+        if session.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        log.forget_warnings()

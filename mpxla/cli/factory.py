@@ -25,9 +25,9 @@ from torch import nn
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.parallel.state import ModelState
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.signature import fill, sign
+from mpxla.runtime.state import ModelState
 
 __all__ = ["capture_factory", "load_factory"]
 

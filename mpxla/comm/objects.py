@@ -37,6 +37,11 @@ class Objects:
         """Uses `transport` on channels of its own."""
         self._transport = transport
 
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self._transport.rank
+
     def send(self, obj: Any, dst: int) -> None:
         """Sends an object; returns after rank `dst` has taken it by `recv_from`.
 

@@ -16,11 +16,15 @@ from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
-from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.state import ModelState, load_into
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
+from mpxla.parallel.replica import Replica
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.parallel.tags import partition_pins
+from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.state import ModelState, load_into
 from mpxla.session import current
 from mpxla.stage.device import flush
 
@@ -46,7 +50,7 @@ class DistributedModel(nn.Module):
         average_grads_across_microbatches: mean (or sum) of gradients over microbatches.
         bucket_cap_mb: bucket size of the reduction, in MiB.
         trace_memory_usage: SMP's switch for measuring; sizes are known exactly here.
-        broadcast_buffers: keep buffers equal over replicas.
+        broadcast_buffers: after every training step, replicas take the buffers of the first one.
         gradient_as_bucket_view: option of DDP without meaning here.
 
     Raises:
@@ -74,12 +78,11 @@ class DistributedModel(nn.Module):
                 "a second smp.DistributedModel was created; a script can have one. Put all "
                 "networks into one module."
             )
-        if not broadcast_buffers or gradient_as_bucket_view or not overlapping_allreduce:
+        if gradient_as_bucket_view:
             warn_once(
-                "ignored model options",
-                "broadcast_buffers, gradient_as_bucket_view and overlapping_allreduce of "
-                "DistributedModel have no effect: buffers are made equal once, and gradients are "
-                "reduced at the end of the step.",
+                "gradient_as_bucket_view",
+                "DistributedModel(gradient_as_bucket_view=True) has no effect: gradients are "
+                "results of the stages' programs, each with memory of its own.",
             )
         super().__init__()
         self.module = module
@@ -88,26 +91,43 @@ class DistributedModel(nn.Module):
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
         self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._step_hooks: OrderedDict[int, Hook] = OrderedDict()
-        reducer = GradientReducer(
-            session.transport,
-            session.topology.dp_group(session.rank),
-            session.device,
+        options = ReductionOptions(
             bucket_cap_mb,
             backward_passes_per_step,
+            average_grads_across_microbatches,
+            overlapping_allreduce,
+            broadcast_buffers,
+            TRANSFER_DTYPES[session.config.reduction_dtype],
+            session.config.shard_optimizer_state and session.topology.dp_size > 1,
         )
         self._engine = StepEngine(
             session,
             self._state,
             lambda: partition_pins(self.module, "model"),
             self._when_placed,
-            average_grads_across_microbatches,
-            reducer,
+            lambda link: self._make_reducer(link, options),
             trace_execution_times,
         )
         self._is_single = session.config.pipeline_parallel_degree == 1
         session.model = self
         if self._is_single:
             self._engine.adopt_single_stage()
+
+    def _make_reducer(self, link: PipelineLink, options: ReductionOptions) -> GradientReducer:
+        session = current()
+        replica = Replica(
+            session.transport,
+            session.objects,
+            session.topology.dp_group(session.rank),
+            session.topology.pp_rank(session.rank),
+            link,
+            session.device,
+            self._state,
+        )
+        self._reducer = GradientReducer(replica, options)
+        pipeline = session.topology.pp_group(session.rank)
+        self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
+        return self._reducer
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -154,6 +174,11 @@ class DistributedModel(nn.Module):
         """The user's model."""
         return self.module
 
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
+        return dict(self._state.canonical_names)
+
     def partition_report(self) -> str:
         """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
 
@@ -164,6 +189,18 @@ class DistributedModel(nn.Module):
             raise MpxlaError("the model is partitioned by the first call of a step function.")
         cut = self._engine.first_cut
         return format_report(cut.partition, flops=cut.problem.total_flops)
+
+    def partition_decision(self) -> dict[str, Any]:
+        """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""
+        self._require_partition("partition_decision")
+        return self._engine.partition_decision()
+
+    def restore_partition(self, decision: Mapping[str, Any]) -> None:
+        """Makes the first step cut the model as it was when a checkpoint was saved.
+
+        Called before partitioning, on all ranks.
+        """
+        self._engine.follow_decision(decision)
 
     # --- what is local --------------------------------------------------------------------------
 
@@ -245,8 +282,8 @@ class DistributedModel(nn.Module):
             return to_host(self.module.state_dict())
         session = current()
         group = session.topology.pp_group(session.rank)
-        full = gather_full(session.objects, group, self.local_state_dict(), order)
-        return {} if gather_to_rank0 and session.rank != group[0] else full
+        gather = gather_on_first if gather_to_rank0 else gather_full
+        return gather(session.objects, group, self.local_state_dict(), order)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -309,13 +346,20 @@ class DistributedModel(nn.Module):
         self._step_hooks[handle.id] = hook
         return handle
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters, and of its pieces of them."""
+        super().zero_grad(set_to_none)
+        if self.shards is not None:
+            self.shards.clear_gradients()
+
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""
         self._optimizers.append(optimizer)
         if self.partitioned:
             optimizer.keep_local()
 
-    def _first_optimizer(self) -> Any:
+    def first_optimizer(self) -> Any:
+        """The `DistributedOptimizer`, or None where there is none."""
         return self._optimizers[0] if self._optimizers else None
 
     def _when_placed(self) -> None:
@@ -328,7 +372,7 @@ class DistributedModel(nn.Module):
         hooks = list(self._partition_hooks.values())
         self._partition_hooks.clear()
         for hook in hooks:
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
 
     def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a step function; called by `smp.step`."""
@@ -339,7 +383,7 @@ class DistributedModel(nn.Module):
         if is_first and current().rank == 0:
             get_logger().info("%s", self.partition_report())
         for hook in list(self._step_hooks.values()):
-            hook(self, self._first_optimizer())
+            hook(self, self.first_optimizer())
         return result
 
     @property
@@ -348,17 +392,42 @@ class DistributedModel(nn.Module):
         return self._engine.is_tracing
 
     @property
+    def divides_updates(self) -> bool:
+        """Whether replicas share the work of optimizers."""
+        return self._reducer.options.is_sharded
+
+    @property
+    def shards(self) -> ShardedParameters | None:
+        """How parameters are divided over replicas; None if they are not, or not placed yet."""
+        return self._reducer.shards
+
+    @property
+    def tensors(self) -> ModelState:
+        """Parameters and buffers by name."""
+        return self._state
+
+    @property
     def last_run(self) -> Any:
         """State of the last step on this rank (peaks of live activations). Extension."""
         return self._engine.last_run
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Custom communication of gradients: not available yet.
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets `hook(state, bucket)` communicate gradients instead of mpxla, as in torch's DDP.
+
+        `bucket` has the methods of `torch.distributed.GradBucket`; its tensors are on the host.
+        The hook returns a `torch.futures.Future` of the reduced flat tensor. It has to average over
+        `smp.get_dp_process_group()` and over microbatches by itself. It runs on a thread of its
+        own, bucket after bucket. (SMP API reference, "register_comm_hook".)
+
+        Args:
+            state: handed to the hook.
+            hook: called for every bucket, on all ranks in the same order.
 
         Raises:
-            ConfigError: always.
+            ConfigError: without `ddp` or `overlapping_allreduce`, with a reduction dtype, after the
+                first training step, or a second time.
         """
-        raise ConfigError("model.register_comm_hook is not available yet.")
+        self._reducer.set_hook(state, hook, current().config.ddp)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

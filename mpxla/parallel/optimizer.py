@@ -4,18 +4,24 @@ Parameters keep their identity when the model is partitioned, so param groups, o
 LR schedulers stay as they are; what other ranks own is taken out of the groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from mpxla.errors import ConfigError, MpxlaError
+from mpxla.errors import CheckpointError, ConfigError, MpxlaError
+from mpxla.parallel.elementwise import check_elementwise
+from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
+    SavedState,
+    StatePiece,
     merge_optimizer_states,
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
 from mpxla.stage.device import make_ready
 
@@ -65,9 +71,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
+        if session.model.divides_updates:
+            check_elementwise(optimizer)
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
+        self._update = CompiledUpdate(optimizer)
         self._deferred: dict[str, Any] | None = None
+        self._pieces: OptimizerPieces | None = None
         self._positions = {
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
@@ -100,6 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates this rank's parameters from their gradients; call outside `smp.step` functions.
 
+        With `shard_optimizer_state`, every replica updates its share, and all ranks must call it.
+
         Raises:
             MpxlaError: a closure was given (it would have to run the step function).
         """
@@ -107,14 +119,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        if self._pieces is not None:
+            self._pieces.refresh()
         if any(group["params"] for group in self.optimizer.param_groups):
-            self.optimizer.step()
-            make_ready(self._updated())
+            self._update.step()
+            if not self._update.was_compiled:
+                make_ready(self._updated())
+        if self._pieces is not None:
+            self._pieces.publish()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._pieces is not None:
+            self._pieces.clear_gradients()
         if not set_to_none:
             make_ready(p.grad for p in _parameters_of(self.optimizer) if p.grad is not None)
 
@@ -129,8 +148,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         return [*parameters, *state]
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """State of this rank's parameters, on the host, numbered as in the full optimizer."""
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """State of this rank's parameters, on the host, numbered as in the full optimizer.
+
+        Args:
+            gather_if_shard: with `shard_optimizer_state`, gather the shares of all replicas (all
+                ranks must call it then); else the state is that of this rank's share alone.
+        """
         inner = self.optimizer.state_dict()
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
@@ -138,7 +162,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups.append({**group, "params": list(range(first, first + size))})
             first += size
         state = {local[number]: to_host(value) for number, value in inner["state"].items()}
-        return {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        if self._pieces is None:
+            return partial
+        partial[SHARD_KEY] = self._pieces.ranges()
+        return self._join(partial) if gather_if_shard else partial
+
+    def _join(self, partial: Mapping[str, Any]) -> dict[str, Any]:
+        """States of whole parameters from the shares of all replicas."""
+        session = current()
+        group = session.topology.dp_group(session.rank)
+        return join_shards(session.objects.allgather(dict(partial), group))
 
     def orig_state_dict(self) -> dict[str, Any]:
         """State of the inner optimizer, without gathering."""
@@ -147,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of the plain optimizer, on the host, gathered over the ranks of the replica.
 
-        All ranks of a replica must call it.
+        All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
         session = current()
         group = session.topology.pp_group(session.rank)
@@ -157,7 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads a full state dict, or the partial ones of all ranks of a replica.
 
         Before the model is partitioned it takes effect right after partitioning. Partial dicts are
-        merged first, so all ranks of the replica must call it with theirs.
+        merged first, so all ranks of the replica must call it with theirs (all ranks, with those
+        of single shares).
 
         Raises:
             ValueError: the dict has other param groups.
@@ -165,6 +200,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if PARTIAL_KEY in state_dict:
             session = current()
             group = session.topology.pp_group(session.rank)
+            if SHARD_KEY in state_dict:
+                state_dict = self._join(state_dict)
             state_dict = merge_optimizer_states(session.objects.allgather(dict(state_dict), group))
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != self._group_sizes:
@@ -180,8 +217,69 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._deferred = state_dict
 
     def _load_local(self, full: dict[str, Any]) -> None:
+        if self._pieces is not None:
+            full = self._pieces.cut(full)
         kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
+
+    # --- checkpoints: by parameter name, so that the topology may change ------------------------
+
+    def _names(self) -> dict[int, str]:
+        """Position of a parameter -> its name in the model."""
+        model = current().model
+        assert model is not None, "an optimizer is made after the model"
+        names = {id(p): name for name, p in model.module.named_parameters()}
+        return {
+            position: names.get(ident, f"parameter {position} of the optimizer")
+            for ident, position in self._positions.items()
+        }
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """State that this rank holds, by parameter name. Values are not copied."""
+        names = self._names()
+        for parameter in _parameters_of(self.optimizer):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield StatePiece(names[self._positions[id(parameter)]], key, value)
+
+    def group_settings(self) -> list[dict[str, Any]]:
+        """Settings of every param group, with the names of its parameters under "params"."""
+        names = iter(self._names().values())
+        return [
+            {**to_host({k: v for k, v in group.items() if k != "params"})}
+            | {"params": [next(names) for _ in range(size)]}
+            for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
+        ]
+
+    def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the settings (learning rates and such) of groups of the same parameters.
+
+        Raises:
+            CheckpointError: the groups hold other parameters.
+        """
+        own = self.group_settings()
+        for number, (mine, other) in enumerate(zip_longest(own, saved, fillvalue={"params": []})):
+            different = sorted(set(mine["params"]) ^ set(other["params"]))
+            if different:
+                raise CheckpointError(
+                    f"param group {number} of this optimizer and of the saved one differ in "
+                    f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
+                    f"optimizer as it was, or pass load_optimizer=False."
+                )
+        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update({k: v for k, v in other.items() if k != "params"})
+
+    def load_saved_state(self, saved: SavedState) -> None:
+        """Loads the state of this rank's parameters. After partitioning."""
+        names = self._names()
+        state: dict[int, Any] = {}
+        for parameter in _parameters_of(self.optimizer):
+            position = self._positions[id(parameter)]
+            name = names[position]
+            entry = {key: saved.whole(name, key) for key in saved.keys(name)}
+            entry.update(saved.numbers(name))
+            if entry:
+                state[position] = entry
+        self._load_local({"state": state, "param_groups": self.optimizer.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""
@@ -194,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.keep_local()
 
     def keep_local(self) -> None:
-        """Takes parameters of other ranks out of the groups, and moves existing state."""
+        """Takes what other ranks update out of the groups, and moves existing state."""
         for group in self.optimizer.param_groups:
             kept = [p for p in group["params"] if p.device.type != "meta"]
             dropped = [p for p in group["params"] if p.device.type == "meta"]
@@ -205,9 +303,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
+        self._divide()
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
             self._load_local(deferred)
+
+    def _divide(self) -> None:
+        """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
+        model = current().model
+        assert model is not None, "the optimizer was attached to it"
+        shards = model.shards
+        if shards is None:
+            return
+        if self._pieces is None:
+            positions = self._positions
+            self._pieces = OptimizerPieces(self.optimizer, model.tensors, shards, positions)
+        self._pieces.divide()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -6,7 +6,7 @@ the plain single-process model or optimizer would give. Values are host tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,13 +15,55 @@ from mpxla.comm.objects import Objects
 
 __all__ = [
     "PARTIAL_KEY",
+    "SavedState",
+    "StatePiece",
     "gather_full",
+    "gather_on_first",
     "merge_optimizer_states",
     "pick_optimizer_state",
     "to_host",
 ]
 
 PARTIAL_KEY = "_smp_is_partial"
+
+
+class StatePiece(NamedTuple):
+    """One value of the optimizer's state that this rank holds, or a part of it.
+
+    An optimizer that shards its state gives flat parts; checkpoints put them together again under
+    any other sharding.
+    """
+
+    name: str
+    """The parameter."""
+    key: str
+    """State key, such as "exp_avg"."""
+    value: Any
+    """Tensor, on any device, or a number."""
+    shape: tuple[int, ...] | None = None
+    """Of the whole tensor; None if `value` is the whole."""
+    offset: int = 0
+    """Position of the first element of a part in the flattened tensor."""
+
+
+class SavedState(Protocol):
+    """State of an optimizer in a checkpoint, whatever the topology it was saved under."""
+
+    def numbers(self, name: str) -> Mapping[str, Any]:
+        """Values of a parameter that are no tensors, by state key."""
+        ...
+
+    def keys(self, name: str) -> Sequence[str]:
+        """State keys of the tensors of a parameter."""
+        ...
+
+    def whole(self, name: str, key: str) -> torch.Tensor:
+        """A tensor, on the host; to be copied, not to be written to."""
+        ...
+
+    def flat(self, name: str, key: str, offset: int, count: int) -> torch.Tensor:
+        """A part of the flattened tensor, likewise."""
+        ...
 
 
 def to_host(values: Any) -> Any:
@@ -40,8 +82,23 @@ def gather_full(
         partial: this rank's state, on the host.
         order: keys of the full state, in order.
     """
+    return _merge(objects.allgather(dict(partial), tuple(group)), order)
+
+
+def gather_on_first(
+    objects: Objects, group: Sequence[int], partial: Mapping[str, Any], order: Iterable[str]
+) -> dict[str, Any]:
+    """As `gather_full`, on the first rank of the group only; others get an empty dictionary."""
+    first, *others = group
+    if objects.rank != first:
+        objects.send(dict(partial), first)
+        return {}
+    return _merge((partial, *(objects.recv_from(rank) for rank in others)), order)
+
+
+def _merge(parts: Iterable[Mapping[str, Any]], order: Iterable[str]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for part in objects.allgather(dict(partial), tuple(group)):
+    for part in parts:
         merged.update(part)
     merged.pop(PARTIAL_KEY, None)
     return {key: merged[key] for key in order if key in merged}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mpxla.comm.stall import Progress
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.recorder import Recorder, Wait
@@ -87,6 +88,8 @@ class StepRun:
         dispatch_s: CPU seconds of the dispatching thread for forwards and backwards. (Wall time
             would count the device's work where both share a core.)
         num_tasks: how many of them were started.
+        recorder: notes what runs when, while a profile is taken.
+        progress: knows the running action, for the case that nothing moves any more.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -99,6 +102,8 @@ class StepRun:
     values: LiveValues = field(default_factory=LiveValues)
     dispatch_s: float = 0.0
     num_tasks: int = 0
+    recorder: Recorder | None = None
+    progress: Progress = field(default_factory=Progress)
 
 
 class Executor:
@@ -111,7 +116,6 @@ class Executor:
         link: sends and receives between ranks.
         on_reduce: called with a stage whose gradients are complete.
         input_leaves: which values that a stage reads are step inputs: stage -> name -> leaf.
-        recorder: notes what runs when, while a profile is taken.
     """
 
     def __init__(
@@ -122,9 +126,7 @@ class Executor:
         link: StageLink,
         on_reduce: Callable[[int, StepRun], None],
         input_leaves: Mapping[int, Mapping[str, int]],
-        recorder: Recorder | None = None,
     ):
-        self._recorder = recorder
         self._input_leaves = input_leaves
         self._stages = stages
         self._forward = {(t.source, t.target): t for t in forward_transfers}
@@ -151,15 +153,18 @@ class Executor:
             MpxlaError: with a note that names the action that failed.
         """
         self._held = {}
-        for action in actions:
+        step.progress.begin(actions, self._describe)
+        for index, action in enumerate(actions):
+            step.progress.at(index)
             with _blame(action):
-                if self._recorder is not None:
+                if step.recorder is not None:
                     handler = functools.partial(self._handlers[action.op], action, step)
-                    self._recorder.run(action, handler)
+                    step.recorder.run(action, handler)
                 elif action.op.is_compute:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
+        step.progress.end()
 
     def _run_timed(self, action: Action, step: StepRun) -> None:
         started = time.thread_time()
@@ -268,7 +273,7 @@ class Executor:
 
     def _receive_forward(self, action: Action, step: StepRun) -> None:
         transfer = self._forward[action.peer, action.stage]
-        arrival = self._observed(self._link.receive(transfer, "forward"), action)
+        arrival = _observed(self._link.receive(transfer, "forward"), action, step.recorder)
         step.values.expect(transfer.names, action.stage, action.microbatch, arrival)
 
     def _send_backward(self, action: Action, step: StepRun) -> None:
@@ -281,27 +286,38 @@ class Executor:
 
     def _receive_backward(self, action: Action, step: StepRun) -> None:
         transfer = self._backward[action.peer, action.stage]
-        arrival = self._observed(self._link.receive(transfer, "backward"), action)
+        arrival = _observed(self._link.receive(transfer, "backward"), action, step.recorder)
         names = tuple(_grad_name(name, action.peer) for name in transfer.names)
         step.values.expect(names, action.stage, action.microbatch, arrival)
 
-    def _observed(self, arrival: Arrival, action: Action) -> Callable[[], list[torch.Tensor]]:
-        """The same wait for a message, noted by the recorder if there is one."""
-        recorder = self._recorder
-        if recorder is None:
-            return arrival
-
-        def wait() -> list[torch.Tensor]:
-            begin = time.monotonic()
-            arrived = arrival.when_arrived()
-            values = arrival()
-            recorder.note_wait(Wait(action.peer, begin, arrived, time.monotonic()))
-            return values
-
-        return wait
+    def _describe(self, action: Action) -> str:
+        """An action with the shapes of what it moves."""
+        edge, other = (action.stage, action.peer), (action.peer, action.stage)
+        is_forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        transfers = self._forward if is_forward else self._backward
+        transfer = transfers.get(edge if action.op.is_send else other)
+        if transfer is None:
+            return str(action)
+        shapes = ", ".join(str(list(spec.shape)) for spec in transfer.specs)
+        return f"{action} {shapes}"
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         self._on_reduce(action.stage, step)
+
+
+def _observed(arrival: Arrival, action: Action, recorder: Recorder | None) -> Arrival:
+    """The same wait for a message, noted by the recorder if there is one."""
+    if recorder is None:
+        return arrival
+
+    def wait() -> list[torch.Tensor]:
+        begin = time.monotonic()
+        arrived = arrival.when_arrived()
+        values = arrival()
+        recorder.note_wait(Wait(action.peer, begin, arrived, time.monotonic()))
+        return values
+
+    return wait
 
 
 def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:

@@ -4,11 +4,12 @@ Adapts pipeline ranks and stages to global ranks, and host tensors to device ten
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from mpxla.comm.transport import Use
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec, Transfer
 
@@ -34,6 +35,16 @@ class PipelineLink:
         """Tells which pipeline rank runs each stage of the step that runs next."""
         self._placement = placement
 
+    def prepare(self, transfers: Sequence[Transfer], placement: Sequence[int]) -> None:
+        """Readies the messages of a step. Every rank of the pipeline calls it, before the step."""
+        uses: list[Use] = []
+        for transfer in transfers:
+            ends = placement[transfer.source], placement[transfer.target]
+            if ends[0] != ends[1]:
+                ranks = tuple(self._group[pp_rank] for pp_rank in ends)
+                uses.append(Use("message", ranks, transfer.specs))
+        self._transport.prepare(uses, self._group)
+
     def send(self, tensors: Sequence[torch.Tensor], transfer: Transfer, channel: str) -> None:
         """Starts sending one stage's message to another; returns at once."""
         self.send_to(self._placement[transfer.target], tensors, channel)
@@ -48,27 +59,32 @@ class PipelineLink:
 
     def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
         """Expects one message; the returned object waits and gives device tensors when called."""
-        handle = self._transport.recv_many(list(specs), self._group[pp_rank], channel)
-        return Arrival(handle, self._device)
+        return Arrival(self.expect_from(pp_rank, specs, channel), self._device)
+
+    def expect_from(
+        self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """`receive_from` that leaves the tensors where the transport puts them."""
+        return self._transport.recv_many(list(specs), self._group[pp_rank], channel).result
 
 
 class Arrival:
     """A message under way.
 
     Args:
-        handle: the transport's.
-        device: where its tensors go.
+        wait: waits for the message and gives its tensors where the transport puts them.
+        device: where they go.
     """
 
-    def __init__(self, handle: Any, device: torch.device):
-        self._handle = handle
+    def __init__(self, wait: Callable[[], list[torch.Tensor]], device: torch.device):
+        self._wait = wait
         self._device = device
 
     def __call__(self) -> list[torch.Tensor]:
         """Waits for the message and gives its tensors, on the device."""
-        return to_device(self._handle.result(), self._device)
+        return to_device(self._wait(), self._device)
 
     def when_arrived(self) -> float:
-        """Waits for the message, and tells the monotonic time when it was there on the host."""
-        self._handle.result()
+        """Waits for the message, and tells the monotonic time when it was there."""
+        self._wait()
         return time.monotonic()

@@ -9,11 +9,27 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from torch_xla import runtime
+from torch_xla.utils import dlpack
 
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
-__all__ = ["current_device", "flush", "make_ready", "to_device", "wait"]
+__all__ = [
+    "current_device",
+    "flush",
+    "has_doubles",
+    "host_view",
+    "make_ready",
+    "random_state",
+    "set_random_state",
+    "to_device",
+    "to_host",
+    "wait",
+]
+
+
+_COMPACT = torch.contiguous_format
 
 
 def current_device() -> torch.device:
@@ -44,6 +60,22 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
     return [next(uploaded) if t.device.type == "cpu" else t.detach().to(device) for t in tensors]
 
 
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for a tensor and gives it on the host; for reading only, it may share memory.
+
+    On CPU a copy would be made by the device's own threads, which run programs: it would wait for
+    the next program, though the value is there. A view needs no thread.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "xla" or runtime.device_type() != "CPU":
+        return tensor.cpu()
+    if torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
+        return tensor.cpu()
+    # Starts nothing, but waits until the program that computes the tensor was given its buffers.
+    torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=False, sync_xla_data=False)
+    return torch.from_dlpack(dlpack.to_dlpack(tensor))
+
+
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     """Starts pending lazy computation of these tensors, so that programs can take them."""
     listed = [t for t in tensors if t.device.type == "xla"]
@@ -58,6 +90,31 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     ]
     if pending:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Whether programs of the device may compute in float64."""
+    return device.type != "xla" or runtime.device_type() == "CPU"
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
+    on_device = [t.detach() for t in tensors if t.device.type == "xla"]
+    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
+    return [
+        next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
+        for t in tensors
+    ]
+
+
+def random_state() -> int:
+    """State of the device's own random generator."""
+    return int(xm.get_rng_state())
+
+
+def set_random_state(state: int) -> None:
+    """Puts the device's random generator into an earlier state."""
+    xm.set_rng_state(state)
 
 
 def flush() -> None:

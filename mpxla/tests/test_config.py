@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "virtual_pipeline_degree": 1,
     "schedule": None,
     "transport": "auto",
+    "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -159,7 +160,7 @@ def test_booleans_may_be_written_as_numbers():
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),
         ("partition_file", 1, "a string"),
-        ("transport", "smoke", "one of 'auto', 'host'"),
+        ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )
 def test_values_outside_their_range(name, bad, expected):
@@ -399,7 +400,6 @@ def test_wrong_values_do_not_cause_further_noise():
         ("fp16_params", True, "distributed modules with fp16 parameters"),
         ("fp16", True, "fp16 training"),
         ("bf16", True, "bf16 training"),
-        ("shard_optimizer_state", True, "optimizer state sharding"),
         ("offload_activations", True, "activation offloading"),
         ("delayed_parameter_initialization", True, "delayed parameter initialization"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
@@ -682,7 +682,7 @@ def test_replacing_a_value_checks_again():
         dataclasses.replace(config, default_partition=1)
 
 
-# --- partitions and schedules ----------------------------------------------------------------------
+# --- partitions and schedules ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

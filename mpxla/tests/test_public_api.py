@@ -30,9 +30,12 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition", "profile"),
+    *("partition", "set_partition", "profile", "clip_grad_norm_"),
+    # Checkpoints.
+    *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
     *("MpxlaError", "ConfigError", "TopologyError", "CaptureError", "PartitionError"),
+    "CheckpointError",
     *("ScheduleError", "LoweringError", "StepError", "PeerFailure", "RankMismatch"),
     "__version__",
 }
@@ -52,7 +55,15 @@ SIGNATURES = {
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
     "profile": "path",
+    "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
+    "weights_only=True, **pickle_load_args",
+    "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
+    "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
+    "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
+    "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
+    "weights_only=True",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
@@ -87,7 +98,7 @@ METHODS = {
         "zero_grad": "set_to_none=True",
         "state_dict": "",
         "load_state_dict": "state_dict",
-        "local_state_dict": "",
+        "local_state_dict": "gather_if_shard=True",
         "orig_state_dict": "",
         "add_param_group": "param_group",
     },
@@ -111,7 +122,8 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "stall_timeout_s", "virtual_pipeline_degree", "schedule"),
+    *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("virtual_pipeline_degree", "schedule"),
 }
 
 

@@ -113,10 +113,15 @@ class ModelState:
 def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any:
     """`module.load_state_dict` where parameters of other ranks have no storage.
 
-    Values for those are checked for their shape and dropped.
+    Values for those are checked for their shape and dropped. Tied parameters need one value, under
+    any of their names.
     """
     present: dict[str, Any] = {}
-    for name, target in module.state_dict(keep_vars=True).items():
+    targets = module.state_dict(keep_vars=True)
+    given = {id(target): values[name] for name, target in targets.items() if name in values}
+    tied = {name: given[id(target)] for name, target in targets.items() if id(target) in given}
+    values = {**tied, **values}
+    for name, target in targets.items():
         if name not in values:
             continue
         is_absent = isinstance(target, torch.Tensor) and target.device.type == "meta"

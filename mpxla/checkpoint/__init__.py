@@ -1,0 +1,1 @@
+"""Checkpoints: SMP's save and load functions, and folders that reload on any topology."""

@@ -1,0 +1,102 @@
+"""What a checkpoint holds of a model and an optimizer, as slots on this rank.
+
+Values stay where they are until they are asked for. This module must not know files.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mpxla.checkpoint.shards import Slot
+from mpxla.errors import CheckpointError
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.optimizer import DistributedOptimizer
+
+__all__ = ["Inventory", "aliases_of", "local_inventory", "model_names"]
+
+
+class Inventory(NamedTuple):
+    """What this rank can write."""
+
+    values: dict[Slot, torch.Tensor]
+    """Tensors that any of their holders may write."""
+    numbers: list[tuple[str, str, Any]]
+    """(parameter, state key, number) of the optimizer."""
+    own: dict[str, torch.Tensor]
+    """Buffers of this replica, which differ between replicas."""
+
+
+def model_names(model: DistributedModel) -> dict[str, list[str]]:
+    """Every parameter and persistent buffer, by its one name: all its names.
+
+    Raises:
+        CheckpointError: a module has state that is no tensor.
+    """
+    canonical = model.canonical_names
+    names: dict[str, list[str]] = {}
+    for name, value in model.get_module().state_dict().items():
+        if name not in canonical or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"the model's state {name!r} is no parameter or buffer (get_extra_state); keep it "
+                f"in user_content, or save with partial=False."
+            )
+        names.setdefault(canonical[name], []).append(name)
+    return names
+
+
+def local_inventory(
+    model: DistributedModel | None, optimizer: DistributedOptimizer | None, is_first_replica: bool
+) -> Inventory:
+    """What this rank holds. After partitioning.
+
+    Args:
+        model: to save, or None.
+        optimizer: to save, or None.
+        is_first_replica: whether this rank's buffers are those of the checkpoint.
+    """
+    values: dict[Slot, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    if model is not None:
+        names = model_names(model)
+        for name, parameter in model.local_named_parameters():
+            values[_slot("model", name, "", parameter)] = parameter
+        for name, buffer in model.local_named_buffers():
+            if name not in names:
+                continue
+            if is_first_replica:
+                values[_slot("model", name, "", buffer)] = buffer
+            else:
+                own[name] = buffer
+    numbers: list[tuple[str, str, Any]] = []
+    for piece in optimizer.state_pieces() if optimizer is not None else ():
+        if isinstance(piece.value, torch.Tensor):
+            slot = _slot("optimizer", piece.name, piece.key, piece.value, piece.shape, piece.offset)
+            values[slot] = piece.value
+        elif piece.value is None or isinstance(piece.value, bool | int | float):
+            numbers.append((piece.name, piece.key, piece.value))
+        else:
+            raise CheckpointError(
+                f"the optimizer's state {piece.key!r} of {piece.name} is a "
+                f"{type(piece.value).__name__}; checkpoints hold tensors and numbers. Save with "
+                f"smp.save(optimizer.local_state_dict(), ...) instead."
+            )
+    return Inventory(values, numbers, own)
+
+
+def _slot(
+    kind: str,
+    name: str,
+    key: str,
+    value: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    offset: int = 0,
+) -> Slot:
+    dtype = str(value.dtype).removeprefix("torch.")
+    whole = tuple(value.shape if shape is None else shape)
+    return Slot(kind, name, key, dtype, whole, offset, value.numel())
+
+
+def aliases_of(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Further names of tied tensors -> the one name."""
+    return {name: one for one, every in names.items() for name in every if name != one}

@@ -1,0 +1,256 @@
+"""Files that are there completely or not at all, with checksums.
+
+A new file gets a temporary name, is flushed to the disk, and then takes its name in one step. A
+checksum covers every byte of a file (CRC-32: against damage, not against forgery; who can write a
+file can write its manifest too). Nothing is unpickled here that `weights_only` refuses, unless the
+caller says so. This module must not know ranks.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from mpxla.errors import CheckpointError
+from mpxla.log import get_logger
+
+__all__ = [
+    "FileRecord",
+    "check_file",
+    "check_zip",
+    "load_object",
+    "replace_file",
+    "replace_files",
+    "save_object",
+    "serialize",
+    "sync_folder",
+    "write_file",
+]
+
+_BLOCK_BYTES = 1 << 20
+
+
+class FileRecord(NamedTuple):
+    """Size and checksum of a file."""
+
+    num_bytes: int
+    crc32: int
+
+
+class _ChecksummedFile:
+    """A file for writing that counts and sums what goes through it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.num_bytes = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`."""
+        view = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.num_bytes += len(view)
+        written = 0
+        try:
+            while written < len(view):
+                written += self._file.write(view[written:])
+        except OSError as error:
+            self.error = error  # torch's writer, which is C++, makes something else of it
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """The file has no buffer."""
+
+
+def write_file(path: Path, write: Callable[[Any], Any]) -> FileRecord:
+    """Creates a file and flushes it to the disk; its folder is still to be synced.
+
+    Args:
+        path: the file; must not exist.
+        write: writes the content to the file object that it gets.
+
+    Raises:
+        OSError: naming the file.
+    """
+    with open(path, "xb", buffering=0) as file:
+        summed = _ChecksummedFile(file)
+        try:
+            write(summed)
+            os.fsync(file.fileno())
+        except Exception as error:
+            cause = summed.error or error
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+            raise
+    return FileRecord(summed.num_bytes, summed.crc32)
+
+
+def save_object(path: Path, value: Any) -> FileRecord:
+    """`torch.save` to a new file, on the disk when it returns."""
+    return write_file(path, lambda file: torch.save(value, file))
+
+
+def serialize(value: Any, what: str, **options: Any) -> bytes:
+    """`torch.save` to memory; tells the user if loading will need `weights_only=False`.
+
+    Args:
+        value: what to save.
+        what: where it comes from, for the texts.
+        **options: of `torch.save`.
+
+    Raises:
+        CheckpointError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer, **options)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{what} cannot be saved: {error}. Keep plain data in it: numbers, strings, tensors, "
+            f"and lists, tuples and dicts of them."
+        ) from error
+    data = buffer.getvalue()
+    with contextlib.suppress(Exception):  # a foreign pickle_module cannot be looked into
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        if unsafe:
+            get_logger().warning(
+                "%s holds objects of %s, which are loaded only with weights_only=False; keep plain "
+                "data in it instead.",
+                what,
+                ", ".join(sorted(unsafe)),
+            )
+    return data
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Gives a file this content, in one step: a reader sees the old one or the new one."""
+    replace_files({path: lambda file: file.write(data)})
+
+
+def replace_files(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
+    """As `replace_file`; first all new files are on the disk, then they take their names.
+
+    Args:
+        contents: by file of one folder: writes the content to the file object that it gets.
+
+    Raises:
+        OSError: naming the file; the old ones are as they were.
+    """
+    temporary = {path: path.with_name(f".{path.name}.writing") for path in contents}
+    try:
+        for path, write in contents.items():
+            with contextlib.suppress(FileNotFoundError):
+                temporary[path].unlink()
+            write_file(temporary[path], write)
+        for path in contents:
+            os.replace(temporary[path], path)
+    except BaseException:
+        for path in temporary.values():
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
+    sync_folder(next(iter(contents)).parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_file(path: Path, expected: FileRecord) -> None:
+    """Reads a file and compares it with its record.
+
+    Raises:
+        CheckpointError: it is missing, shorter, longer or altered; names it.
+    """
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing, which the checkpoint needs; use another checkpoint, or bring the "
+            f"file back."
+        ) from error
+    if num_bytes != expected.num_bytes:
+        raise CheckpointError(
+            f"{path} has {num_bytes} bytes instead of {expected.num_bytes}: it was truncated or "
+            f"altered. Use another checkpoint."
+        )
+    crc32 = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc32 = zlib.crc32(block, crc32)
+    if crc32 != expected.crc32:
+        raise CheckpointError(
+            f"{path} was altered since it was written (its checksum is {crc32:08x} instead of "
+            f"{expected.crc32:08x}). Use another checkpoint."
+        )
+
+
+def check_zip(path: Path) -> None:
+    """Checks a file of `torch.save` by the checksums inside; files of other formats pass.
+
+    Raises:
+        CheckpointError: it was truncated or altered; names it.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, zlib.error, OSError) as error:
+        raise CheckpointError(
+            f"{path} was truncated or altered since it was written ({error})."
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} was altered since it was written (its part {damaged}).")
+
+
+def load_object(path: Path, weights_only: bool = True, **options: Any) -> Any:
+    """`torch.load`, refusing to run code unless `weights_only` is False.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds objects whose loading runs code.
+    """
+    options.setdefault("map_location", "cpu")
+    try:
+        return torch.load(path, weights_only=weights_only, **options)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist; check the path and the tag.") from error
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" not in str(error) and "Unsupported class" not in str(error):
+            raise CheckpointError(
+                f"{path} cannot be read, it may be truncated or altered: {_culprit(error)}"
+            ) from error
+        raise CheckpointError(
+            f"{path} holds objects whose loading could run code, so it was not loaded "
+            f"({_culprit(error)}). If you trust whoever wrote the file, pass weights_only=False."
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, it may be truncated or altered: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _culprit(error: BaseException) -> str:
+    for line in str(error).splitlines():
+        if "GLOBAL" in line or "Unsupported" in line:
+            return line.strip()
+    return _first_line(error)

@@ -1,0 +1,182 @@
+"""Full checkpoints: one file with the plain model's state dict, as anybody reads and writes it.
+
+Read are files of `torch.save`, `.safetensors`, and the `*.index.json` with which Hugging Face names
+the files of a large model. They are mapped: a rank reads what it needs of them.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mpxla.checkpoint.commit import record_newest
+from mpxla.checkpoint.files import check_zip, load_object, replace_files, serialize
+from mpxla.checkpoint.layout import full_file, full_user_content
+from mpxla.checkpoint.together import Exchange, together
+from mpxla.errors import CheckpointError
+from mpxla.parallel.model import DistributedModel
+from mpxla.session import Session
+
+__all__ = ["StateSource", "open_state", "save_full"]
+
+
+def save_full(
+    session: Session,
+    exchange: Exchange,
+    path: Path,
+    tag: str,
+    model: DistributedModel | None,
+    user_content: Any,
+) -> None:
+    """Writes a full checkpoint; every rank must call it. Rank 0 gathers the model.
+
+    Raises:
+        CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay.
+    """
+    if model is None:
+        raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
+    first_replica = session.topology.pp_group(0)
+    state = model.state_dict(gather_to_rank0=True) if session.rank in first_replica else {}
+
+    def write() -> None:
+        if session.rank != 0:
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        content = serialize(user_content, "user_content")
+        replace_files(
+            {
+                full_user_content(path, tag): lambda file: file.write(content),
+                full_file(path, tag): lambda file: torch.save(state, file),
+            }
+        )
+        record_newest(path, tag)
+
+    together(exchange, f"saving full checkpoint {tag!r} in {path}", write)
+
+
+class StateSource(Protocol):
+    """A state dict on the disk."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """By name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the host; may be mapped, so copy before writing to it."""
+        ...
+
+
+class _Loaded:
+    """A state dict whose tensors are mapped from a file."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]):
+        self._values = values
+        self.shapes = {name: tuple(value.shape) for name, value in values.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+
+class _Safetensors:
+    """A file of the safetensors format."""
+
+    def __init__(self, path: Path):
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise CheckpointError(
+                f"{path} needs the package safetensors; install it with pip install safetensors."
+            ) from error
+        try:
+            self._file = safe_open(path, framework="pt")
+            names = list(self._file.keys())
+            self.shapes = {n: tuple(self._file.get_slice(n).get_shape()) for n in names}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read, it may be truncated or altered: {error}"
+            ) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name)
+
+
+class _Several:
+    """Several files that share the names of one model."""
+
+    def __init__(self, index: Path, weights_only: bool):
+        try:
+            places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{index} is no index of model files (it has no weight_map); pass the file that "
+                f"names the parts, such as model.safetensors.index.json."
+            ) from error
+        files = {f: open_state(index.parent / f, weights_only) for f in set(places.values())}
+        self._sources = {name: files[file] for name, file in places.items()}
+        missing = [name for name, source in self._sources.items() if name not in source.shapes]
+        if missing:
+            raise CheckpointError(
+                f"{index} says that {missing[0]} is in {places[missing[0]]}, which does not have "
+                f"it; fetch the files again."
+            )
+        self.shapes = {name: source.shapes[name] for name, source in self._sources.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._sources[name].read(name)
+
+
+def open_state(
+    path: Path,
+    weights_only: bool = True,
+    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> StateSource:
+    """Opens a state dict of the plain model.
+
+    Args:
+        path: file of `torch.save`, `.safetensors` or `*.index.json`.
+        weights_only: refuse objects whose loading could run code.
+        translate: makes the plain model's state dict of what the file holds.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or no state dict; names it.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; check the path and the tag.")
+    if path.name.endswith(".index.json"):
+        source: StateSource = _Several(path, weights_only)
+    elif path.suffix == ".safetensors":
+        source = _Safetensors(path)
+    else:
+        check_zip(path)
+        values = load_object(path, weights_only, **_mapped(path))
+        source = _Loaded(_tensors(path, values if translate is None else translate(values)))
+        return source
+    if translate is not None:
+        values = {name: source.read(name) for name in source.shapes}
+        source = _Loaded(_tensors(path, translate(values)))
+    return source
+
+
+def _mapped(path: Path) -> dict[str, bool]:
+    """Files of torch before 1.6 cannot be mapped."""
+    with open(path, "rb") as file:
+        return {"mmap": True} if file.read(2) == b"PK" else {}
+
+
+def _tensors(path: Path, values: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(values).__name__}, not a state dict; save model.state_dict()."
+        )
+    wrong = _first(name for name, value in values.items() if not isinstance(value, torch.Tensor))
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} is no state dict of a model: {wrong!r} is a {type(values[wrong]).__name__}. "
+            f"If the state dict is inside, pass translate_function=lambda saved: saved['model']."
+        )
+    return dict(values)
+
+
+def _first(names: Iterable[Any]) -> Any:
+    return next(iter(names), None)

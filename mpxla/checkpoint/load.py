@@ -1,0 +1,381 @@
+"""`resume_from_checkpoint`: any checkpoint into the wrapped model and optimizer, on any topology.
+
+resolve   every rank reads the tag and the manifest, and all must have found the same
+verify    the ranks share the files among them and check every byte
+fit       names and shapes are compared with the model
+load      every rank reads what it holds, at once or, before the first step, when the model is
+          partitioned
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpxla.checkpoint.commit import check_share, find_partial, read_manifest
+from mpxla.checkpoint.content import model_names
+from mpxla.checkpoint.files import check_zip, load_object
+from mpxla.checkpoint.full import StateSource, open_state
+from mpxla.checkpoint.layout import (
+    PARAM_GROUPS,
+    PARTITION,
+    USER_CONTENT,
+    check_tag,
+    full_file,
+    full_user_content,
+    partial_folder,
+    partial_tags,
+    rank_file,
+    rank_info,
+    read_newest,
+)
+from mpxla.checkpoint.random_state import set_random_states
+from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
+from mpxla.checkpoint.together import ObjectExchange, together
+from mpxla.errors import CheckpointError
+from mpxla.log import get_logger
+from mpxla.parallel.model import DistributedModel
+from mpxla.session import Session, current
+
+__all__ = ["resume_from_checkpoint"]
+
+Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Translate | None = None,
+    load_optimizer_states: bool | None = None,
+    weights_only: bool = True,
+) -> Any:
+    """Loads a checkpoint; every rank must call it, after wrapping model and optimizer.
+
+    Everything is checked at once; with several stages, values are loaded in the first step, when it
+    is known which rank holds what (settings of the optimizer, such as learning rates, at once). The
+    number of stages and replicas may differ from when it was saved. Random states are those of the
+    same rank if the topology is the same, else the host's of the replica's first rank.
+    (SMP API reference, "smp.resume_from_checkpoint".)
+
+    Args:
+        path: folder of the checkpoints.
+        tag: which one; None takes the one that `newest` names.
+        partial: a checkpoint of `save_checkpoint(partial=True)`; otherwise the file `<path>/<tag>`
+            with the state dict of the plain model: of `torch.save`, `.safetensors`, or an
+            `*.index.json` of Hugging Face. Its optimizer is not loaded.
+        strict: whether missing and unexpected names are errors.
+        load_optimizer: whether to load the optimizer's state.
+        load_sharded_optimizer_state: belongs to sharded data parallelism; only True is supported.
+        translate_function: of a full checkpoint: makes a state dict of the plain model of what the
+            file holds. Called on every rank.
+        load_optimizer_states: the name of `load_optimizer` in SMP 1.10.
+        weights_only: refuse objects whose loading could run code. Extension of SMP's API.
+
+    Returns:
+        The user content, None where there is none.
+
+    Raises:
+        CheckpointError: on all ranks: there is no such checkpoint, a file is missing, truncated or
+            altered (named), or it does not fit the model or the optimizer.
+    """
+    session = current()
+    model = session.model
+    if model is None:
+        raise CheckpointError(
+            "smp.resume_from_checkpoint was called before smp.DistributedModel; wrap model and "
+            "optimizer first."
+        )
+    if not load_sharded_optimizer_state:
+        raise CheckpointError(
+            "load_sharded_optimizer_state=False belongs to sharded data parallelism with fp16; use "
+            "load_optimizer=False to load no optimizer state."
+        )
+    if load_optimizer_states is not None:
+        load_optimizer = load_optimizer_states
+    world = session.env.world_size
+    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    folder = Path(os.path.abspath(path))
+    what = f"resuming from {folder}"
+    loader: Any = None
+
+    def resolve() -> Any:
+        nonlocal loader
+        name = check_tag(read_newest(folder) if tag is None else tag)
+        if not partial:
+            loader = _FullLoader(model, folder, name, strict, weights_only, translate_function)
+        else:
+            name = _partial_tag(folder, name) if tag is None else name
+            loader = _PartialLoader(session, model, folder, name, strict, weights_only)
+        return [str(folder), name, loader.fingerprint()]
+
+    found = together(exchange, what, resolve)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise CheckpointError(
+                f"rank 0 found the checkpoint {found[0][1]!r} in {found[0][0]} and rank {rank} "
+                f"{other[1]!r} in {other[0]}, and they are not the same; call "
+                f"smp.resume_from_checkpoint with the same arguments and one shared folder."
+            )
+    together(exchange, what, lambda: loader.verify(session.rank, world))
+    user_content: list[Any] = []
+
+    def load() -> None:
+        user_content.append(loader.load(load_optimizer and partial))
+
+    together(exchange, what, load)
+    get_logger().info("resumed from checkpoint %s in %s", found[0][1], folder)
+    return user_content[0]
+
+
+def _partial_tag(folder: Path, newest: str) -> str:
+    """The newest partial checkpoint; `newest` may name a full one."""
+    tags = partial_tags(folder)
+    if not partial_folder(folder, newest).exists() and full_file(folder, newest).exists() and tags:
+        return tags[-1]
+    return newest
+
+
+def _when_placed(model: DistributedModel, action: Callable[[], None]) -> None:
+    """Runs an action when every rank has its parameters: now, or in the first step."""
+    if model.partitioned:
+        action()
+    else:
+        model.register_post_partition_hook(lambda model, optimizer: action())
+
+
+def _check_fit(
+    model: DistributedModel,
+    shapes: Mapping[str, tuple[int, ...]],
+    find: Callable[[Sequence[str]], str | None],
+    strict: bool,
+    where: Path,
+) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint of everything that is in both.
+
+    Raises:
+        CheckpointError: listing what is missing, unexpected or of another shape.
+    """
+    state = model.get_module().state_dict()
+    saved = {name: find(every) for name, every in model_names(model).items()}
+    problems = []
+    missing = [name for name, other in saved.items() if other is None]
+    known = {n for every in model_names(model).values() for n in every} | set(saved.values())
+    unexpected = [name for name in shapes if name not in known]
+    if strict and missing:
+        problems.append(f"it does not have {_some(missing)}")
+    if strict and unexpected:
+        problems.append(f"it has {_some(unexpected)}, which the model does not have")
+    for name, other in saved.items():
+        if other is not None and tuple(state[name].shape) != shapes[other]:
+            problems.append(
+                f"{name} is {list(shapes[other])} in it and {list(state[name].shape)} in the model"
+            )
+    if problems:
+        raise CheckpointError(
+            f"{where} does not fit the model: {'; '.join(problems)}. Build the model as it was, or "
+            f"pass strict=False to load what fits by name."
+        )
+    return {name: other for name, other in saved.items() if other is not None}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _copy_into(
+    model: DistributedModel, names: Mapping[str, str], read: Callable[[str], Any]
+) -> None:
+    """Loads what this rank holds, and reads nothing else."""
+    local = {name for name, _ in model.local_named_parameters()}
+    local |= {name for name, _ in model.local_named_buffers()}
+    values = {name: read(saved) for name, saved in names.items() if name in local}
+    model.load_state_dict(values, strict=False)
+
+
+class _FullLoader:
+    """A state dict of the plain model."""
+
+    def __init__(
+        self,
+        model: DistributedModel,
+        folder: Path,
+        tag: str,
+        strict: bool,
+        weights_only: bool,
+        translate: Translate | None,
+    ):
+        self._model = model
+        self._file = full_file(folder, tag)
+        self._user_file = full_user_content(folder, tag)
+        self._weights_only = weights_only
+        self._source: StateSource = open_state(self._file, weights_only, translate)
+        shapes = self._source.shapes
+        canonical = model.canonical_names
+        tied = {n: {m for m in canonical if canonical[m] == c} for n, c in canonical.items()}
+
+        def find(names: Sequence[str]) -> str | None:
+            every = [*names, *(m for n in names for m in sorted(tied[n]))]
+            return next((n for n in every if n in shapes), None)
+
+        self._names = _check_fit(model, shapes, find, strict, self._file)
+
+    def fingerprint(self) -> Any:
+        """Equal on two ranks if they see the same checkpoint."""
+        return self._file.stat().st_size
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """The file was checked when it was opened, as far as its format allows."""
+        if self._user_file.exists() and rank == 0:
+            check_zip(self._user_file)
+
+    def load(self, load_optimizer: bool) -> Any:
+        """Loads the model, now or when it is partitioned; returns the user content."""
+        _when_placed(self._model, lambda: _copy_into(self._model, self._names, self._source.read))
+        if not self._user_file.exists():
+            return None
+        return load_object(self._user_file, self._weights_only)
+
+
+class _PartialLoader:
+    """A partial checkpoint."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: DistributedModel,
+        folder: Path,
+        tag: str,
+        strict: bool,
+        weights_only: bool,
+    ):
+        self._session, self._model = session, model
+        self._folder = find_partial(folder, tag)
+        self._weights_only = weights_only
+        self._manifest = read_manifest(self._folder, tag)
+        self._reader = ShardReader(self._folder, _index(self._manifest))
+        self._names: dict[str, str] = {}
+        if self._manifest["has_model"]:
+            index = self._reader.index
+            self._names = _check_fit(
+                model,
+                index.shapes("model"),
+                lambda names: index.saved_name("model", names),
+                strict,
+                self._folder,
+            )
+
+    def fingerprint(self) -> Any:
+        """Equal on two ranks if they see the same checkpoint."""
+        return zlib.crc32(json.dumps(self._manifest, sort_keys=True).encode())
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """Checks this rank's share of the files."""
+        check_share(self._folder, self._manifest, rank, world_size)
+
+    def load(self, load_optimizer: bool) -> Any:
+        """Loads everything, now or when the model is partitioned; returns the user content."""
+        model, optimizer = self._model, self._model.first_optimizer()
+        if load_optimizer and optimizer is not None:
+            if PARAM_GROUPS not in self._manifest["files"]:
+                raise CheckpointError(
+                    f"{self._folder} was saved without an optimizer; pass load_optimizer=False."
+                )
+            optimizer.load_group_settings(load_object(self._folder / PARAM_GROUPS))
+        self._restore_partition()
+
+        def load_values() -> None:
+            if self._manifest["has_model"]:
+                _copy_into(model, self._names, lambda n: self._reader.whole("model", n))
+                self._load_own_buffers()
+            if load_optimizer and optimizer is not None:
+                optimizer.load_saved_state(_SavedOptimizer(self._reader, self._names))
+
+        _when_placed(model, load_values)
+        self._restore_random_states()
+        return load_object(self._folder / USER_CONTENT, self._weights_only)
+
+    def _own_file(self, rdp_rank: int, pp_rank: int) -> dict[str, Any] | None:
+        topology, rank = self._session.topology, self._session.rank
+        name = rank_file("rank", rank_info(pp_rank, topology.tp_rank(rank), rdp_rank))
+        if name not in self._manifest["files"]:
+            return None
+        return load_object(self._folder / name)
+
+    def _is_same_topology(self) -> bool:
+        topology = self._session.topology
+        sizes = {"pp": topology.pp_size, "tp": topology.tp_size, "rdp": topology.rdp_size}
+        return self._manifest["topology"] == sizes
+
+    def _restore_partition(self) -> None:
+        is_placed = self._model.partitioned
+        if not is_placed and self._is_same_topology() and PARTITION in self._manifest["files"]:
+            self._model.restore_partition(load_object(self._folder / PARTITION))
+
+    def _restore_random_states(self) -> None:
+        topology, rank = self._session.topology, self._session.rank
+        replica = topology.rdp_rank(rank)
+        if self._is_same_topology():
+            own = self._own_file(replica, topology.pp_rank(rank))
+            assert own is not None, "every rank wrote its file"
+            set_random_states(own["random"])
+            return
+        own = self._own_file(replica, 0) or self._own_file(0, 0)
+        if own is not None:
+            torch.set_rng_state(own["random"]["torch"])
+
+    def _load_own_buffers(self) -> None:
+        """Buffers of this replica, where replicas are as they were."""
+        topology, rank = self._session.topology, self._session.rank
+        if topology.rdp_rank(rank) == 0 or not self._is_same_topology():
+            return
+        own = self._own_file(topology.rdp_rank(rank), topology.pp_rank(rank))
+        local = {name for name, _ in self._model.local_named_buffers()}
+        if own is not None and own["buffers"].keys() <= local:
+            self._model.load_state_dict(own["buffers"], strict=False)
+
+
+class _SavedOptimizer:
+    """The optimizer's state in a checkpoint, by the names of this model."""
+
+    def __init__(self, reader: ShardReader, names: Mapping[str, str]):
+        self._reader = reader
+        self._names = names
+
+    def _saved(self, name: str) -> str:
+        return self._names.get(name, name)
+
+    def numbers(self, name: str) -> Mapping[str, Any]:
+        """See `SavedState`."""
+        return self._reader.index.numbers.get(self._saved(name), {})
+
+    def keys(self, name: str) -> Sequence[str]:
+        """See `SavedState`."""
+        return self._reader.index.keys("optimizer", self._saved(name))
+
+    def whole(self, name: str, key: str) -> torch.Tensor:
+        """See `SavedState`."""
+        return self._reader.whole("optimizer", self._saved(name), key)
+
+    def flat(self, name: str, key: str, offset: int, count: int) -> torch.Tensor:
+        """See `SavedState`."""
+        return self._reader.flat("optimizer", self._saved(name), key, offset, count)
+
+
+def _index(manifest: Mapping[str, Any]) -> ShardIndex:
+    entries = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for part in manifest["parts"]:
+        for *fields, file in part["slots"]:
+            kind, name, key, dtype, shape, offset, count = fields
+            entries.append((Slot(kind, name, key, dtype, tuple(shape), offset, count), file))
+        for name, key, value in part["numbers"]:
+            numbers.setdefault(name, {})[key] = value
+    return ShardIndex(entries, manifest["aliases"], numbers)

@@ -1,0 +1,36 @@
+"""Random states of a process: torch, Python and NumPy on the host, and the XLA device.
+
+The seeds of a step's random operators come from torch's host generator on the first pipeline rank,
+so these states replay a run. Values are plain data, which loads with `weights_only`.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpxla.stage.device import random_state, set_random_state
+
+__all__ = ["get_random_states", "set_random_states"]
+
+
+def get_random_states() -> dict[str, Any]:
+    """The states of this process."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "device": random_state(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Puts the generators of this process into earlier states."""
+    torch.set_rng_state(states["torch"])
+    version, keys, cached = states["python"]
+    random.setstate((version, tuple(keys), cached))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    set_random_state(states["device"])

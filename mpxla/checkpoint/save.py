@@ -1,0 +1,282 @@
+"""`save_checkpoint`: SMP's folder of checkpoints, partial or full, now or in the background.
+
+A partial checkpoint is written by all ranks, each its share of what it holds; nobody gathers
+anything. In the background, training stands still only while values are copied to the host.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+
+from mpxla.checkpoint.commit import Written, abandon, prepare, write_partial
+from mpxla.checkpoint.content import Inventory, aliases_of, local_inventory, model_names
+from mpxla.checkpoint.files import save_object, serialize, write_file
+from mpxla.checkpoint.full import save_full
+from mpxla.checkpoint.layout import (
+    PARAM_GROUPS,
+    PARTITION,
+    USER_CONTENT,
+    check_tag,
+    rank_file,
+    rank_info,
+)
+from mpxla.checkpoint.random_state import get_random_states
+from mpxla.checkpoint.shards import Slot, assign_writers
+from mpxla.checkpoint.together import Exchange, ObjectExchange, StoreExchange, together
+from mpxla.errors import CheckpointError
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.optimizer import DistributedOptimizer
+from mpxla.session import Session, current
+from mpxla.stage.device import to_host
+
+__all__ = ["PendingCheckpoint", "save_checkpoint"]
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written in the background.
+
+    A failure shows in `wait`, in the next `smp.save_checkpoint` or in `smp.shutdown`.
+    """
+
+    def __init__(self, work: Callable[[], None]):
+        self._work = work
+        self._error: BaseException | None = None
+        # Not a daemon: a process that ends in order finishes its checkpoint.
+        self._thread = threading.Thread(target=self._run, name="mpxla-checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # it is raised in the main thread
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether writing has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete.
+
+        Raises:
+            CheckpointError: writing failed on some rank.
+            PeerFailure: a rank died meanwhile.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: DistributedModel | None = None,
+    optimizer: DistributedOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+    asynchronous: bool = False,
+) -> PendingCheckpoint | None:
+    """Saves a checkpoint; every rank must call it, after the first step.
+
+    A partial checkpoint resumes under any number of stages and replicas. It is complete or not
+    there: whatever happens while it is written, earlier checkpoints stay as they are, and `newest`
+    names the last complete one. Random states are saved as well. Between the steps of a gradient
+    accumulation (`backward_passes_per_step`) gradients are not saved.
+    (SMP API reference, "smp.save_checkpoint".)
+
+    Args:
+        path: folder of the checkpoints, shared by all ranks.
+        tag: name of this one; the same on all ranks. One of that name is replaced.
+        partial: every rank writes its share, with optimizer state; otherwise rank 0 writes one file
+            with the plain model's state dict, without optimizer.
+        model: the distributed model, or None to save none.
+        optimizer: the distributed optimizer, or None to save none.
+        user_content: of rank 0: plain data (LR scheduler's state dict, number of steps, position in
+            the data); `resume_from_checkpoint` returns it.
+        translate_if_full: SMP's switch for names of Hugging Face; models keep their names here, so
+            it changes nothing.
+        num_kept_partial_checkpoints: older partial checkpoints beyond this number are deleted.
+        asynchronous: return when values have been copied to the host, and write in the background.
+            Waits for an earlier one that is still being written. Extension of SMP's API.
+
+    Returns:
+        With `asynchronous`, the checkpoint under way; otherwise None.
+
+    Raises:
+        CheckpointError: on all ranks: arguments are wrong or differ between ranks, or something
+            cannot be written on some rank.
+    """
+    session = current()
+    finish_pending(session)
+    folder = Path(os.path.abspath(path))
+    world = session.env.world_size
+    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    inventory = Inventory({}, [], [])
+
+    def begin() -> dict[str, Any]:
+        nonlocal inventory
+        _check_objects(model, optimizer)
+        text = check_tag(tag)
+        if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+            raise CheckpointError(
+                f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, "
+                f"or pass None to keep all."
+            )
+        if asynchronous and not partial:
+            raise CheckpointError("asynchronous=True goes with partial=True only.")
+        if partial:
+            is_first = session.topology.rdp_rank(session.rank) == 0
+            inventory = local_inventory(model, optimizer, is_first)
+        request = {"path": str(folder), "tag": text, "partial": partial}
+        request["model"], request["optimizer"] = model is not None, optimizer is not None
+        request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
+        return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
+
+    what = f"saving checkpoint {tag!r} in {folder}"
+    begun = together(exchange, what, begin)
+    _check_equal([b["request"] for b in begun])
+    tag = begun[0]["request"]["tag"]
+    if not partial:
+        return save_full(session, exchange, folder, tag, model, user_content)
+    shares = assign_writers([[Slot(*_tuples(slot)) for slot in b["slots"]] for b in begun])
+    part = _Part(session, inventory, shares[session.rank])
+
+    def copy() -> None:
+        if session.rank == 0:
+            prepare(folder, tag)
+        part.copy(model, optimizer, user_content)
+
+    try:
+        together(exchange, what, copy)
+    except CheckpointError:
+        if session.rank == 0:
+            abandon(folder, tag)
+        raise
+    facts = part.facts(model)
+
+    def write(through: Exchange) -> None:
+        write_partial(folder, tag, through, part.write, facts, num_kept_partial_checkpoints)
+
+    if not asynchronous:
+        write(exchange)
+        return None
+    session.pending_checkpoint = PendingCheckpoint(
+        lambda: write(_background_exchange(session, begun[0]["token"]))
+    )
+    return session.pending_checkpoint
+
+
+def finish_pending(session: Session) -> None:
+    """Waits for the checkpoint that is being written in the background, if there is one."""
+    pending, session.pending_checkpoint = session.pending_checkpoint, None
+    if pending is not None:
+        pending.wait()
+
+
+def _background_exchange(session: Session, token: str) -> Exchange:
+    lifeline = session.lifeline
+    return StoreExchange(
+        _get_default_store(),
+        f"mpxla_checkpoint/{token}",
+        session.rank,
+        session.env.world_size,
+        (lambda: None) if lifeline is None else (lambda: lifeline.failure),
+    )
+
+
+class _Part:
+    """One rank's part of a partial checkpoint: first copied to the host, then written."""
+
+    def __init__(self, session: Session, inventory: Inventory, share: list[Slot]):
+        self._session = session
+        self._inventory = inventory
+        self._share = share
+        topology, rank = session.topology, session.rank
+        self._info = rank_info(
+            topology.pp_rank(rank), topology.tp_rank(rank), topology.rdp_rank(rank)
+        )
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._own: dict[str, Any] = {}
+        self._blobs: dict[str, bytes] = {}
+
+    def copy(
+        self, model: DistributedModel | None, optimizer: DistributedOptimizer | None, user: Any
+    ) -> None:
+        """Takes everything at this moment; afterwards training may go on."""
+        values, own = self._inventory.values, self._inventory.own
+        flat = to_host([*(values[slot] for slot in self._share), *own.values()])
+        for slot, copy in zip(self._share, flat, strict=False):
+            self._tensors.setdefault(slot.kind, {})[slot.title] = copy
+        buffers = dict(zip(own, flat[len(self._share) :], strict=True))
+        self._own = {"random": get_random_states(), "buffers": buffers}
+        if self._session.rank == 0:
+            self._blobs[USER_CONTENT] = serialize(user, "user_content")
+            if optimizer is not None:
+                settings = optimizer.group_settings()
+                self._blobs[PARAM_GROUPS] = serialize(settings, "the optimizer's settings")
+            if model is not None:
+                self._blobs[PARTITION] = serialize(model.partition_decision(), "the partition")
+
+    def facts(self, model: DistributedModel | None) -> dict[str, Any]:
+        """What the manifest says about all ranks."""
+        topology = self._session.topology
+        return {
+            "topology": {"pp": topology.pp_size, "tp": topology.tp_size, "rdp": topology.rdp_size},
+            "aliases": aliases_of(model_names(model)) if model is not None else {},
+            "has_model": model is not None,
+        }
+
+    def write(self, folder: Path) -> Written:
+        """Writes this rank's files."""
+        files = {}
+        for kind, tensors in self._tensors.items():
+            name = rank_file(kind, self._info)
+            files[name] = save_object(folder / name, tensors)
+        name = rank_file("rank", self._info)
+        files[name] = save_object(folder / name, self._own)
+        for name, blob in self._blobs.items():
+            files[name] = write_file(folder / name, lambda file, blob=blob: file.write(blob))
+        slots = [[*slot, rank_file(slot.kind, self._info)] for slot in self._share]
+        return Written(files, {"slots": slots, "numbers": self._inventory.numbers})
+
+
+def _check_objects(model: Any, optimizer: Any) -> None:
+    if model is not None and not isinstance(model, DistributedModel):
+        raise CheckpointError(
+            f"model is a {type(model).__name__}; pass the smp.DistributedModel that wraps it."
+        )
+    if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
+        raise CheckpointError(
+            f"optimizer is a {type(optimizer).__name__}; pass the smp.DistributedOptimizer that "
+            f"wraps it."
+        )
+    wrapped = current().model
+    if (model is not None or optimizer is not None) and not (wrapped and wrapped.partitioned):
+        raise CheckpointError(
+            "the model is not partitioned yet; call smp.save_checkpoint after the first step."
+        )
+
+
+def _check_equal(requests: list[dict[str, Any]]) -> None:
+    for rank, request in enumerate(requests):
+        for key, value in request.items():
+            if value != requests[0][key]:
+                raise CheckpointError(
+                    f"smp.save_checkpoint was called with {key} {requests[0][key]!r} on rank 0 and "
+                    f"{value!r} on rank {rank}; call it with the same arguments on all ranks. "
+                    f"Nothing was written."
+                )
+
+
+def _tuples(slot: Any) -> tuple[Any, ...]:
+    return tuple(tuple(field) if isinstance(field, list) else field for field in slot)

@@ -1,0 +1,198 @@
+"""Which tensors a checkpoint holds, who writes them, and how any part of them is found again.
+
+Tensors are named by what they are (`model`, parameter name; `optimizer`, state key and parameter
+name), not by who had them, so a checkpoint of one topology is read under any other. A *slot* is a
+run of elements of one flattened tensor; a rank may hold a whole tensor or a slot of it (sharded
+optimizer state). Ranks that hold the same slot share the work of writing.
+
+`torch.distributed.checkpoint` was not taken for this: it unpickles its `.metadata` file without
+`weights_only`, its collectives do not notice a dead rank, and it neither keeps checksums nor SMP's
+layout (`benchmarks/checkpoint.py` compares the speed).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mpxla.checkpoint.files import load_object
+from mpxla.errors import CheckpointError
+
+__all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers"]
+
+
+class Slot(NamedTuple):
+    """A run of elements of one flattened tensor."""
+
+    kind: str
+    """"model" or "optimizer"."""
+    name: str
+    """Parameter or buffer."""
+    key: str
+    """State key of the optimizer; empty for the model."""
+    dtype: str
+    """Such as "float32"."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: int
+    """Position of the first element."""
+    count: int
+    """Number of elements."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return _product(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.offset == 0 and self.count == self.num_elements
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.count * getattr(torch, self.dtype).itemsize
+
+    @property
+    def title(self) -> str:
+        """Its key in the file that holds it."""
+        title = f"{self.key}/{self.name}" if self.key else self.name
+        return title if self.is_whole else f"{title}[{self.offset}:{self.offset + self.count}]"
+
+
+def _product(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def assign_writers(held: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
+    """Gives every slot one writer, so that the largest share is small.
+
+    Args:
+        held: slots of every rank.
+
+    Returns:
+        Slots to write, of every rank. The same on every rank.
+    """
+    holders: dict[Slot, list[int]] = {}
+    for rank, slots in enumerate(held):
+        for slot in slots:
+            holders.setdefault(slot, []).append(rank)
+    load = [0] * len(held)
+    shares: list[list[Slot]] = [[] for _ in held]
+    # Few choices first, then large ones: the classic greedy order.
+    for slot in sorted(holders, key=lambda s: (len(holders[s]), -s.num_bytes)):
+        writer = min(holders[slot], key=lambda rank: (load[rank], rank))
+        load[writer] += slot.num_bytes
+        shares[writer].append(slot)
+    return shares
+
+
+class ShardIndex:
+    """What is in which file of a checkpoint.
+
+    Args:
+        entries: slots with the name of the file that holds each.
+        aliases: further names of tied parameters -> the name under which they were saved.
+        numbers: values of the optimizer that are no tensors, by name and key.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[tuple[Slot, str]],
+        aliases: Mapping[str, str],
+        numbers: Mapping[str, Mapping[str, Any]],
+    ):
+        self.aliases = dict(aliases)
+        self.numbers = dict(numbers)
+        self._slots: dict[tuple[str, str, str], list[tuple[Slot, str]]] = {}
+        self._keys: dict[tuple[str, str], list[str]] = {}
+        for slot, file in entries:
+            place = (slot.kind, slot.name, slot.key)
+            if place not in self._slots:
+                self._keys.setdefault(place[:2], []).append(slot.key)
+            self._slots.setdefault(place, []).append((slot, file))
+        for found in self._slots.values():
+            found.sort(key=lambda entry: entry[0].offset)
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of everything of a kind."""
+        return {n: slots[0][0].shape for (k, n, _), slots in self._slots.items() if k == kind}
+
+    def saved_name(self, kind: str, names: Iterable[str]) -> str | None:
+        """The name under which a tensor with any of these names was saved, if it was."""
+        for name in names:
+            for candidate in (name, self.aliases.get(name, name)):
+                if (kind, candidate) in self._keys:
+                    return candidate
+        return None
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        """State keys that were saved as tensors for a name."""
+        return self._keys.get((kind, name), [])
+
+    def slots(self, kind: str, name: str, key: str) -> list[tuple[Slot, str]]:
+        """Where a tensor is, in order of position."""
+        return self._slots.get((kind, name, key), [])
+
+    def shape(self, kind: str, name: str, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._slots[kind, name, key][0][0].shape
+
+
+class ShardReader:
+    """Reads parts of tensors from the files of a checkpoint folder.
+
+    Files are mapped, so only what is asked for is read.
+
+    Args:
+        folder: of the checkpoint.
+        index: what is in it.
+    """
+
+    def __init__(self, folder: Path, index: ShardIndex):
+        self.index = index
+        self.num_bytes_read = 0
+        self._folder = folder
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
+
+    def whole(self, kind: str, name: str, key: str = "") -> torch.Tensor:
+        """A tensor with its shape; may be mapped from the file, so copy before writing to it."""
+        return self.flat(kind, name, key).view(self.index.shape(kind, name, key))
+
+    def flat(
+        self, kind: str, name: str, key: str = "", offset: int = 0, count: int | None = None
+    ) -> torch.Tensor:
+        """Elements `offset` to `offset + count` of the flattened tensor, on the host.
+
+        Raises:
+            CheckpointError: the checkpoint does not hold all of them.
+        """
+        slots = self.index.slots(kind, name, key)
+        whole = slots[0][0].num_elements if slots else 0
+        end = whole if count is None else offset + count
+        parts, position = [], offset
+        for slot, file in slots:
+            last = min(slot.offset + slot.count, end)
+            if slot.offset <= position < last:
+                values = self._open(file)[slot.title].reshape(-1)
+                parts.append(values[position - slot.offset : last - slot.offset])
+                position = last
+        if position < end or not slots:
+            raise CheckpointError(
+                f"{self._folder} does not hold elements {position} to {end} of {kind} {key or ''} "
+                f"{name}; it may come from another model. Use another checkpoint."
+            )
+        self.num_bytes_read += sum(part.nbytes for part in parts)
+        if not parts:
+            return torch.empty(0, dtype=getattr(torch, slots[0][0].dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _open(self, file: str) -> dict[str, torch.Tensor]:
+        if file not in self._files:
+            self._files[file] = load_object(self._folder / file, mmap=True)
+        return self._files[file]

@@ -1,0 +1,327 @@
+"""A checkpoint is there completely or not at all, whoever is killed whenever."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import FileStore, HashStore
+
+from mpxla.checkpoint import commit
+from mpxla.checkpoint.files import FileRecord, save_object
+from mpxla.checkpoint.layout import partial_folder, partial_tags, read_newest
+from mpxla.checkpoint.together import StoreExchange, together
+from mpxla.errors import CheckpointError, PeerFailure
+
+pytestmark = pytest.mark.unit
+
+FACTS = {"about": "all"}
+
+
+class Alone:
+    rank, world_size = 0, 1
+
+    def allgather(self, value):
+        return [value]
+
+
+def writer(number, rank=0):
+    def write(folder):
+        name = f"model_{rank}_0_0.pt"
+        record = save_object(folder / name, {"w": torch.full((3000,), float(number))})
+        return commit.Written({name: record}, {"number": number})
+
+    return write
+
+
+def save(path, tag, number, num_kept=None):
+    commit.prepare(path, tag)
+    commit.write_partial(path, tag, Alone(), writer(number), FACTS, num_kept)
+
+
+def load(path, tag=None):
+    """(tag, number) of a checkpoint after checking all of it."""
+    tag = tag or read_newest(path)
+    folder = commit.find_partial(path, tag)
+    manifest = commit.read_manifest(folder, tag)
+    for part in range(2):
+        commit.check_share(folder, manifest, part, 2)
+    numbers = set()
+    for name in manifest["files"]:
+        numbers |= set(torch.load(folder / name)["w"].tolist())
+    (number,) = numbers
+    assert [part["number"] for part in manifest["parts"]] == [number] * len(manifest["parts"])
+    return tag, number
+
+
+def test_a_checkpoint_is_saved_and_replaced(tmp_path):
+    save(tmp_path / "deep" / "er", "a", 1)
+    path = tmp_path / "deep" / "er"
+    assert load(path) == ("a", 1)
+    save(path, "b", 2)
+    save(path, "a", 3)
+    assert load(path) == ("a", 3)
+    assert load(path, "b") == ("b", 2)
+    assert sorted(os.listdir(path)) == ["a_partial", "b_partial", "newest"]
+
+
+def test_old_ones_are_deleted(tmp_path):
+    for number in range(5):
+        save(tmp_path, f"t{number}", number, num_kept=2)
+    assert partial_tags(tmp_path) == ["t3", "t4"]
+    save(tmp_path, "t3", 9, num_kept=1)
+    assert partial_tags(tmp_path) == ["t3"]
+    assert load(tmp_path) == ("t3", 9)
+
+
+def test_a_failed_attempt_changes_nothing(tmp_path):
+    save(tmp_path, "a", 1)
+
+    def fail(folder):
+        (folder / "half").touch()
+        raise OSError(28, "No space left on device", str(folder / "half"))
+
+    commit.prepare(tmp_path, "b")
+    with pytest.raises(
+        CheckpointError, match=r"saving checkpoint 'b' .* failed on rank 0: .*half:"
+    ):
+        commit.write_partial(tmp_path, "b", Alone(), fail, FACTS, None)
+    assert sorted(os.listdir(tmp_path)) == ["a_partial", "newest"]
+    assert load(tmp_path) == ("a", 1)
+
+
+def test_files_that_rank_0_does_not_see_are_an_error(tmp_path):
+    def elsewhere(folder):
+        return commit.Written({"model_1_0_0.pt": FileRecord(5, 5)}, {})
+
+    commit.prepare(tmp_path, "b")
+    with pytest.raises(CheckpointError, match=r"model_1_0_0\.pt was written by another rank but"):
+        commit.write_partial(tmp_path, "b", Alone(), elsewhere, FACTS, None)
+    with pytest.raises(CheckpointError, match=r"no partial checkpoint 'b' in .*checkpoints: none"):
+        commit.find_partial(tmp_path, "b")
+
+
+def damaged(path, change):
+    save(path, "a", 1)
+    folder = partial_folder(path, "a")
+    change(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda f: (f / "manifest.json").unlink(), r"manifest\.json is missing, so .* is no compl"),
+        (lambda f: os.truncate(f / "manifest.json", 40), r"manifest\.json was truncated or alter"),
+        (
+            lambda f: (f / "manifest.json").write_text(
+                (f / "manifest.json").read_text().replace("number", "member", 1)
+            ),
+            r"manifest\.json was altered since",
+        ),
+        (
+            lambda f: f.rename(f.with_name("b_partial")),
+            r"no partial checkpoint 'a' in .*ts: b",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path, change, text):
+    damaged(tmp_path, change)
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, "a")
+
+
+def test_mixed_up_folders_are_refused(tmp_path):
+    save(tmp_path, "a", 1)
+    save(tmp_path, "b", 2)
+    shutil.copytree(tmp_path / "a_partial", tmp_path / "c_partial")
+    with pytest.raises(CheckpointError, match=r"belongs to the checkpoint 'a', not to 'c'"):
+        load(tmp_path, "c")
+    for name in ("model_0_0_0.pt",):
+        shutil.copy(tmp_path / "a_partial" / name, tmp_path / "b_partial" / name)
+    with pytest.raises(CheckpointError, match=r"b_partial/model_0_0_0\.pt was altered"):
+        load(tmp_path, "b")
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(commit, "FORMAT", 7)
+    save(tmp_path, "a", 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"has format 7, and this version of mpxla reads 1"):
+        load(tmp_path, "a")
+
+
+# --- together -----------------------------------------------------------------------------------
+
+
+def in_threads(count, function):
+    results = [None] * count
+    threads = [
+        threading.Thread(target=lambda r=r: results.__setitem__(r, function(r)))
+        for r in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_an_error_on_one_rank_is_an_error_on_all():
+    store = HashStore()
+
+    def work(rank):
+        exchange = StoreExchange(store, "x", rank, 3)
+        assert together(exchange, "first", lambda: rank * 10) == [0, 10, 20]
+        try:
+            together(exchange, "second", lambda: 1 // (rank - 1))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    text = "second failed on rank 1: ZeroDivisionError: integer division or modulo by zero"
+    assert in_threads(3, work) == [text] * 3
+
+
+def test_equal_errors_are_told_once():
+    store = HashStore()
+
+    def work(rank):
+        with pytest.raises(CheckpointError, match=r"^it failed on rank 0, 1: same$"):
+            together(StoreExchange(store, "x", rank, 2), "it", fail)
+        return True
+
+    def fail():
+        raise CheckpointError("same")
+
+    assert in_threads(2, work) == [True, True]
+
+
+def test_waiting_for_a_dead_rank_ends():
+    class Dead:
+        text = "rank 1 died"
+
+    exchange = StoreExchange(HashStore(), "x", 0, 2, lambda: Dead())
+    with pytest.raises(PeerFailure, match=r"rank 1 died\. A checkpoint was being saved then"):
+        exchange.allgather(1)
+
+
+# --- SIGKILL ------------------------------------------------------------------------------------
+
+
+def save_for_ever(path, store_file, rank, first):
+    """One rank of two that save one checkpoint after the other."""
+    store = FileStore(store_file, 2)
+    number = first
+    while True:
+        number += 1
+        exchange = StoreExchange(store, f"save{number}", rank, 2)
+        tag = f"t{number % 3}"  # tags come again, so that replacing is met as well
+        if rank == 0:
+            commit.prepare(path, tag)
+        exchange.allgather("ready")
+        commit.write_partial(path, tag, exchange, writer(number, rank), FACTS, 2)
+
+
+def time_of_newest(path):
+    file = path / "newest"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def kill_at_random(path, moments, seed):
+    """Kills one of two saving processes at random moments; after each, a checkpoint loads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mpxla.tests.checkpoint.test_commit"])
+    choose = random.Random(seed)
+    newest = 0.0
+    for moment in range(moments):
+        store_file = str(path / f"store{moment}")
+        before = time_of_newest(path / "saved")
+        ranks = [
+            context.Process(
+                target=save_for_ever, args=(path / "saved", store_file, rank, int(newest))
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 60
+        while time_of_newest(path / "saved") == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(choose.uniform(0, 0.06))  # a save takes about 20 ms
+        ranks[choose.randrange(2)].kill()
+        time.sleep(choose.uniform(0, 0.01))
+        for process in ranks:
+            process.kill()
+            process.join()
+        _, number = load(path / "saved")
+        assert number > newest, "the newest checkpoint never goes back"
+        newest = number
+    return newest
+
+
+def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path):
+    assert kill_at_random(tmp_path, 12, seed=1) >= 12
+
+
+@pytest.mark.slow
+def test_many_kills_leave_a_checkpoint(tmp_path):
+    assert kill_at_random(tmp_path, 300, seed=2) >= 300
+
+
+OPERATIONS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+def save_until(path, tag, number, limit):
+    """Saves, and dies as by SIGKILL right before file operation number `limit`."""
+    count = 0
+
+    def counted(original):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == limit:
+                os._exit(9)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    save(path, tag, number, num_kept=1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("tag", ["same", "other"])
+def test_a_kill_before_every_file_operation_leaves_a_checkpoint(tmp_path, tag):
+    """Also between the two renames that replace a checkpoint of the same tag."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mpxla.tests.checkpoint.test_commit"])
+    limit, code, seen = 0, 9, []
+    while code == 9:
+        limit += 1
+        path = tmp_path / str(limit)
+        save(path, "same", 1)
+        process = context.Process(target=save_until, args=(path, tag, 2, limit))
+        process.start()
+        process.join()
+        code = process.exitcode
+        seen.append(load(path))
+        save(path, tag, 3)
+        assert load(path) == (tag, 3), "and the next attempt works"
+    assert code == 0 and limit > 10
+    assert seen[0] == ("same", 1) and seen[-1] == (tag, 2)
+    numbers = [number for _, number in seen]
+    assert numbers == sorted(numbers)
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    save(tmp_path, "a", 1)
+    sealed = json.loads((tmp_path / "a_partial" / "manifest.json").read_text())
+    assert json.loads(sealed["body"])["about"] == "all"
