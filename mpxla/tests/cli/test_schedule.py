@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +98,11 @@ def test_a_typed_schedule_that_deadlocks_shows_the_grid(capsys, tmp_path):
     words = ("--stages", "2", "--microbatches", "2", "--schedule-file", str(file))
     text = refusal(capsys, *words)
     assert ">>0B0<<" in text and "rank 1 is blocked at step 0" in text
+
+
+def test_the_readme_shows_what_is_printed(capsys):
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    command, shown = re.search(
+        r"    \$ python -m mpxla schedule (.*)\n((?:    .*\n)+)", readme
+    ).groups()
+    assert output(capsys, *command.split()) == textwrap.dedent(shown)
