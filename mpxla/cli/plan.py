@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpxla.cli.drawing import save_timeline
-from mpxla.cli.schedule import Commands, schedule_keys, schedule_options
+from mpxla.cli.schedule import schedule_keys, schedule_options
 from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
@@ -25,7 +25,7 @@ _SHOWN = 8
 """Rows of the search's table."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "plan",

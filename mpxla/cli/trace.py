@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpxla.cli.schedule import Commands
 from mpxla.cli.tables import table
 from mpxla.errors import MpxlaError
 from mpxla.schedule.action import parse_action
@@ -13,7 +12,7 @@ from mpxla.schedule.action import parse_action
 __all__ = ["add_parser", "where_time_went"]
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "trace",
