@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from mpxla.config_keys import (
     ALIASES,
     IGNORED_KEYS,
+    PIPELINES,
     PLACEMENT_ORDERS,
     Kind,
     boolean,
@@ -44,8 +45,10 @@ class Config:
     """Number of partitions of the model, one per rank of a pipeline; also spelled `partitions`."""
     microbatches: int = key(1, integer(1))
     """Number of parts that each batch is split into."""
-    pipeline: str = key("interleaved", word("interleaved", "simple"))
-    """Schedule: `interleaved` prefers ready backwards, `simple` runs all forwards first."""
+    pipeline: str = key("interleaved", word(*PIPELINES))
+    """Schedule: `interleaved` prefers ready backwards, `simple` runs all forwards first. Extension:
+    `zero_bubble` splits backwards and fills waits with weight gradients, `zero_bubble_v` does so
+    with two stages per rank in the shape of a V, `custom` runs the text in `schedule`."""
     optimize: str = key("memory", word("memory", "speed"))
     """What tensor parallelism and the default of `memory_weight` favour."""
     placement_strategy: str = key("cluster", word(*PLACEMENT_ORDERS))
@@ -64,7 +67,8 @@ class Config:
     ddp_dist_backend: str = key("auto", text())
     """Ignored."""
     active_microbatches: int = key(None, integer(1, is_nullable=True))
-    """Most microbatches in flight; by default partitions + 2, and never above `microbatches`."""
+    """Most microbatches in flight at a stage; by default partitions + 2 (2 x partitions with
+    several stages per rank, all for `simple` and `custom`), and never above `microbatches`."""
     deterministic_server: bool = key(False, boolean())
     """Ignored."""
     tensor_parallel_degree: int = key(1, integer(1))
@@ -109,9 +113,18 @@ class Config:
     """Ignored."""
     horovod: bool = key(False, boolean())
     """Ignored; True is refused."""
-    transport: str = key("auto", word("auto", "host"))
-    """Extension. How ranks communicate: `host` goes through host memory; `auto` takes the best one
-    for the device, which is `host` on CPU."""
+    virtual_pipeline_degree: int = key(None, integer(1, is_nullable=True))
+    """Extension. Stages per rank, in turns over the ranks; 1, or 2 for `zero_bubble_v`."""
+    schedule: str | None = key(None, text(is_nullable=True))
+    """Extension. The text of a schedule for `pipeline: "custom"`: a line per pipeline rank with
+    actions such as `0F0 0F1 0B0 0B1` (stage, operation, microbatch; `mpxla/schedule/action.py`)."""
+    transport: str = key("auto", word("auto", "host", "xla"))
+    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
+    inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for
+    the device, which is `host` on CPU."""
+    reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
+    """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
+    to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension, reserved. Seconds without progress after which a stall is an error."""
 
@@ -367,8 +380,14 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
         complete["default_partition"] = 0
     if complete["memory_weight"] is None:
         complete["memory_weight"] = 0.2 if complete["optimize"] == "speed" else 0.8
-    is_simple = complete["pipeline"] == "simple"
-    default = complete["microbatches"] if is_simple else complete["pipeline_parallel_degree"] + 2
+    if complete["virtual_pipeline_degree"] is None:
+        complete["virtual_pipeline_degree"] = 2 if complete["pipeline"] == "zero_bubble_v" else 1
+    degree = complete["pipeline_parallel_degree"]
+    default = degree + 2
+    if complete["virtual_pipeline_degree"] > 1:
+        default = max(default, 2 * degree)
+    if complete["pipeline"] in ("simple", "custom"):
+        default = complete["microbatches"]
     active = complete["active_microbatches"] or default
     complete["active_microbatches"] = min(active, complete["microbatches"])
     return complete

@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "ALIASES",
     "IGNORED_KEYS",
+    "PIPELINES",
     "PLACEMENT_ORDERS",
     "Kind",
     "boolean",
@@ -26,6 +27,9 @@ __all__ = [
 
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 """Other spelling -> key."""
+
+PIPELINES = ("interleaved", "simple", "zero_bubble", "zero_bubble_v", "custom")
+"""Schedules by name; `custom` is the user's own."""
 
 PLACEMENT_ORDERS = {"cluster": "DPT", "spread": "TPD"} | {
     order: order for order in map("".join, permutations("DPT"))

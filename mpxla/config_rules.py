@@ -16,7 +16,6 @@ MISSING_FEATURES = {
     "fp16_params": "distributed modules with fp16 parameters",
     "fp16": "fp16 training",
     "bf16": "bf16 training",
-    "shard_optimizer_state": "optimizer state sharding",
     "offload_activations": "activation offloading",
     "sharded_data_parallel_degree": "sharded data parallelism",
     "load_partition": "loading a partition decision",
@@ -48,6 +47,40 @@ _RULES = (
         lambda v, given: (v["default_partition"] or 0) >= v["pipeline_parallel_degree"],
         "default_partition: {default_partition} must be below pipeline_parallel_degree: "
         "{pipeline_parallel_degree}",
+    ),
+    Rule(
+        ("pipeline", "schedule"),
+        lambda v, given: v["pipeline"] == "custom" and not v["schedule"],
+        "pipeline: 'custom' needs the key schedule, the text of the schedule to run",
+    ),
+    Rule(
+        ("pipeline", "schedule"),
+        lambda v, given: v["pipeline"] != "custom" and v["schedule"] is not None,
+        "schedule needs pipeline: 'custom'; with pipeline: {pipeline!r} its text would not run",
+    ),
+    Rule(
+        ("pipeline", "virtual_pipeline_degree"),
+        lambda v, given: (
+            v["pipeline"] == "zero_bubble_v" and v["virtual_pipeline_degree"] not in (None, 2)
+        ),
+        "virtual_pipeline_degree: {virtual_pipeline_degree} does not go with pipeline: "
+        "'zero_bubble_v', which has 2 stages on each rank; remove it",
+    ),
+    Rule(
+        ("pipeline", "virtual_pipeline_degree"),
+        lambda v, given: v["pipeline"] == "custom" and (v["virtual_pipeline_degree"] or 1) > 1,
+        "virtual_pipeline_degree: {virtual_pipeline_degree} does not go with pipeline: 'custom', "
+        "whose text says which rank has which stages; remove it",
+    ),
+    Rule(
+        ("pipeline", "virtual_pipeline_degree", "auto_partition"),
+        lambda v, given: (
+            not v["auto_partition"]
+            and (v["pipeline"] == "zero_bubble_v" or (v["virtual_pipeline_degree"] or 1) > 1)
+        ),
+        "auto_partition: False gives each rank the modules that smp.partition names, so that "
+        "several stages per rank (pipeline: {pipeline!r}, virtual_pipeline_degree: "
+        "{virtual_pipeline_degree}) cannot be formed; set auto_partition: True",
     ),
     Rule(
         ("horovod",),

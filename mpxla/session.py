@@ -22,11 +22,16 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
-from mpxla.stage.device import current_device
+from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -113,6 +118,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: unknown keys or refused values; all problems at once.
+        ScheduleError: the text in `schedule` cannot run.
         TopologyError: the number of processes does not fit the degrees.
         RankMismatch: ranks were started with different configurations.
     """
@@ -125,6 +131,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     log.set_level(env.log_level)
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
+    placement_of(resolved)  # refuses a schedule that cannot run
     topology = Topology(
         env.world_size,
         resolved.pipeline_parallel_degree,
@@ -178,12 +185,14 @@ def _connect(
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
+        objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
         lifeline = Lifeline(env.rank, env.world_size, store)
-        transport = HostTransport(env.rank, env.world_size, lifeline)
-    objects = Objects(transport)
-    _check_configs(config, env, objects)
+        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
+        objects = Objects(host)
+        _check_configs(config, env, objects)
+        transport = _open_transport(config, host, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -193,6 +202,20 @@ def _connect(
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _open_transport(
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+) -> Transport:
+    """What carries tensors: the host transport itself, or programs beside it."""
+    on_device = config.transport != "host" and is_device_world(host.world_size)
+    if config.transport != "xla" and not on_device:
+        return host
+    if on_device:
+        runner: Runner = DeviceRunner(host.rank, host.world_size)
+    else:
+        runner = CpuRunner(host, lifeline.address)
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
 def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
@@ -237,11 +260,13 @@ def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:
 def shutdown() -> None:
     """Ends mpxla in this process: waits for messages under way and drops the session.
 
-    Called by itself at the end of the process. Afterwards `init` may be called again.
+    Called by itself at the end of the process. Afterwards `init` may be called again. Replicas
+    wait for each other here.
 
     Raises:
         CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
+        RankMismatch: replicas had different numbers of training steps.
     """
     current()
     shutdown_if_started()
@@ -260,6 +285,11 @@ def shutdown_if_started() -> None:
     try:
         if session.pending_checkpoint is not None:
             session.pending_checkpoint.wait()
+        if session.model is not None:
+            session.model.end_training()
+    except MpxlaError as error:
+        session.report_failure("the end of the session", error)
+        raise
     finally:
         session.transport.close()
         if session.lifeline is not None:

@@ -1,7 +1,8 @@
-"""torchrun --nproc_per_node 2 examples/mnist_mlp/train_smp.py [--manual] [--epochs 20]
+"""torchrun --nproc_per_node 2 examples/mnist_mlp/train_smp.py [--manual] [--dp 1] [--epochs 20]
 
 Trains a three-layer MLP on handwritten digits, split over all processes: each holds a part of the
-model on its XLA device, and microbatches flow through the parts. --manual: cut as MLP says.
+model on its XLA device, and microbatches flow through the parts. --manual: cut as MLP says;
+--dp N: N such models, each with its part of every batch.
 --checkpoint-dir: save there while training, and go on from what is there.
 """
 
@@ -66,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="folder with the four MNIST IDX files")
     parser.add_argument("--manual", action="store_true", help="cut the model as it says itself")
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--dp", type=int, default=1, help="replicas of the model")
     parser.add_argument("--checkpoint-dir", type=Path, help="save there, and resume from there")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between saves")
     return parser.parse_args()
@@ -77,7 +79,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     smp.init(
         {
-            "pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", "1")),
+            "pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", "1")) // args.dp,
+            "ddp": args.dp > 1,
             "microbatches": args.microbatches,
             "auto_partition": not args.manual,
             "default_partition": 0,
@@ -104,7 +107,7 @@ def main() -> None:
         losses, losses_so_far = losses_so_far, []
         order = train_loader.generator.get_state()
         for images, labels in log.batches():
-            images, labels = images.to(device), labels.to(device)
+            images, labels = (t.chunk(args.dp)[smp.dp_rank()].to(device) for t in (images, labels))
             optimizer.zero_grad()
             loss = train_step(model, images, labels)
             optimizer.step()
@@ -123,7 +126,8 @@ def main() -> None:
                     num_kept_partial_checkpoints=2,
                     asynchronous=True,
                 )
-        log.end_training(torch.stack(losses).mean().item())
+        loss = sum(smp.allgather(torch.stack(losses).mean().item(), smp.DP_GROUP)) / args.dp
+        log.end_training(loss)
 
         model.eval()
         losses, hits = [], []

@@ -1,7 +1,8 @@
 """Random states of a process: torch, Python and NumPy on the host, and the XLA device.
 
-The seeds of a step's random operators come from torch's host generator on the first pipeline rank,
-so these states replay a run. Values are plain data, which loads with `weights_only`.
+The seeds of a step's random operators come from a host generator on the first pipeline rank
+(`runtime.seeds`), so these states replay a run. Values are plain data, which loads with
+`weights_only`.
 """
 
 import random
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpxla.runtime.seeds import generator_state, set_generator_state
 from mpxla.stage.device import random_state, set_random_state
 
 __all__ = ["get_random_states", "set_random_states"]
@@ -23,6 +25,7 @@ def get_random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "device": random_state(),
+        "steps": generator_state(),
     }
 
 
@@ -34,3 +37,4 @@ def set_random_states(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     set_random_state(states["device"])
+    set_generator_state(states.get("steps"))

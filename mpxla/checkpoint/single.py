@@ -43,7 +43,9 @@ def save(
     data = serialize(
         obj, f"the object for {f}", pickle_module=pickle_module, pickle_protocol=pickle_protocol
     )
-    replace_file(Path(f"{path}{_suffixes(v3)[0]}") if partial else path, data)
+    target = Path(f"{path}{_suffixes(v3)[0]}") if partial else path
+    # Scripts save a full file on all ranks of a replica, which then write it side by side.
+    replace_file(target, data)
 
 
 def load(

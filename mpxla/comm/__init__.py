@@ -3,6 +3,9 @@
     transport.py   the protocol that the rest of mpxla talks to
     host.py        several processes, host memory, gloo
     loopback.py    one process: a world of one, or of threads
+    xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
+                   programs), xla_device.py and xla_cpu.py with relay.py (what runs them),
+                   recorder.py (the proof of their order)
     objects.py     picklable objects on top of any transport
     lifeline.py    who is alive
 

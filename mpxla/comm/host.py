@@ -26,13 +26,15 @@ from mpxla.comm.packing import Spec, as_bytes, describe
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
     Group,
+    Use,
     check_group,
     check_parts,
     check_peer,
     check_source,
     check_summable,
+    not_made,
 )
-from mpxla.errors import RankMismatch, TopologyError
+from mpxla.errors import RankMismatch
 
 __all__ = ["HostTransport"]
 
@@ -95,7 +97,13 @@ class _Collectives:
 class HostTransport:
     """The transport of one process of a world of processes; see `transport.Transport`."""
 
-    def __init__(self, rank: int, world_size: int, watch: FailureWatch) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        watch: FailureWatch,
+        to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+    ) -> None:
         """Makes the process groups. Every rank constructs it, at the same point.
 
         `torch.distributed` must be initialised with all ranks, by whatever backend.
@@ -104,7 +112,10 @@ class HostTransport:
             rank: Global rank of this process.
             world_size: Number of ranks.
             watch: The process's lifeline.
+            to_host: Waits for a tensor and gives it in host memory, perhaps shared; called by
+                background threads.
         """
+        self._to_host = to_host
         self.rank = rank
         self.world_size = world_size
         self.watch = watch
@@ -163,6 +174,9 @@ class HostTransport:
                 if self.rank in ranks:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
 
+    def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
+        """Nothing has to be readied; see `Transport.prepare`."""
+
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
         check_summable(tensor)
@@ -172,7 +186,7 @@ class HostTransport:
                 dist.all_reduce(total.view(-1), group=group)
             return total
 
-        return self._collective("all_reduce", tensor, ranks, lambda: _own_copy(tensor), run)
+        return self._collective("all_reduce", tensor, ranks, lambda: self._own_copy(tensor), run)
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
@@ -185,7 +199,7 @@ class HostTransport:
                 dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
             return gathered
 
-        return self._collective("all_gather", tensor, ranks, lambda: _on_host(tensor), run)
+        return self._collective("all_gather", tensor, ranks, lambda: self._on_host(tensor), run)
 
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...], keeps the own [...]; see `Transport.reduce_scatter`.
@@ -209,7 +223,7 @@ class HostTransport:
                 total += part
             return total
 
-        return self._collective("reduce_scatter", tensor, ranks, lambda: _on_host(tensor), run)
+        return self._collective("reduce_scatter", tensor, ranks, lambda: self._on_host(tensor), run)
 
     def broadcast(
         self, tensor: torch.Tensor | Spec, src: int, ranks: Group
@@ -221,7 +235,7 @@ class HostTransport:
             if self.rank != src:
                 return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
             assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
-            return _own_copy(tensor)
+            return self._own_copy(tensor)
 
         def run(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             if group is not None and value.numel():
@@ -310,10 +324,17 @@ class HostTransport:
     def _new_group(self, ranks: Group) -> Any:
         return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
 
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._to_host(tensor.detach())
+
+    def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in host memory, contiguous, not shared with the caller."""
+        return self._on_host(tensor).clone(memory_format=torch.contiguous_format)
+
     def _outbox(self, dst: int) -> Outbox:
         with self._lock:
             if dst not in self._outboxes:
-                self._outboxes[dst] = Outbox(dst, self._stream_group, self.watch)
+                self._outboxes[dst] = Outbox(dst, self._stream_group, self.watch, self._to_host)
             return self._outboxes[dst]
 
     def _inbox(self, src: int) -> Inbox:
@@ -348,25 +369,10 @@ class HostTransport:
         ranks = check_group(ranks, self.rank, self.world_size)
         collectives = self._collectives.get(ranks)
         if collectives is None:
-            known = ", ".join(map(str, self._collectives))
-            raise TopologyError(
-                f"rank {self.rank}: {name} over the ranks {ranks}, for which no group was made "
-                f"(made: {known}). Call make_groups with it on every rank first."
-            )
+            raise not_made(name, ranks, self.rank, self._collectives)
         others = tuple(rank for rank in ranks if rank != self.rank)
         about = f" of {describe([tensor])}" if tensor is not None else ""
         what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"
         handle: Handle[Any] = Handle(self.watch, what, others if peers is None else peers)
         collectives.submit(_Job(handle, fetch, run))
         return handle
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
-
-
-def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory, contiguous, not shared with the caller."""
-    host = _on_host(tensor).contiguous()
-    is_shared = tensor.device.type == "cpu" and host.data_ptr() == tensor.data_ptr()
-    return host.clone() if is_shared else host

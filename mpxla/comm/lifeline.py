@@ -94,6 +94,12 @@ class Lifeline(FailureWatch):
         self.on_failure(self._start_watchdog)
         atexit.register(self._end_even_if_stuck)
 
+    @property
+    def address(self) -> str:
+        """The network address of this process by which it reaches the others."""
+        assert self._connection is not None, "a world of one has no network"
+        return str(self._connection.getsockname()[0])
+
     def report(self, where: str, error: BaseException) -> None:
         """Tells all ranks that this one cannot go on; see `FailureWatch.report`.
 

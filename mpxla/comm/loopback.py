@@ -19,6 +19,7 @@ from mpxla.comm.handle import Failure, FailureWatch, Handle
 from mpxla.comm.packing import Spec, describe, pack
 from mpxla.comm.transport import (
     Group,
+    Use,
     check_group,
     check_parts,
     check_peer,
@@ -126,6 +127,9 @@ class LoopbackTransport:
         """Checks the groups; nothing has to be made. See `Transport.make_groups`."""
         for ranks in groups:
             check_group(ranks, ranks[0] if ranks else 0, self.world_size)
+
+    def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
+        """Nothing has to be readied; see `Transport.prepare`."""
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""

@@ -92,14 +92,22 @@ class _Message(NamedTuple):
 class Outbox:
     """Messages to one rank."""
 
-    def __init__(self, dst: int, group: dist.ProcessGroup, watch: FailureWatch) -> None:
+    def __init__(
+        self,
+        dst: int,
+        group: dist.ProcessGroup,
+        watch: FailureWatch,
+        to_host: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         """Starts the thread.
 
         Args:
             dst: Global rank of the destination.
             group: Process group of all ranks, used for nothing but streams.
             watch: Learns of a tensor that cannot be computed, and explains broken connections.
+            to_host: Waits for a tensor and gives it in host memory.
         """
+        self._to_host = to_host
         self._dst = dst
         self._group = group
         self._watch = watch
@@ -145,7 +153,7 @@ class Outbox:
             handle.set_error(self._broken)
             return
         try:
-            tensors = [tensor.detach().cpu() for tensor in message.tensors]
+            tensors = [self._to_host(tensor.detach()) for tensor in message.tensors]
             specs, payload = layout(tensors), pack(tensors)
         except BaseException as error:  # the receiver waits for this message: it has to be told
             self._broken = error

@@ -1,6 +1,6 @@
 """What the rest of mpxla may ask of communication, whatever carries it.
 
-One class per backend (`host`, `loopback`, later `xla`) follows this protocol, chosen once when the
+One class per backend (`host`, `loopback`, `xla`) follows this protocol, chosen once when the
 session starts. Ranks are global ranks; a group is the tuple of its ranks, ascending.
 
 Point to point: messages from one rank to another arrive in the order of sending per *channel*, a
@@ -8,12 +8,15 @@ short name such as `forward`. Channels do not wait for each other at the receive
 waits for the receive to be posted before it returns, and a receive may be posted before the send.
 
 Every call returns at once with a handle. Tensors that are sent or reduced may still be computing on
-a device; they must not be changed in place before the handle is done. Results are host tensors.
+a device; they must not be changed in place before the handle is done. Results are host tensors;
+only `xla` on an accelerator leaves them on the device, unless the operand was on the host.
+
+`xla` is stricter where collectives inside programs are: see its module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -24,15 +27,28 @@ from mpxla.errors import TopologyError
 __all__ = [
     "Group",
     "Transport",
+    "Use",
     "check_group",
     "check_parts",
     "check_peer",
     "check_source",
     "check_summable",
+    "not_made",
 ]
 
 Group = tuple[int, ...]
 """Global ranks, ascending."""
+
+
+class Use(NamedTuple):
+    """A communication that will come."""
+
+    op: Literal["message", "all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+    """What will be called; `message` for a `send` and its `recv`."""
+    ranks: Group
+    """The group; for a message the sender and then the receiver."""
+    specs: tuple[Spec, ...]
+    """Operands as they will be passed: of a message all tensors, else one."""
 
 
 class Transport(Protocol):
@@ -86,6 +102,15 @@ class Transport(Protocol):
         """
         ...
 
+    def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
+        """Readies communications before their first use: `xla` loads their programs.
+
+        Every rank of `ranks` calls it, at the same point, each with what it knows of; all ready
+        what any of them names. Returns when they have. Other transports have nothing to ready.
+        What is not prepared is readied by its members at its first use.
+        """
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks. Every rank of `ranks` calls it, with equal shapes and dtypes.
 
@@ -105,7 +130,8 @@ class Transport(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...] over the ranks and keeps the own part.
 
-        Every rank of `ranks` calls it. The terms are added in the order of `ranks`.
+        Every rank of `ranks` calls it. The terms are added in the order of `ranks`, except by
+        `xla`, which leaves the order to the device.
 
         Returns:
             Handle of [...]: the sum of what every rank passed at the caller's index.
@@ -190,6 +216,14 @@ def check_source(src: int, ranks: Group) -> None:
             f"broadcast from rank {src} in the group {tuple(ranks)}: rank {src} is no member. Give "
             f"a member as the source."
         )
+
+
+def not_made(name: str, ranks: Group, rank: int, made: Iterable[Group]) -> TopologyError:
+    """The error of a collective over a group that `make_groups` was not called with."""
+    return TopologyError(
+        f"rank {rank}: {name} over the ranks {ranks}, for which no group was made (made: "
+        f"{', '.join(map(str, made))}). Call make_groups with it on every rank first."
+    )
 
 
 def check_parts(tensor: torch.Tensor, ranks: Group) -> None:

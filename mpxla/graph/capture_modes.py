@@ -50,7 +50,7 @@ class StepSemantics(TorchFunctionMode):
             pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
         args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
         if func in _DEVICE_BY_NAME:
-            args = tuple(_device_of_text(a) for a in args)
+            args = (args[0], *(_device_of_name(a) for a in args[1:]))
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0]
         if "device" in kwargs and kwargs["device"] is not None:
@@ -84,10 +84,10 @@ _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 _DEVICE_BY_NAME = (torch.Tensor.to,)
 
 
-def _device_of_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return torch.device("cpu")
-    return value
+def _device_of_name(value: Any) -> Any:
+    """The host for `"cuda"` and for the index of a device."""
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    return torch.device("cpu") if isinstance(value, str) or is_index else value
 
 
 @contextlib.contextmanager

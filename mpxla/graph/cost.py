@@ -20,7 +20,9 @@ from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
 
 _BACKWARD_FACTOR = 2.0
-"""A product has two derivatives, each as costly as itself."""
+"""What operators without a formula read and write, in units of their forward."""
+_ATTENTION_BACKWARD_FACTOR = 2.5
+"""Five products for the two of the forward (torch's formula for the flash kernel's backward)."""
 _STATE_FACTOR = 4
 """Weight, gradient and two moments of Adam, in units of the weight."""
 
@@ -47,12 +49,21 @@ class PartitionProblem:
             the weights alone.
         members: nodes of the step graph that each unit stands for.
         flops: forward floating-point operations of each unit.
+        backward_flops: those of its derivatives.
+        forward_s: the forward's part of each unit's `compute_s`.
     """
 
     nodes: tuple[GraphNode, ...]
     parameter_bytes: Mapping[str, int]
     members: tuple[tuple[fx.Node, ...], ...]
     flops: tuple[int, ...]
+    backward_flops: tuple[int, ...]
+    forward_s: tuple[float, ...]
+
+    @property
+    def total_flops(self) -> tuple[int, ...]:
+        """Operations of each unit, forward and backward."""
+        return tuple(a + b for a, b in zip(self.flops, self.backward_flops, strict=True))
 
 
 def build_problem(
@@ -102,6 +113,10 @@ def build_problem(
         parameter_bytes,
         tuple(tuple(group) for group in members),
         tuple(sum(flops.get(n, 0) for n in group) for group in members),
+        tuple(
+            sum(int(flops[n] * _derivatives(n)) for n in group if n in flops) for group in members
+        ),
+        tuple(_forward_s(group, roles, flops, machine) for group in members),
     )
 
 
@@ -121,16 +136,12 @@ def _unit(
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
     output_bytes = sum(_num_bytes(n) for n in values)
     needs_grad = any(n.meta["val"].requires_grad for n in values)
-    read_bytes = sum(_num_bytes(s) for s in sources)
-    forward_s = max(
-        sum(flops.get(n, 0) for n in group) / machine.flops_per_s,
-        (read_bytes + output_bytes) / machine.memory_bytes_per_s,
-    )
-    compute_s = (
-        0.0
-        if is_input or _is_free(head)
-        else (machine.task_s + forward_s * (1 + (_BACKWARD_FACTOR if needs_grad else 0)))
-    )
+    forward_s = _forward_s(group, roles, flops, machine)
+    factor = 0.0
+    if needs_grad:
+        counted = [_derivatives(n) for n in group if n in flops]
+        factor = max(counted, default=_BACKWARD_FACTOR)
+    backward_s = factor * max(forward_s - machine.task_s, 0.0)
     if is_input:
         kind = NodeKind.INPUT
     else:
@@ -144,12 +155,37 @@ def _unit(
         module_path=_module_path(head),
         kind=kind,
         cost=NodeCost(
-            compute_s=compute_s,
+            compute_s=forward_s + backward_s,
             memory_bytes=output_bytes if needs_grad and not _is_free(head) else 0,
             output_bytes=output_bytes,
             gradient_bytes=output_bytes if needs_grad else 0,
         ),
     )
+
+
+def _forward_s(
+    group: list[fx.Node],
+    roles: Mapping[fx.Node, object],
+    flops: Mapping[fx.Node, int],
+    machine: MachineModel,
+) -> float:
+    """Seconds of the unit's forward; nothing for inputs and views."""
+    head = group[0]
+    if head in roles or _is_free(head):
+        return 0.0
+    values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
+    moved_bytes = sum(_num_bytes(n) for n in (*head.all_input_nodes, *values))
+    arithmetic_s = sum(flops.get(n, 0) for n in group) / machine.flops_per_s
+    return machine.task_s + max(arithmetic_s, moved_bytes / machine.memory_bytes_per_s)
+
+
+def _derivatives(node: fx.Node) -> float:
+    """How often the backward of an operator that torch counts does the work of its forward."""
+    operands = [n.meta["val"] for n in node.all_input_nodes]
+    matrices = [v for v in operands if isinstance(v, torch.Tensor) and v.dim() >= 2]
+    if "attention" in str(node.target):
+        return _ATTENTION_BACKWARD_FACTOR if any(v.requires_grad for v in matrices) else 0.0
+    return float(sum(v.requires_grad for v in matrices))
 
 
 def _is_free(node: fx.Node) -> bool:

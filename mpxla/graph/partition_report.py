@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from mpxla.graph.partition import Partition, StageLoad
 from mpxla.graph.partition_modules import PART_MARK
 
-__all__ = ["format_report"]
+__all__ = ["format_report", "format_size"]
 
-HEADER = ("stage", "rank", "modules", "parameters", "compute", "activations", "cut")
-IS_LEFT_ALIGNED = (False, False, True, False, False, False, False)
+HEADER = ("stage", "rank", "modules", "parameters", "compute", "FLOPs", "activations", "cut")
+MODULES_COLUMN = HEADER.index("modules")
+FLOPS_COLUMN = HEADER.index("FLOPs")
 GAP = "  "
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -23,6 +24,7 @@ def format_report(
     *,
     title: str = "Partition assignments:",
     modules_width: int = 48,
+    flops: Sequence[int] | None = None,
 ) -> str:
     """Write the partition as an aligned table.
 
@@ -30,12 +32,15 @@ def format_report(
         partition: What to show.
         title: The first line.
         modules_width: Characters after which the list of modules continues on the next line.
+        flops: Floating-point operations of every node, forward and backward; without them, there
+            is no column for them.
 
     Returns:
-        Lines of text: a row per stage (activations and bytes over the stage's cuts per microbatch),
-        then the balance, and where they occur tied parameters and idle ranks.
+        Lines of text: a row per stage (operations, activations and bytes over the stage's cuts per
+        microbatch), then the balance, and where they occur tied parameters and idle ranks.
     """
     total_s = sum(load.compute_s for load in partition.loads)
+    by_stage = _flops_by_stage(partition, flops)
     rows: list[tuple[str, ...]] = [HEADER]
     for load in partition.loads:
         modules = textwrap.wrap(
@@ -44,21 +49,32 @@ def format_report(
             break_long_words=False,
             break_on_hyphens=False,
         )
-        rows.append(_row(load, modules[0], total_s))
-        rows.extend(("", "", line, "", "", "", "") for line in modules[1:])
+        rows.append(_row(load, modules[0], total_s, by_stage[load.stage]))
+        rows.extend(("", "", line, "", "", "", "", "") for line in modules[1:])
+    if flops is None:
+        rows = [(*row[:FLOPS_COLUMN], *row[FLOPS_COLUMN + 1 :]) for row in rows]
     return "\n".join([title, *_aligned(rows), *_notes(partition)])
 
 
-def _row(load: StageLoad, modules: str, total_s: float) -> tuple[str, ...]:
+def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[int]:
+    total = [0] * partition.num_stages
+    for node, count in enumerate(flops or ()):
+        for stage in partition.stages_of(node):
+            total[stage] += count
+    return total
+
+
+def _row(load: StageLoad, modules: str, total_s: float, flops: int) -> tuple[str, ...]:
     share = 100 * load.compute_s / total_s if total_s else 0.0
     return (
         str(load.stage),
         str(load.rank),
         modules,
-        f"{len(load.parameters)} ({_size(load.parameter_bytes)})",
+        f"{len(load.parameters)} ({format_size(load.parameter_bytes)})",
         f"{share:.1f} %",
-        _size(load.activation_bytes),
-        _size(load.cut_bytes),
+        f"{flops:.3g}",
+        format_size(load.activation_bytes),
+        format_size(load.cut_bytes),
     )
 
 
@@ -66,8 +82,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         GAP.join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, IS_LEFT_ALIGNED, strict=True)
+            cell.ljust(width) if place == MODULES_COLUMN else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
@@ -101,8 +117,8 @@ def _balance(amounts: Sequence[float]) -> float:
     return max(amounts) * len(amounts) / total if total else 1.0
 
 
-def _size(num_bytes: int) -> str:
-    """Such as 0 B, 999 B, 1.5 KiB, 12 MiB: three significant digits."""
+def format_size(num_bytes: int) -> str:
+    """Writes a size with three significant digits: 0 B, 999 B, 1.5 KiB, 12 MiB."""
     if num_bytes < 1000:
         return f"{num_bytes} B"
     size, unit = num_bytes / 1024, 0

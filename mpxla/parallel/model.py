@@ -16,11 +16,16 @@ from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
-from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.state import ModelState, load_into
+from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.plain import PlainBackward
+from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
+from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.parallel.tags import partition_pins
+from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.state import ModelState, load_into
 from mpxla.session import current
 from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.stage.device import flush
@@ -35,7 +40,8 @@ class DistributedModel(nn.Module):
 
     With several pipeline stages, the model is partitioned in the first call of a step function,
     and may be called only inside step functions. With one, it moves to the device at once, and
-    plain calls and `loss.backward()` work as well.
+    plain calls and `loss.backward()` work as well; over replicas, such a backward reduces the
+    gradients before it returns.
 
     Args:
         module: the model; its parameters stay the same `Parameter` objects.
@@ -46,7 +52,7 @@ class DistributedModel(nn.Module):
         average_grads_across_microbatches: mean (or sum) of gradients over microbatches.
         bucket_cap_mb: bucket size of the reduction, in MiB.
         trace_memory_usage: SMP's switch for measuring; sizes are known exactly here.
-        broadcast_buffers: keep buffers equal over replicas.
+        broadcast_buffers: after every training step, replicas take the buffers of the first one.
         gradient_as_bucket_view: option of DDP without meaning here.
 
     Raises:
@@ -74,12 +80,11 @@ class DistributedModel(nn.Module):
                 "a second smp.DistributedModel was created; a script can have one. Put all "
                 "networks into one module."
             )
-        if not broadcast_buffers or gradient_as_bucket_view or not overlapping_allreduce:
+        if gradient_as_bucket_view:
             warn_once(
-                "ignored model options",
-                "broadcast_buffers, gradient_as_bucket_view and overlapping_allreduce of "
-                "DistributedModel have no effect: buffers are made equal once, and gradients are "
-                "reduced at the end of the step.",
+                "gradient_as_bucket_view",
+                "DistributedModel(gradient_as_bucket_view=True) has no effect: gradients are "
+                "results of the stages' programs, each with memory of its own.",
             )
         delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__()
@@ -89,25 +94,44 @@ class DistributedModel(nn.Module):
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
         self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._step_hooks: OrderedDict[int, Hook] = OrderedDict()
-        reducer = GradientReducer(
-            session.transport,
-            session.topology.dp_group(session.rank),
-            session.device,
+        options = ReductionOptions(
             bucket_cap_mb,
             backward_passes_per_step,
+            average_grads_across_microbatches,
+            overlapping_allreduce,
+            broadcast_buffers,
+            TRANSFER_DTYPES[session.config.reduction_dtype],
+            session.config.shard_optimizer_state and session.topology.dp_size > 1,
         )
         self._engine = StepEngine(
             session,
             self._state,
             lambda: partition_pins(self.module, "model"),
             self._when_placed,
-            average_grads_across_microbatches,
-            reducer,
+            lambda link: self._make_reducer(link, options),
         )
         self._is_single = session.config.pipeline_parallel_degree == 1
         session.model = self
         if self._is_single:
             self._engine.adopt_single_stage()
+            if session.topology.dp_size > 1:
+                self._plain_backward = PlainBackward(self._reducer)
+
+    def _make_reducer(self, link: PipelineLink, options: ReductionOptions) -> GradientReducer:
+        session = current()
+        replica = Replica(
+            session.transport,
+            session.objects,
+            session.topology.dp_group(session.rank),
+            session.topology.pp_rank(session.rank),
+            link,
+            session.device,
+            self._state,
+        )
+        self._reducer = GradientReducer(replica, options)
+        pipeline = session.topology.pp_group(session.rank)
+        self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
+        return self._reducer
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -145,6 +169,23 @@ class DistributedModel(nn.Module):
                 "decorated with @smp.step that computes the loss."
             )
 
+    def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
+        """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            warn_once(
+                "model.to",
+                "model.to(device) is ignored: the first step places every parameter on its rank's "
+                "device.",
+            )
+        if dtype is None and memory_format is None:
+            return self
+        return super().to(dtype=dtype, memory_format=memory_format)
+
+    def cuda(self, device: Any = None) -> "DistributedModel":  # type: ignore[override]
+        """As `to(device)`."""
+        return self.to(torch.device("cuda") if device is None else device)
+
     @property
     def partitioned(self) -> bool:
         """Whether the parameters are on their ranks."""
@@ -160,14 +201,15 @@ class DistributedModel(nn.Module):
         return dict(self._state.canonical_names)
 
     def partition_report(self) -> str:
-        """Table of the stages: modules, parameters, shares, sizes. Extension of SMP's API.
+        """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
 
         Raises:
             MpxlaError: no step has run yet.
         """
         if self._engine.first_cut is None:
             raise MpxlaError("the model is partitioned by the first call of a step function.")
-        return format_report(self._engine.first_cut.partition)
+        cut = self._engine.first_cut
+        return format_report(cut.partition, flops=cut.problem.total_flops)
 
     def partition_decision(self) -> dict[str, Any]:
         """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""
@@ -336,6 +378,12 @@ class DistributedModel(nn.Module):
         self._step_hooks[handle.id] = hook
         return handle
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters, and of its pieces of them."""
+        super().zero_grad(set_to_none)
+        if self.shards is not None:
+            self.shards.clear_gradients()
+
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""
         self._optimizers.append(optimizer)
@@ -376,31 +424,72 @@ class DistributedModel(nn.Module):
         return self._engine.is_tracing
 
     @property
+    def divides_updates(self) -> bool:
+        """Whether replicas share the work of optimizers."""
+        return self._reducer.options.is_sharded
+
+    @property
+    def shards(self) -> ShardedParameters | None:
+        """How parameters are divided over replicas; None if they are not, or not placed yet."""
+        return self._reducer.shards
+
+    @property
+    def tensors(self) -> ModelState:
+        """Parameters and buffers by name."""
+        return self._state
+
+    @property
     def last_run(self) -> Any:
         """State of the last step on this rank (peaks of live activations). Extension."""
         return self._engine.last_run
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Custom communication of gradients: not available yet.
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Lets `hook(state, bucket)` communicate gradients instead of mpxla, as in torch's DDP.
+
+        `bucket` has the methods of `torch.distributed.GradBucket`; its tensors are on the host.
+        The hook returns a `torch.futures.Future` of the reduced flat tensor. It has to average over
+        `smp.get_dp_process_group()` and over microbatches by itself. It runs on a thread of its
+        own, bucket after bucket. (SMP API reference, "register_comm_hook".)
+
+        Args:
+            state: handed to the hook.
+            hook: called for every bucket, on all ranks in the same order.
 
         Raises:
-            ConfigError: always.
+            ConfigError: without `ddp` or `overlapping_allreduce`, with a reduction dtype, after the
+                first training step, or a second time.
         """
-        raise ConfigError("model.register_comm_hook is not available yet.")
+        self._reducer.set_hook(state, hook, current().config.ddp)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Uneven numbers of batches over replicas: not available yet.
+        """Around the training loop: lets replicas have different numbers of batches.
+
+        Replicas that run out take part in the others' reductions with zeros: means stay means over
+        all replicas, as in torch's DDP. At the end, all take over parameters, buffers and optimizer
+        state of a replica that trained longest. All ranks must enter it; the ranks of one replica
+        have equal numbers of batches. (SMP API reference, "join".)
 
         Raises:
-            ConfigError: there are several replicas.
+            ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        if current().topology.dp_size > 1:
-            raise ConfigError(
-                "model.join() is not available yet; give all replicas the same number of batches "
-                "(DistributedSampler with drop_last=True)."
-            )
-        yield
+        if current().topology.dp_size == 1:
+            yield
+            return
+        self._reducer.enter_join()
+        is_orderly = False
+        try:
+            yield
+            is_orderly = True
+        finally:
+            source = self._reducer.leave_join(is_orderly)
+        if source is not None:
+            for optimizer in self._optimizers:
+                optimizer.take_over(source)
+
+    def end_training(self) -> None:
+        """Called when the session ends: all replicas have to have trained equally long."""
+        self._reducer.attendance.leave()
 
 
 def _check_options(

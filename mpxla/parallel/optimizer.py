@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from mpxla.errors import CheckpointError, ConfigError, MpxlaError
+from mpxla.parallel.elementwise import check_elementwise
+from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
     SavedState,
@@ -19,10 +21,18 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
 from mpxla.stage.device import make_ready
 
 __all__ = ["DistributedOptimizer"]
+
+
+_MISSING = {
+    **dict.fromkeys(("clip_master_grads", "overflow", "loss_scale"), "fp16 training"),
+    "_global_grad_norm": "sharded data parallelism",
+}
+"""Attribute of SMP's wrapper -> the missing feature that it belongs to."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -68,9 +78,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
+        if session.model.divides_updates:
+            check_elementwise(optimizer)
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
+        self._update = CompiledUpdate(optimizer)
         self._deferred: dict[str, Any] | None = None
+        self._pieces: OptimizerPieces | None = None
         self._positions = {
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
@@ -80,6 +94,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _MISSING:
+            raise AttributeError(
+                f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
+            )
         return getattr(self.optimizer, name)
 
     @property
@@ -103,6 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates this rank's parameters from their gradients; call outside `smp.step` functions.
 
+        With `shard_optimizer_state`, every replica updates its share, and all ranks must call it.
+
         Raises:
             MpxlaError: a closure was given (it would have to run the step function).
         """
@@ -110,14 +130,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        if self._pieces is not None:
+            self._pieces.refresh()
         if any(group["params"] for group in self.optimizer.param_groups):
-            self.optimizer.step()
-            make_ready(self._updated())
+            self._update.step()
+            if not self._update.was_compiled:
+                make_ready(self._updated())
+        if self._pieces is not None:
+            self._pieces.publish()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._pieces is not None:
+            self._pieces.clear_gradients()
         if not set_to_none:
             make_ready(p.grad for p in _parameters_of(self.optimizer) if p.grad is not None)
 
@@ -132,8 +159,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         return [*parameters, *state]
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """State of this rank's parameters, on the host, numbered as in the full optimizer."""
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """State of this rank's parameters, on the host, numbered as in the full optimizer.
+
+        Args:
+            gather_if_shard: with `shard_optimizer_state`, gather the shares of all replicas (all
+                ranks must call it then); else the state is that of this rank's share alone.
+        """
         inner = self.optimizer.state_dict()
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
@@ -141,7 +173,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups.append({**group, "params": list(range(first, first + size))})
             first += size
         state = {local[number]: to_host(value) for number, value in inner["state"].items()}
-        return {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        if self._pieces is None:
+            return partial
+        partial[SHARD_KEY] = self._pieces.ranges()
+        return self._join(partial) if gather_if_shard else partial
+
+    def _join(self, partial: Mapping[str, Any]) -> dict[str, Any]:
+        """States of whole parameters from the shares of all replicas."""
+        session = current()
+        group = session.topology.dp_group(session.rank)
+        return join_shards(session.objects.allgather(dict(partial), group))
 
     def orig_state_dict(self) -> dict[str, Any]:
         """State of the inner optimizer, without gathering."""
@@ -150,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of the plain optimizer, on the host, gathered over the ranks of the replica.
 
-        All ranks of a replica must call it.
+        All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
         session = current()
         group = session.topology.pp_group(session.rank)
@@ -160,7 +202,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads a full state dict, or the partial ones of all ranks of a replica.
 
         Before the model is partitioned it takes effect right after partitioning. Partial dicts are
-        merged first, so all ranks of the replica must call it with theirs.
+        merged first, so all ranks of the replica must call it with theirs (all ranks, with those
+        of single shares).
 
         Raises:
             ValueError: the dict has other param groups.
@@ -168,6 +211,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if PARTIAL_KEY in state_dict:
             session = current()
             group = session.topology.pp_group(session.rank)
+            if SHARD_KEY in state_dict:
+                state_dict = self._join(state_dict)
             state_dict = merge_optimizer_states(session.objects.allgather(dict(state_dict), group))
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != self._group_sizes:
@@ -182,7 +227,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._deferred = state_dict
 
+    def take_over(self, source: int) -> None:
+        """Replicas take the optimizer state of one of them. Collective over the replicas.
+
+        Args:
+            source: index of that replica.
+        """
+        session = current()
+        group = session.topology.dp_group(session.rank)
+        own = self.local_state_dict() if session.rank == group[source] else None
+        state = session.objects.allgather(own, group)[source]
+        if own is None:
+            self._load_local(state)
+
     def _load_local(self, full: dict[str, Any]) -> None:
+        if self._pieces is not None:
+            full = self._pieces.cut(full)
         kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
 
@@ -256,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.keep_local()
 
     def keep_local(self) -> None:
-        """Takes parameters of other ranks out of the groups, and moves existing state."""
+        """Takes what other ranks update out of the groups, and moves existing state."""
         for group in self.optimizer.param_groups:
             kept = [p for p in group["params"] if p.device.type != "meta"]
             dropped = [p for p in group["params"] if p.device.type == "meta"]
@@ -267,9 +327,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
+        self._divide()
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
             self._load_local(deferred)
+
+    def _divide(self) -> None:
+        """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
+        model = current().model
+        assert model is not None, "the optimizer was attached to it"
+        shards = model.shards
+        if shards is None:
+            return
+        if self._pieces is None:
+            positions = self._positions
+            self._pieces = OptimizerPieces(self.optimizer, model.tensors, shards, positions)
+        self._pieces.divide()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -1,153 +1,179 @@
-"""Gradients and start values over data-parallel replicas.
+"""What becomes of the gradients of one rank: options, passes, hooks, and who takes part.
 
-Gradients travel in flat buckets of one dtype; several buckets are under way at a time. Start values
-are those of the first replica, and of the first holder of a shared parameter.
+The reducer makes a `BucketedReduction` for every training step, and knows what they have in common:
+how many step calls make an update, whether a user's hook communicates, how parameters are divided,
+and whether all replicas are still there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpxla.comm.packing import pack, unpack
-from mpxla.parallel.state import ModelState
-from mpxla.runtime.link import PipelineLink
-from mpxla.stage.device import make_ready, to_device
-from mpxla.stage.spec import TensorSpec
+from mpxla.comm.handle import Handle
+from mpxla.errors import ConfigError
+from mpxla.parallel.attendance import Attendance
+from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
+from mpxla.parallel.comm_hook import CommHook
+from mpxla.parallel.join import Collective, Join
+from mpxla.parallel.replica import Replica, equalize
+from mpxla.parallel.zero import ShardedParameters
+from mpxla.runtime.plan import CutStep
 
-__all__ = ["GradientReducer", "fill_buckets"]
+__all__ = ["TRANSFER_DTYPES", "GradientReducer", "ReductionOptions"]
+
+TRANSFER_DTYPES = {"same": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Value of the key `reduction_dtype` -> in what gradients travel; None for their own type."""
 
 
-def fill_buckets(
-    sizes: Mapping[str, tuple[torch.dtype, int]], capacity_bytes: int
-) -> list[list[str]]:
-    """Groups names into buckets of one dtype that hold at most `capacity_bytes` (or one tensor).
+@dataclass(frozen=True)
+class ReductionOptions:
+    """What users choose.
 
-    Args:
-        sizes: name -> (dtype, bytes); every rank passes equal values in equal order.
-        capacity_bytes: largest bucket.
+    Attributes:
+        bucket_cap_mb: largest bucket, in MiB.
+        backward_passes_per_step: step calls whose gradients are summed before a reduction.
+        is_averaged: whether gradients are the mean over microbatches (else the sum).
+        is_overlapping: reduce a bucket once it is complete, or all at the end of the step.
+        broadcasts_buffers: whether buffers follow the first replica after every training step.
+        transfer_dtype: in which gradients travel; None for their own.
+        is_sharded: whether replicas divide the updates; gradients go to the owners only then.
     """
-    buckets: list[list[str]] = []
-    open_buckets: dict[torch.dtype, tuple[list[str], int]] = {}
-    for name, (dtype, num_bytes) in sizes.items():
-        names, filled = open_buckets.get(dtype, ([], 0))
-        if not names or filled + num_bytes > capacity_bytes:
-            names, filled = [], 0
-            buckets.append(names)
-        names.append(name)
-        open_buckets[dtype] = (names, filled + num_bytes)
-    return buckets
+
+    bucket_cap_mb: float = 25
+    backward_passes_per_step: int = 1
+    is_averaged: bool = True
+    is_overlapping: bool = True
+    broadcasts_buffers: bool = True
+    transfer_dtype: torch.dtype | None = None
+    is_sharded: bool = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Largest bucket."""
+        return int(self.bucket_cap_mb * 2**20)
 
 
 class GradientReducer:
     """Reduces the gradients of one rank's parameters over its data-parallel group.
 
     Args:
-        transport: the session's transport.
-        group: global ranks that hold the same parameters.
-        device: this rank's device.
-        bucket_cap_mb: largest bucket in MiB.
-        backward_passes_per_step: step calls whose gradients are summed before a reduction.
+        replica: this rank among the replicas.
+        options: what the user chose.
     """
 
-    def __init__(
-        self,
-        transport: Any,
-        group: Sequence[int],
-        device: torch.device,
-        bucket_cap_mb: float = 25,
-        backward_passes_per_step: int = 1,
-    ):
-        self._transport = transport
-        self._group = tuple(group)
-        self._device = device
-        self._capacity_bytes = int(bucket_cap_mb * 2**20)
-        self._passes_per_step = backward_passes_per_step
+    def __init__(self, replica: Replica, options: ReductionOptions):
+        self.replica = replica
+        self.options = options
+        self.hook: CommHook | None = None
+        self.shards: ShardedParameters | None = None
+        self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
+        self.attendance = Attendance(replica.transport, replica.group)
+        self.join: Join | None = None
+        self._is_prepared = False
         self._pass = 0
 
-    def finish(self, state: ModelState, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds a step's gradients to `param.grad`, averaged over replicas.
+    def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:
+        """Lets a user's function communicate; see `DistributedModel.register_comm_hook`."""
+        problems = {
+            "needs ddp: True": not has_ddp,
+            "needs DistributedModel(overlapping_allreduce=True)": not self.options.is_overlapping,
+            "decides itself how gradients travel; remove the key reduction_dtype": (
+                self.options.transfer_dtype is not None
+            ),
+            "does not go with shard_optimizer_state: True": self.options.is_sharded,
+            "was called a second time; a model has one hook": self.hook is not None,
+            "was called after the first training step; register the hook before": (
+                self._is_prepared
+            ),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ConfigError(f"model.register_comm_hook {problem}.")
+        self.hook = CommHook(state, hook, self.replica.transport)
 
-        All ranks of the group must call it after every training step.
+    def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """Gives all replicas, and all holders of a shared parameter, the same start values."""
+        self.parameter_ranks = parameter_ranks
+        equalize(self.replica, 0, parameter_ranks)
+        if self.options.is_sharded:
+            capacity = self.options.capacity_bytes
+            self.shards = ShardedParameters(self.replica, parameter_ranks, capacity)
+
+    def objective_scale(self, num_microbatches: int) -> float:
+        """1 / microbatches for the mean; comm hooks get sums and average by themselves."""
+        return 1.0 / num_microbatches if self.options.is_averaged and self.hook is None else 1.0
+
+    def prepare(self, cut: CutStep) -> BucketedReduction:
+        """Makes the reduction of a training step."""
+        self._is_prepared = True
+        return BucketedReduction(self, GradientFlow.of(cut, self.replica.pp_rank))
+
+    def meet(self, outline: Sequence[Collective]) -> int:
+        """Called before every reduction: counts it, and inside `join` finds who takes part.
+
+        Args:
+            outline: the collectives of the reduction.
+
+        Returns:
+            Index of the replica whose buffers count.
         """
+        self.attendance.count_step()
+        return 0 if self.join is None else self.join.meet(outline)
+
+    def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
+        """The result of a collective; an error if another replica has had its last step.
+
+        Raises:
+            RankMismatch: names the numbers of steps.
+        """
+        return self.attendance.wait(handle)
+
+    def enter_join(self) -> None:
+        """From now on, replicas may run out of batches at different times.
+
+        Raises:
+            ConfigError: together with what needs all replicas in every step.
+        """
+        problems = {
+            "inside another model.join()": self.join is not None,
+            "with shard_optimizer_state: True, where every update needs all replicas": (
+                self.options.is_sharded
+            ),
+            "with a comm hook, which replicas without batches cannot call": self.hook is not None,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ConfigError(f"model.join() was used {problem}.")
+        self.join = Join(self.replica, self.attendance)
+
+    def leave_join(self, is_orderly: bool) -> int | None:
+        """This replica has no more batches: takes part in the others' steps until all are done.
+
+        Args:
+            is_orderly: whether the loop ended without an error; else nobody is waited for.
+
+        Returns:
+            Index of the replica whose values everyone has to take over; None if all did as much.
+        """
+        assert self.join is not None
+        join, self.join = self.join, None
+        if not is_orderly:
+            return None
+        source = join.stay()
+        if source is not None:
+            equalize(self.replica, source, self.parameter_ranks)
+        return source
+
+    def next_pass_reduces(self) -> bool:
+        """Counts step calls; whether the one that begins is the last before an update."""
+        if self.replica.count == 1:
+            return True
         self._pass += 1
-        is_last = self._pass % self._passes_per_step == 0
-        totals = dict(gradients)
-        if self._passes_per_step > 1:
-            for name, value in gradients.items():
-                earlier = state.parameters[name].grad
-                totals[name] = value if earlier is None else earlier + value
-        if len(self._group) > 1 and is_last:
-            make_ready(totals.values())
-            totals = self._mean(totals)
-        for name, value in totals.items():
-            parameter = state.parameters[name]
-            if self._passes_per_step > 1 or parameter.grad is None:
-                parameter.grad = value
-            else:
-                parameter.grad = parameter.grad + value
-        make_ready(totals.values())
+        return self._pass % self.options.backward_passes_per_step == 0
 
-    def _mean(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        sizes = {n: (g.dtype, g.numel() * g.itemsize) for n, g in gradients.items()}
-        buckets = fill_buckets(sizes, self._capacity_bytes)
-        under_way = []
-        for names in buckets:
-            host = [gradients[name].cpu().reshape(-1) for name in names]
-            under_way.append(self._transport.all_reduce(torch.cat(host), self._group))
-        result: dict[str, torch.Tensor] = {}
-        for names, handle in zip(buckets, under_way, strict=True):
-            total = handle.result().div_(len(self._group))
-            parts = total.split([gradients[name].numel() for name in names])
-            shaped = [p.view(gradients[n].shape) for n, p in zip(names, parts, strict=True)]
-            result.update(zip(names, to_device(shaped, self._device), strict=True))
-        return result
-
-    def equalize(
-        self,
-        state: ModelState,
-        parameter_ranks: Mapping[str, tuple[int, ...]],
-        pp_rank: int,
-        link: PipelineLink,
-    ) -> None:
-        """Gives all replicas, and all holders of a shared parameter, the same start values.
-
-        All ranks must call it once, when parameters have been placed.
-        """
-        local = {**dict(state.local_parameters()), **state.buffers}
-        names = [n for n in sorted(local) if pp_rank in parameter_ranks[n]]
-        if len(self._group) > 1 and names:
-            packed = pack([local[name].detach().cpu() for name in names])
-            packed = self._transport.broadcast(packed, self._group[0], self._group).result()
-            specs = [TensorSpec.of(local[n]) for n in names]
-            self._store(state, names, unpack(packed, specs))
-        self._equalize_shared(state, parameter_ranks, pp_rank, link)
-
-    def _equalize_shared(
-        self,
-        state: ModelState,
-        parameter_ranks: Mapping[str, tuple[int, ...]],
-        pp_rank: int,
-        link: PipelineLink,
-    ) -> None:
-        local = {**dict(state.local_parameters()), **state.buffers}
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for name in sorted(parameter_ranks):
-            if len(parameter_ranks[name]) > 1:
-                groups.setdefault(parameter_ranks[name], []).append(name)
-        for (first, *others), names in sorted(groups.items()):
-            if pp_rank == first:
-                for rank in others:
-                    link.send_to(rank, [local[name].detach() for name in names], "tied")
-            elif pp_rank in others:
-                specs = [TensorSpec.of(local[name]) for name in names]
-                self._store(state, names, link.receive_from(first, specs, "tied")())
-
-    def _store(
-        self, state: ModelState, names: Sequence[str], values: Sequence[torch.Tensor]
-    ) -> None:
-        for name, value in zip(names, values, strict=True):
-            if name in state.parameters:
-                state.parameters[name].data = value.to(self._device)
-            else:
-                state.set_buffer(name, value.to(self._device))
+    @property
+    def transfers(self) -> bool:
+        """Whether gradients leave this rank at all."""
+        return self.replica.count > 1 or self.hook is not None

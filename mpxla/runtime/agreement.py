@@ -61,3 +61,36 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, st
 
 def _shortened(line: str) -> str:
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+def share_error(
+    objects: Objects, group: Sequence[int], error: Exception | None, where: str
+) -> None:
+    """Raises on every rank of the group if one of them failed; all of them must call.
+
+    A rank that failed raises its own error, also where others found the same by themselves: the
+    news of a failure would otherwise overtake some of them.
+
+    Args:
+        objects: the session's object communication.
+        group: global ranks.
+        error: what this rank has to raise, or None.
+        where: what the ranks were doing.
+
+    Raises:
+        PeerFailure: another rank failed, and this one did not.
+    """
+    ranks = tuple(group)
+    own = None if error is None else f"{type(error).__name__} in {where}: {error}"
+    texts = objects.allgather(own, ranks)
+    failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]
+    if not failed:
+        return
+    with contextlib.suppress(PeerFailure):
+        objects.barrier(ranks)  # nobody ends before all others know as much
+    if error is not None:
+        raise error
+    rank, text = failed[0]
+    raise PeerFailure(
+        f"rank {rank} raised {text}. Look at the output of rank {rank} for the cause."
+    )

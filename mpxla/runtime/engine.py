@@ -14,25 +14,16 @@ import torch
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
 from mpxla.log import get_logger
-from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.state import ModelState
-from mpxla.runtime.agreement import check_agreement
+from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
-from mpxla.runtime.exchange import exchange_results
-from mpxla.runtime.executor import Executor, StepRun
-from mpxla.runtime.gradients import collect_gradients
+from mpxla.runtime.executor import StepRun
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
-from mpxla.runtime.outputs import build_outputs
-from mpxla.runtime.plan import (
-    CutStep,
-    StepPlan,
-    compile_stages,
-    constant_tensors,
-    cut_step,
-    schedule_step,
-)
+from mpxla.runtime.plan import CutStep, StepPlan, compile_stages, cut_step, schedule_step
+from mpxla.runtime.reduction import Reducer
+from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.seeds import draw_seed
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -41,9 +32,8 @@ from mpxla.runtime.signature import (
     module_modes,
     sign,
 )
+from mpxla.runtime.state import ModelState
 from mpxla.session import Session
-from mpxla.stage.compile import seed_tensor
-from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["StepEngine"]
@@ -57,8 +47,7 @@ class StepEngine:
         state: the model's parameters and buffers.
         pins: gives module path -> pipeline rank at the time of partitioning.
         on_placed: called once parameters are on their ranks.
-        average: whether gradients are the mean over microbatches (else the sum).
-        reducer: reduction of gradients over replicas.
+        make_reducer: makes the reduction of gradients over replicas.
     """
 
     def __init__(
@@ -67,27 +56,23 @@ class StepEngine:
         state: ModelState,
         pins: Callable[[], Mapping[str, int]],
         on_placed: Callable[[], None],
-        average: bool,
-        reducer: GradientReducer,
+        make_reducer: Callable[[PipelineLink], Reducer],
     ):
         self._session = session
         self._state = state
         self._pins = pins
         self._on_placed = on_placed
-        self._average = average
-        self._reducer = reducer
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._link = PipelineLink(session.transport, self._group, session.device)
+        self._reducer = make_reducer(self._link)
         self._control = ControlChannel(session.transport, self._group)
-        self._plans: dict[tuple[Any, ...], StepPlan] = {}
+        self._plans: dict[tuple[Any, ...], PlanRunner] = {}
         self._known: list[Signature] = []
         self._functions: dict[str, Identities] = {}
         self._objects = Identities()
         self._parameter_ranks: dict[str, tuple[int, ...]] = {}
         self._stateful: frozenset[str] = frozenset()
-        self._zeros: dict[TensorSpec, torch.Tensor] = {}
-        self._constants: dict[int, dict[str, torch.Tensor]] = {}
         self.last_run: StepRun | None = None
         self.first_cut: CutStep | None = None
         self.is_tracing = False
@@ -102,11 +87,12 @@ class StepEngine:
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
         try:
             signature, tensors, objects, seed = self._agree(name, rule, args, kwargs)
-            plan = self._plans.get(signature.key)
-            if plan is None:
-                plan = self._build(signature, rule.function, objects)
-                seed = self._agree_on_seed(plan)
-            return self._run(plan, signature, tensors, seed)
+            runner = self._plans.get(signature.key)
+            if runner is None:
+                runner = self._build(signature, rule.function, objects)
+                seed = self._agree_on_seed(runner.plan)
+            returned, self.last_run = runner.run(tensors, signature.num_microbatches, seed)
+            return returned
         except (PeerFailure, _Announced):
             raise
         except BaseException as error:
@@ -130,11 +116,11 @@ class StepEngine:
         except MpxlaError as error:
             self._control.announce(("error", name, type(error), str(error)))
             raise _announced(error) from None
-        plan = self._plans.get(signature.key)
-        if plan is None:
+        runner = self._plans.get(signature.key)
+        if runner is None:
             self._control.announce(("new", name, signature))
             return signature, tensors, objects, 0
-        seed = self._draw_seed(plan)
+        seed = self._draw_seed(runner.plan)
         self._control.announce(("known", name, self._known.index(signature), seed, signature.modes))
         return signature, tensors, objects, seed
 
@@ -161,8 +147,8 @@ class StepEngine:
         return signature, [], objects, rest[1] if kind == "known" else 0
 
     def _draw_seed(self, plan: StepPlan) -> int:
-        """A seed from torch's host generator, so that `torch.manual_seed` replays a run."""
-        return int(torch.randint(1 << 62, (1,)).item()) if plan.is_random else 0
+        """A seed for the random operators of one call; 0 where there are none."""
+        return draw_seed() if plan.is_random else 0
 
     def _agree_on_seed(self, plan: StepPlan) -> int:
         if not plan.is_random:
@@ -177,33 +163,56 @@ class StepEngine:
 
     def _build(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> StepPlan:
+    ) -> PlanRunner:
         started = time.perf_counter()
         reason = describe_change(signature, self._known)
-        cut = self._cut(signature, function, objects)
+        cut = self._cut_together(signature, function, objects)
         if not self._state.is_placed:
             cut = self._follow_first_replica(cut, signature.function)
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
         if not self._state.is_placed:
-            self._place(cut)
+            self._settle(_with_unused(cut, self._state, self._parameter_ranks))
         if self.first_cut is None:
             self.first_cut = cut
         self._provide_missing(cut)
         self._note_changes(cut)
-        schedule = schedule_step(cut, self._session.config, signature.num_microbatches)
-        plan = compile_stages(cut, schedule, self._pp_rank, self._session.device)
-        self._constants[id(plan)] = self._upload_constants(plan)
-        self._plans[signature.key] = plan
+        count, device = signature.num_microbatches, self._session.device
+        schedule = schedule_step(cut, self._session.config, count)
+        is_for_speed = self._session.config.optimize == "speed"
+        plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
+        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
+        reduction = self._reducer.prepare(cut) if cut.step.is_training else None
+        scale = self._reducer.objective_scale(count)
+        runner = PlanRunner(plan, self._state, self._link, self._pp_rank, device, reduction, scale)
+        self._plans[signature.key] = runner
         self._known.append(signature)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
             time.perf_counter() - started,
             reason,
-            sum(1 + (p.backward is not None) for p in plan.programs.values()),
+            sum(len(p.programs) for p in plan.programs.values()),
         )
-        return plan
+        return runner
+
+    def _cut_together(
+        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+    ) -> CutStep:
+        """`_cut` on all ranks; each raises its own error if it has one.
+
+        The first step is cut by all replicas, later ones by the ranks of one pipeline.
+        """
+        cut, error = None, None
+        try:
+            cut = self._cut(signature, function, objects)
+        except Exception as raised:  # the user's code may raise anything
+            error = raised
+        world = self._session.topology.world_group()
+        group = self._group if self._state.is_placed else world
+        share_error(self._session.objects, group, error, f"step function {signature.function}")
+        assert cut is not None
+        return cut
 
     def _cut(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
@@ -237,15 +246,11 @@ class StepEngine:
             return cut
         return cut_step(cut.step, self._session.config, self._pins(), first, self._stateful)
 
-    def _place(self, cut: CutStep) -> None:
-        """Moves parameters to their ranks; values are those of the first replica."""
-        self._settle(_with_unused(cut, self._state, self._parameter_ranks))
-
     def _settle(self, parameter_ranks: dict[str, tuple[int, ...]]) -> None:
         self._parameter_ranks = parameter_ranks
         local = {n for n, ranks in parameter_ranks.items() if self._pp_rank in ranks}
         self._state.place(local, self._session.device)
-        self._reducer.equalize(self._state, self._parameter_ranks, self._pp_rank, self._link)
+        self._reducer.equalize(self._parameter_ranks)
         self._on_placed()
 
     def adopt_single_stage(self) -> None:
@@ -298,86 +303,6 @@ class StepEngine:
                 )
         self._stateful |= changed
 
-    def _upload_constants(self, plan: StepPlan) -> dict[str, torch.Tensor]:
-        needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
-        values = {n: v for n, v in constant_tensors(plan.cut).items() if n in needed}
-        return dict(
-            zip(values, to_device(list(values.values()), self._session.device), strict=True)
-        )
-
-    # --- run ------------------------------------------------------------------------------------
-
-    def _run(
-        self, plan: StepPlan, signature: Signature, tensors: list[list[torch.Tensor]], seed: int
-    ) -> Any:
-        cut, count = plan.cut, signature.num_microbatches
-        self._link.set_placement(cut.placement)
-        step = StepRun(
-            tensors=self._tensors_of(plan),
-            inputs=self._upload_inputs(tensors),
-            seeds=self._seeds(plan, count, seed),
-            objective_seed=self._objective_seed(cut, count),
-            zeros=self._zero,
-        )
-        executor = Executor(
-            plan.programs,
-            cut.forward,
-            cut.backward,
-            self._link,
-            on_reduce=lambda stage, run: None,
-            input_leaves={
-                s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
-            },
-        )
-        executor.run(plan.schedule[self._pp_rank], step)
-        fetch = exchange_results(cut, step.results, count, self._pp_rank, self._link)
-        if cut.step.is_training:
-            self._finish_gradients(cut, step)
-        for program in plan.programs.values():
-            for name in program.lowered.spec.new_buffers:
-                self._state.set_buffer(name, step.tensors[name])
-        self.last_run = step
-        return build_outputs(cut.step.result_leaves, cut.step.result_spec, count, fetch)
-
-    def _tensors_of(self, plan: StepPlan) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = dict(self._state.local_parameters())
-        local = self._state.local_names or frozenset()
-        tensors.update((n, b) for n, b in self._state.buffers.items() if n in local)
-        make_ready(tensors.values())
-        tensors.update(self._constants[id(plan)])
-        return tensors
-
-    def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        flat = to_device([t for mb in tensors for t in mb], self._session.device)
-        make_ready(flat)
-        rest = iter(flat)
-        return [[next(rest) for _ in mb] for mb in tensors]
-
-    def _seeds(self, plan: StepPlan, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:
-        keys = [(stage, mb) for stage in plan.random_stages for mb in range(count)]
-        values = [seed_tensor(_mix(seed, *key), self._session.device) for key in keys]
-        make_ready(values)
-        return dict(zip(keys, values, strict=True))
-
-    def _objective_seed(self, cut: CutStep, count: int) -> torch.Tensor | None:
-        if not cut.step.is_training:
-            return None
-        scale = 1.0 / count if self._average else 1.0
-        (value,) = to_device([torch.tensor(scale)], self._session.device)
-        return value
-
-    def _zero(self, spec: TensorSpec) -> torch.Tensor:
-        if spec not in self._zeros:
-            zero = torch.zeros(spec.shape, dtype=spec.dtype)
-            (self._zeros[spec],) = to_device([zero], self._session.device)
-        return self._zeros[spec]
-
-    def _finish_gradients(self, cut: CutStep, step: StepRun) -> None:
-        specs = {n: TensorSpec.of(p) for n, p in self._state.parameters.items()}
-        gradients = collect_gradients(cut, step, self._pp_rank, self._link, specs)
-        step.accumulators.clear()
-        self._reducer.finish(self._state, gradients)
-
 
 class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind
     """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
@@ -403,11 +328,3 @@ def _with_unused(
         name: ranks.get(name) or restored.get(name) or of_module.get(name.rpartition(".")[0], (0,))
         for name in (*state.parameters, *state.buffers)
     }
-
-
-def _mix(seed: int, stage: int, microbatch: int) -> int:
-    """A seed for one program call, far from those of its neighbours (splitmix64's finalizer)."""
-    value = (seed + 0x9E3779B97F4A7C15 * (1 + microbatch + (stage << 32))) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (value ^ (value >> 31)) >> 1

@@ -19,17 +19,34 @@ from mpxla.schedule.action import Action, Op
 from mpxla.stage.compile import Executable
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
+from mpxla.stage.split_backward import SplitBackward
 
 __all__ = ["CompiledStage", "Executor", "StageLink", "StepRun"]
 
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """A stage that this rank runs: its lowering and its one or two executables."""
+    """A stage that this rank runs: its lowering and its executables.
+
+    A backward is one program, or two if the schedule splits it. `prepare` gives the transposes of
+    weights that the forward takes last, and `finish` turns transposed accumulators round.
+    """
 
     lowered: LoweredStage
     forward: Executable
     backward: Executable | None
+    split: SplitBackward | None = None
+    input_part: Executable | None = None
+    weight_part: Executable | None = None
+    prepare: Executable | None = None
+    finish: Executable | None = None
+
+    @property
+    def programs(self) -> tuple[Executable, ...]:
+        """All executables."""
+        found = (self.forward, self.backward, self.input_part, self.weight_part)
+        found += (self.prepare, self.finish)
+        return tuple(program for program in found if program is not None)
 
 
 class StageLink(Protocol):
@@ -57,6 +74,7 @@ class StepRun:
         zeros: gives a zero accumulator for a spec.
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
+        prepared: transposed weights, by stage.
         dispatch_s: CPU seconds of the dispatching thread for forwards and backwards. (Wall time
             would count the device's work where both share a core.)
         num_tasks: how many of them were started.
@@ -69,6 +87,7 @@ class StepRun:
     zeros: Callable[[TensorSpec], torch.Tensor]
     accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     values: LiveValues = field(default_factory=LiveValues)
     dispatch_s: float = 0.0
     num_tasks: int = 0
@@ -105,6 +124,8 @@ class Executor:
         self._handlers: dict[Op, Callable[[Action, StepRun], None]] = {
             Op.FORWARD: self._run_forward,
             Op.BACKWARD: self._run_backward,
+            Op.INPUT_GRADIENT: self._run_input_gradient,
+            Op.WEIGHT_GRADIENT: self._run_weight_gradient,
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
@@ -121,7 +142,7 @@ class Executor:
         self._held = {}
         for action in actions:
             with _blame(action):
-                if action.op in (Op.FORWARD, Op.BACKWARD):
+                if action.op.is_compute:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
@@ -142,15 +163,26 @@ class Executor:
                 arguments.append(step.inputs[microbatch][port.leaf])
             else:
                 arguments.append(step.values.take(port.name, spec.index, microbatch))
+        if stage.prepare is not None:
+            arguments += self._prepared(stage, step)
         outputs = stage.forward(arguments, step.seeds.get((spec.index, microbatch)))
         self._deliver_outputs(stage, microbatch, outputs, step)
-        if stage.backward is not None:
+        if stage.lowered.backward is not None:
             saved_outputs = outputs[len(outputs) - stage.lowered.num_saved :]
             saved = [
                 arguments[s.argument] if s.output is None else saved_outputs[s.output]
                 for s in stage.lowered.saved
             ]
             step.values.save(spec.index, microbatch, saved)
+
+    def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
+        """Transposed weights of a stage, computed at its first forward of a step."""
+        index = stage.lowered.spec.index
+        if index not in step.prepared:
+            names = stage.lowered.spec.parameters
+            weights = [step.tensors[names[i]] for i in stage.lowered.transposed_weights]
+            step.prepared[index] = stage.prepare(weights)
+        return step.prepared[index]
 
     def _deliver_outputs(
         self, stage: CompiledStage, microbatch: int, outputs: list[torch.Tensor], step: StepRun
@@ -173,20 +205,47 @@ class Executor:
         stage, microbatch = self._stages[action.stage], action.microbatch
         if stage.backward is None:
             return
-        spec, lowered = stage.lowered.spec, stage.lowered
-        accumulators = step.accumulators.get(spec.index)
-        if accumulators is None:
-            first = lowered.backward_inputs[: lowered.num_accumulators]
-            accumulators = [step.zeros(s) for s in first]
-        grads = [
-            step.values.take(_grad_name(spec.outputs[port].name, source), spec.index, microbatch)
-            for port, source in lowered.grad_ports
-        ]
-        saved = step.values.restore(spec.index, microbatch)
-        outputs = stage.backward([*accumulators, *saved, *grads, step.objective_seed])
-        step.accumulators[spec.index] = outputs[: lowered.num_accumulators]
+        lowered = stage.lowered
+        arguments = _backward_arguments(stage, microbatch, step)
+        outputs = stage.backward([*_accumulators(stage, step), *arguments])
+        step.accumulators[action.stage] = outputs[: lowered.num_accumulators]
+        self._deliver_gradients(stage, microbatch, outputs[lowered.num_accumulators :], step)
+
+    def _run_input_gradient(self, action: Action, step: StepRun) -> None:
+        """Runs the first part; what the second one reads takes the place of the saved values."""
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        split = stage.split
+        if split is None:
+            return
+        arguments = _backward_arguments(stage, microbatch, step)
+        crossing: list[torch.Tensor] = []
+        if stage.input_part is not None:
+            outputs = stage.input_part([arguments[i] for i in split.input_part.arguments])
+            crossing = outputs[split.num_input_grads :]
+            self._deliver_gradients(stage, microbatch, outputs[: split.num_input_grads], step)
+        kept = [arguments[i] for i in split.weight_part.arguments] if split.weight_part else []
+        step.values.save(action.stage, microbatch, [*kept, *crossing])
+
+    def _run_weight_gradient(self, action: Action, step: StepRun) -> None:
+        stage = self._stages[action.stage]
+        if stage.split is None:
+            return
+        kept = step.values.restore(action.stage, action.microbatch)
+        if stage.weight_part is not None:
+            step.accumulators[action.stage] = stage.weight_part(
+                [*_accumulators(stage, step), *kept]
+            )
+
+    def _deliver_gradients(
+        self,
+        stage: CompiledStage,
+        microbatch: int,
+        grads: Sequence[torch.Tensor],
+        step: StepRun,
+    ) -> None:
+        spec = stage.lowered.spec
         ports = [port for port in spec.inputs if port.has_grad]
-        for port, grad in zip(ports, outputs[lowered.num_accumulators :], strict=True):
+        for port, grad in zip(ports, grads, strict=True):
             name = _grad_name(port.name, spec.index)
             if port.source in self._stages:
                 step.values.put(name, port.source, microbatch, grad)
@@ -224,7 +283,36 @@ class Executor:
         step.values.expect(names, action.stage, action.microbatch, arrival)
 
     def _reduce(self, action: Action, step: StepRun) -> None:
+        stage = self._stages[action.stage]
+        if stage.finish is not None and action.stage in step.accumulators:
+            accumulators = step.accumulators[action.stage]
+            turned = stage.lowered.transposed_gradients
+            results = stage.finish([accumulators[i] for i in turned])
+            for position, value in zip(turned, results, strict=True):
+                accumulators[position] = value
         self._on_reduce(action.stage, step)
+
+
+def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
+    """Gradients of the stage so far; zeros before its first backward."""
+    lowered = stage.lowered
+    found = step.accumulators.get(lowered.spec.index)
+    if found is None:
+        found = [step.zeros(s) for s in lowered.backward_inputs[: lowered.num_accumulators]]
+    return found
+
+
+def _backward_arguments(
+    stage: CompiledStage, microbatch: int, step: StepRun
+) -> list[torch.Tensor | None]:
+    """Arguments of the backward after the accumulators: saved, gradients of outputs, seed."""
+    spec = stage.lowered.spec
+    grads = [
+        step.values.take(_grad_name(spec.outputs[port].name, source), spec.index, microbatch)
+        for port, source in stage.lowered.grad_ports
+    ]
+    saved = step.values.restore(spec.index, microbatch)
+    return [*saved, *grads, step.objective_seed]
 
 
 def _grad_name(value: str, stage: int) -> str:

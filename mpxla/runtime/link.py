@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.transport import Use
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec, Transfer
 
@@ -33,6 +34,16 @@ class PipelineLink:
         """Tells which pipeline rank runs each stage of the step that runs next."""
         self._placement = placement
 
+    def prepare(self, transfers: Sequence[Transfer], placement: Sequence[int]) -> None:
+        """Readies the messages of a step. Every rank of the pipeline calls it, before the step."""
+        uses: list[Use] = []
+        for transfer in transfers:
+            ends = placement[transfer.source], placement[transfer.target]
+            if ends[0] != ends[1]:
+                ranks = tuple(self._group[pp_rank] for pp_rank in ends)
+                uses.append(Use("message", ranks, transfer.specs))
+        self._transport.prepare(uses, self._group)
+
     def send(self, tensors: Sequence[torch.Tensor], transfer: Transfer, channel: str) -> None:
         """Starts sending one stage's message to another; returns at once."""
         self.send_to(self._placement[transfer.target], tensors, channel)
@@ -49,5 +60,11 @@ class PipelineLink:
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
     ) -> Callable[[], list[torch.Tensor]]:
         """Expects one message; the returned function waits and gives device tensors."""
-        handle = self._transport.recv_many(list(specs), self._group[pp_rank], channel)
-        return lambda: to_device(handle.result(), self._device)
+        arrival = self.expect_from(pp_rank, specs, channel)
+        return lambda: to_device(arrival(), self._device)
+
+    def expect_from(
+        self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """`receive_from` that leaves the tensors where the transport puts them."""
+        return self._transport.recv_many(list(specs), self._group[pp_rank], channel).result

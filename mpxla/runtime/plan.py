@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mpxla.config import Config
+from mpxla.errors import ScheduleError
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
 from mpxla.graph.partition import Partition
 from mpxla.graph.partition_auto import partition_auto
@@ -20,13 +21,17 @@ from mpxla.graph.split import backward_transfers, forward_transfers, split_stage
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger
 from mpxla.runtime.executor import CompiledStage
-from mpxla.schedule.action import Action
+from mpxla.schedule.action import Action, Op
+from mpxla.schedule.choice import custom_schedule, placement_of
+from mpxla.schedule.custom import CustomSchedule
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
-from mpxla.stage.compile import compile_graph
-from mpxla.stage.lower import lower_stage
+from mpxla.stage.compile import Executable, compile_graph
+from mpxla.stage.layout import Transposition
+from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
+from mpxla.stage.split_backward import split_backward
 
 __all__ = ["CutStep", "StepPlan", "compile_stages", "cut_step", "schedule_step"]
 
@@ -140,13 +145,15 @@ def cut_step(
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
     if config.auto_partition:
+        placement = placement_of(config)
         partition = partition_auto(
             problem.nodes,
             problem.parameter_bytes,
-            degree,
+            len(placement),
             config.memory_weight,
             1.0 / machine.link_bytes_per_s,
             fixed=fixed,
+            placement=placement,
         )
     else:
         partition = partition_manual(
@@ -190,19 +197,33 @@ def schedule_step(
     """
     forward = {(t.source, t.target) for t in cut.forward}
     backward = {(t.source, t.target) for t in cut.backward}
-    compute = generate(
-        config.pipeline,
-        num_microbatches,
-        cut.placement,
-        config.active_microbatches,
-        training=cut.step.is_training,
-    )
-    schedule = add_communication(compute, cut.placement, forward, backward)
-    if cut.step.is_training:
-        schedule = add_reduce(schedule, cut.placement)
+    custom = custom_schedule(config) if cut.step.is_training else None
+    if custom is not None:
+        _check_placement(custom, cut.placement)
+        schedule = custom.lower(forward, backward)
+    else:
+        compute = generate(
+            "simple" if config.pipeline == "custom" else config.pipeline,
+            num_microbatches,
+            cut.placement,
+            config.active_microbatches,
+            training=cut.step.is_training,
+        )
+        schedule = add_communication(compute, cut.placement, forward, backward)
+        if cut.step.is_training:
+            schedule = add_reduce(schedule, cut.placement)
     simulate(schedule, cut.placement, forward, backward)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
+
+
+def _check_placement(custom: CustomSchedule, placement: tuple[int, ...]) -> None:
+    if custom.placement != placement:
+        raise ScheduleError(
+            f"schedule: the text has stages on ranks {list(custom.placement)}, but the step is cut "
+            f"into stages on ranks {list(placement)}, because of where modules or parameters were "
+            f"placed. Write the text for these stages, or set auto_partition: True."
+        )
 
 
 def compile_stages(
@@ -210,8 +231,16 @@ def compile_stages(
     schedule: tuple[tuple[Action, ...], ...],
     pp_rank: int,
     device: torch.device,
+    for_speed: bool = False,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
+
+    Args:
+        cut: the step in stages.
+        schedule: actions of every pipeline rank.
+        pp_rank: this rank.
+        device: this rank's device, with its index.
+        for_speed: whether faster programs may take more memory (the key `optimize`).
 
     Raises:
         LoweringError: an operator has no XLA lowering.
@@ -220,7 +249,9 @@ def compile_stages(
     programs: dict[int, CompiledStage] = {}
     for stage in cut.stages:
         if cut.placement[stage.index] == pp_rank:
-            programs[stage.index] = _compile_stage(stage, cut.step.is_training, device)
+            split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
+            lowered = lower_stage(stage, cut.step.is_training, device, for_speed)
+            programs[stage.index] = _compile_stage(lowered, device, split)
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -233,16 +264,45 @@ def compile_stages(
     )
 
 
-def _compile_stage(stage: StageSpec, is_training: bool, device: torch.device) -> CompiledStage:
-    lowered = lower_stage(stage, is_training, device)
-    name = f"stage {stage.index}"
+def _compile_stage(lowered: LoweredStage, device: torch.device, splits: bool) -> CompiledStage:
+    name = f"stage {lowered.spec.index}"
     forward = compile_graph(f"{name} forward", lowered.forward, lowered.forward_inputs, device)
     backward = None
+    if lowered.backward is not None and splits:
+        return _compile_split(name, lowered, forward, device)
     if lowered.backward is not None:
         backward = compile_graph(
             f"{name} backward", lowered.backward, lowered.backward_inputs, device
         )
-    return CompiledStage(lowered, forward, backward)
+    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, device))
+
+
+def _compile_layout(
+    name: str, lowered: LoweredStage, device: torch.device
+) -> dict[str, Executable]:
+    """The programs at the ends of a step that change layouts, where there is something to do."""
+    weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
+    gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
+    return {
+        which: compile_graph(f"{name} {which}", Transposition(), specs, device)
+        for which, specs in (("prepare", weights), ("finish", gradients))
+        if specs
+    }
+
+
+def _compile_split(
+    name: str, lowered: LoweredStage, forward: Executable, device: torch.device
+) -> CompiledStage:
+    """Compiles a backward as two programs, of which either may be empty."""
+    split = split_backward(lowered, device)
+    parts = [
+        compile_graph(f"{name} {what} gradients", part.graph, part.inputs, device)
+        if part is not None
+        else None
+        for what, part in (("input", split.input_part), ("weight", split.weight_part))
+    ]
+    layout = _compile_layout(name, lowered, device)
+    return CompiledStage(lowered, forward, None, split, *parts, **layout)
 
 
 def constant_tensors(cut: CutStep) -> dict[str, torch.Tensor]:

@@ -1,7 +1,10 @@
 """Pipeline schedules as plain data: one list of actions per rank, made and proved before it runs.
 
     action.py     what an action is, and its text
+    placement.py  which rank runs which stage
     generate.py   integers -> forwards and backwards of every rank
+    patterns.py   the orders among them that are known to be best
+    custom.py     a user's own schedule as text
     lower.py      passes: add transfers, add reductions
     simulate.py   dry run with costs: proves a schedule and predicts its timeline
     timeline.py   when everything ran, bubbles and peaks

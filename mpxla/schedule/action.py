@@ -8,7 +8,10 @@ as one line per rank and is read back from that text:
 
 The notation for compute ("2F0": stage 2, forward, microbatch 0) is that of
 torch.distributed.pipelining; transfers also name the stage at the other end, because a value may
-skip stages. This module must not know how schedules come about or what carries them out.
+skip stages. A backward may be split in two (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
+2024): "2I0" gives the gradients of the stage's inputs, which other stages wait for, and "2W0" those
+of its weights, which nobody waits for. This module must not know how schedules come about or what
+carries them out.
 """
 
 import re
@@ -28,6 +31,10 @@ class Op(StrEnum):
     """Runs the forward of one microbatch."""
     BACKWARD = "B"
     """Runs the backward of one microbatch."""
+    INPUT_GRADIENT = "I"
+    """Runs the part of a backward that gives the gradients of the stage's inputs."""
+    WEIGHT_GRADIENT = "W"
+    """Runs the rest of that backward: the gradients of the stage's weights."""
     SEND_FORWARD = "SEND_F"
     """Sends the values that a later stage reads."""
     RECV_FORWARD = "RECV_F"
@@ -42,7 +49,17 @@ class Op(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether the action runs a stage's program."""
-        return self in (Op.FORWARD, Op.BACKWARD)
+        return self in _COMPUTES
+
+    @property
+    def begins_backward(self) -> bool:
+        """Whether the action gives the gradients that earlier stages wait for."""
+        return self in (Op.BACKWARD, Op.INPUT_GRADIENT)
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether nothing is left to do for the microbatch on that stage."""
+        return self in (Op.BACKWARD, Op.WEIGHT_GRADIENT)
 
     @property
     def is_send(self) -> bool:
@@ -59,6 +76,8 @@ class Op(StrEnum):
         """Whether the action is one end of a transfer."""
         return self.is_send or self.is_receive
 
+
+_COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 
 OTHER_END = {
     Op.SEND_FORWARD: Op.RECV_FORWARD,
@@ -106,7 +125,7 @@ class Action(NamedTuple):
 
 
 _PATTERN = re.compile(
-    r"(?P<stage>\d+)(?:(?P<reduce>REDUCE)|(?P<compute>[FB])(?P<computed>\d+)"
+    r"(?P<stage>\d+)(?:(?P<reduce>REDUCE)|(?P<compute>[FBIW])(?P<computed>\d+)"
     r"|(?P<transfer>SEND_[FB]|RECV_[FB])(?P<moved>\d+)(?P<arrow>[<>])(?P<peer>\d+))",
     re.ASCII,
 )
@@ -126,7 +145,7 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(
             f"{text!r} is not an action. Write stage, operation and microbatch: 2F0, 2B0, "
-            "0SEND_F2>1, 1RECV_F2<0, 1SEND_B2>0, 0RECV_B2<1 or 0REDUCE."
+            "2I0, 2W0, 0SEND_F2>1, 1RECV_F2<0, 1SEND_B2>0, 0RECV_B2<1 or 0REDUCE."
         )
     stage = int(match["stage"])
     if match["reduce"]:

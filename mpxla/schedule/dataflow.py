@@ -5,6 +5,8 @@ One statement of the rules that the passes rely on and the simulator enforces, p
     F of stage s   reads the F of every u with (u, s) in forward_edges
     B of stage s   reads its own F, and the B of every t with (t, s) in backward_edges
 
+Where a stage splits its backwards, I stands for B in both lines, and W reads the I of its stage.
+
 A value read on another rank than its own travels as one transfer per edge and microbatch. Edges may
 skip stages, and a forward edge may have no gradient. This module must not know orders or times.
 """
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import Op
+from mpxla.schedule.action import Action, Op
 
 __all__ = ["Dataflow", "Edge", "Kind"]
 
@@ -38,12 +40,14 @@ class Dataflow:
         forward_edges: (source, destination) of values, source < destination.
         backward_edges: (source, destination) of gradients; reversed forward edges.
         training: whether there are backwards; without them gradients do not travel.
+        split: stages whose backwards are split.
     """
 
     placement: tuple[int, ...]
     forward_edges: frozenset[Edge]
     backward_edges: frozenset[Edge]
     training: bool
+    split: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -52,8 +56,16 @@ class Dataflow:
         forward_edges: Iterable[Edge],
         backward_edges: Iterable[Edge],
         training: bool,
+        split: Iterable[int] = (),
     ) -> "Dataflow":
         """Checks edges against each other and against the placement.
+
+        Args:
+            placement: pipeline rank of every stage.
+            forward_edges: (source, destination) of values.
+            backward_edges: (source, destination) of gradients.
+            training: whether there are backwards.
+            split: stages that split theirs.
 
         Raises:
             ScheduleError: an edge names no stage, points the wrong way, or is a gradient of a value
@@ -81,19 +93,57 @@ class Dataflow:
                 f"Edges between stages do not fit {len(placement)} stages: {'; '.join(problems)}. "
                 "Values travel to later stages, and their gradients back along the same edges."
             )
-        return cls(tuple(placement), forward, backward, training)
+        return cls(tuple(placement), forward, backward, training, frozenset(split))
+
+    @classmethod
+    def of_schedule(
+        cls,
+        schedule: Sequence[Sequence[Action]],
+        placement: Sequence[int],
+        forward_edges: Iterable[Edge],
+        backward_edges: Iterable[Edge],
+    ) -> "Dataflow":
+        """The same, as a schedule's actions tell whether it trains and which stages split.
+
+        Raises:
+            ScheduleError: as for `of`.
+        """
+        ops = {(action.stage, action.op) for actions in schedule for action in actions}
+        split = [stage for stage, op in ops if op is Op.INPUT_GRADIENT]
+        training = any(op.begins_backward for _, op in ops)
+        return cls.of(placement, forward_edges, backward_edges, training, split)
+
+    def gradient_op(self, stage: int) -> Op:
+        """What gives the gradients of a stage's inputs."""
+        return Op.INPUT_GRADIENT if stage in self.split else Op.BACKWARD
+
+    def last_op(self, stage: int) -> Op:
+        """What ends the backward of a stage."""
+        return Op.WEIGHT_GRADIENT if stage in self.split else Op.BACKWARD
+
+    def producer(self, send: Op, stage: int) -> Op:
+        """What computes the values that a stage sends, or the reader needs what arrives."""
+        return Op.FORWARD if send is Op.SEND_FORWARD else self.gradient_op(stage)
 
     def reads(self, op: Op, stage: int) -> list[Kind]:
         """Forwards and backwards, on any rank, whose results a forward or backward reads."""
         if op is Op.FORWARD:
             return [Kind(u, op) for u, target in sorted(self.forward_edges) if target == stage]
-        gradients = [Kind(t, op) for t, target in sorted(self.backward_edges) if target == stage]
+        if op is Op.WEIGHT_GRADIENT:
+            return [Kind(stage, Op.INPUT_GRADIENT)]
+        sources = [t for t, target in sorted(self.backward_edges) if target == stage]
+        gradients = [Kind(t, self.gradient_op(t)) for t in sources]
         return [Kind(stage, Op.FORWARD), *gradients]
 
     def computes(self) -> list[Kind]:
         """Forwards and backwards of one microbatch."""
-        ops = (Op.FORWARD, Op.BACKWARD) if self.training else (Op.FORWARD,)
-        return [Kind(stage, op) for stage in range(len(self.placement)) for op in ops]
+        found: list[Kind] = []
+        for stage in range(len(self.placement)):
+            found.append(Kind(stage, Op.FORWARD))
+            if self.training:
+                ops = dict.fromkeys((self.gradient_op(stage), self.last_op(stage)))
+                found += [Kind(stage, op) for op in ops]
+        return found
 
     def sends(self) -> list[Kind]:
         """Sending ends of the transfers of one microbatch: the edges that cross ranks."""

@@ -1,12 +1,14 @@
 """Schedules from integers: the order in which every rank runs forwards and backwards.
 
-Every schedule here is a list schedule. A forward takes one tick and a backward two, about what they
-cost; whenever a rank is free it takes the most urgent action that is *ready*, or waits:
+Where the best order is known (`patterns.py`) and fits the limits, that is it. Every other schedule
+is a list schedule. A forward takes one tick and a backward two, about what they cost; whenever a
+rank is free it takes the most urgent action that is *ready*, or waits:
 
     phase 1, ready:   F of a microbatch follows its F on the stage before; B follows its B on the
                       stage after, and on the last stage its F; a stage takes microbatches in order.
     phase 2, allowed: the policy may hold an action back, which bounds the activations in flight.
-    phase 3, choose:  a backward before a forward, and an older microbatch before a newer one.
+    phase 3, choose:  a backward before a forward, a forward before weight gradients, and an older
+                      microbatch before a newer one.
 
 `interleaved` over one stage per rank is the 1F1B order (Narayanan et al., "PipeDream", SOSP 2019;
 the flushing variant of "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021), here with 3
@@ -18,8 +20,8 @@ rank the order is the same):
     rank 2   .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
 
 SMP's name for "a ready backward goes before a pending forward" is "interleaved" (its documentation,
-"Pipeline execution schedule"); it is not Megatron's interleaved schedule of virtual stages. Where
-a rank owns several stages the same rules apply.
+"Pipeline execution schedule"). It becomes Megatron's interleaved schedule where a rank has several
+(virtual) stages.
 
 This module must not know costs, transfers or which values cross which boundary: it assumes that
 every stage needs the one before it, so its order holds for any set of edges between stages.
@@ -30,8 +32,11 @@ from collections.abc import Callable, Sequence
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
+from mpxla.schedule.patterns import looped_1f1b, zero_bubble_h1, zero_bubble_v
+from mpxla.schedule.placement import is_looped, is_v_shaped
+from mpxla.schedule.timeline import stage_peaks
 
-__all__ = ["forward_only", "generate", "interleaved", "simple"]
+__all__ = ["SCHEDULES", "forward_only", "generate", "interleaved", "simple", "zero_bubble"]
 
 
 def simple(
@@ -66,6 +71,9 @@ def interleaved(
     forward and their backward: later stages see their backwards sooner, so that more would not
     make the pipeline faster when all stages are equal.
 
+    Looped stages (several on each rank, microbatches a multiple of the ranks) run in Megatron's
+    order, as far as `active_microbatches` allows it: 2 P - 1 for P ranks are enough.
+
     Args:
         num_microbatches: microbatches of a step.
         placement: pipeline rank of every stage.
@@ -78,12 +86,59 @@ def interleaved(
         ScheduleError: a count below one, or an empty or negative placement.
     """
     _check(num_microbatches, placement, active_microbatches)
+    num_ranks = max(placement) + 1
+    is_lapped = 1 < num_ranks < len(placement) and is_looped(tuple(placement))
+    if is_lapped and num_microbatches % num_ranks == 0:
+        pattern = looped_1f1b(num_microbatches, num_ranks, len(placement) // num_ranks)
+        if _keeps(pattern, placement, active_microbatches):
+            return pattern
     run = _ListSchedule(num_microbatches, placement)
     bounds = [min(active_microbatches, run.num_stages - s) for s in range(run.num_stages)]
 
     def is_allowed(stage: int, op: Op) -> bool:
         in_flight = run.num_forwards[stage] - run.num_backwards[stage]
         return op is Op.BACKWARD or in_flight < bounds[stage]
+
+    return run.all_actions(is_allowed)
+
+
+def zero_bubble(
+    num_microbatches: int, placement: Sequence[int], active_microbatches: int
+) -> list[list[Action]]:
+    """Splits backwards, so that weight gradients fill the time in which ranks would wait.
+
+    With one stage per rank in order this is ZB-H1; on a V, with at least 2 P microbatches for P
+    ranks and 2 P - 1 of them active, no rank waits from its first to its last action.
+
+    Args:
+        num_microbatches: microbatches of a step.
+        placement: pipeline rank of every stage.
+        active_microbatches: most microbatches at a stage between their forward and their weight
+            gradients.
+
+    Returns:
+        One list of actions per pipeline rank, up to the highest in `placement`.
+
+    Raises:
+        ScheduleError: a count below one, or an empty or negative placement.
+    """
+    _check(num_microbatches, placement, active_microbatches)
+    num_ranks, num_stages = max(placement) + 1, len(placement)
+    if tuple(placement) == tuple(range(num_ranks)):
+        return zero_bubble_h1(num_microbatches, num_ranks, active_microbatches)
+    if is_v_shaped(tuple(placement)) and num_microbatches >= 2 * num_ranks:
+        pattern = zero_bubble_v(num_microbatches, num_ranks)
+        if _keeps(pattern, placement, active_microbatches):
+            return pattern
+    run = _ListSchedule(num_microbatches, placement, splits=True)
+
+    def is_allowed(stage: int, op: Op) -> bool:
+        begun = run.num_forwards[stage]
+        bound = min(active_microbatches, num_stages - stage)
+        return op is not Op.FORWARD or (
+            begun - run.num_backwards[stage] < bound
+            and begun - run.num_weights[stage] < active_microbatches
+        )
 
     return run.all_actions(is_allowed)
 
@@ -115,7 +170,7 @@ def generate(
     """Generates the schedule that the configuration names.
 
     Args:
-        pipeline: "interleaved" or "simple", the values of the key `pipeline`.
+        pipeline: a name in `SCHEDULES`, which are values of the key `pipeline`.
         num_microbatches: microbatches of a step.
         placement: pipeline rank of every stage.
         active_microbatches: most microbatches in flight.
@@ -127,24 +182,34 @@ def generate(
     Raises:
         ScheduleError: an unknown name, a count below one, or an empty or negative placement.
     """
-    if pipeline not in _TRAINING:
-        nearest = difflib.get_close_matches(str(pipeline), _TRAINING, n=1, cutoff=0.0)
+    if pipeline not in SCHEDULES:
+        nearest = difflib.get_close_matches(str(pipeline), SCHEDULES, n=1, cutoff=0.0)
         raise ScheduleError(
             f"pipeline: {pipeline!r} is not a schedule; the nearest is {nearest[0]!r}. "
-            f"Use one of {', '.join(map(repr, sorted(_TRAINING)))}."
+            f"Use one of {', '.join(map(repr, sorted(SCHEDULES)))}."
         )
     if not training:
         return forward_only(num_microbatches, placement)
-    return _TRAINING[pipeline](num_microbatches, placement, active_microbatches)
+    return SCHEDULES[pipeline](num_microbatches, placement, active_microbatches)
 
 
-_TRAINING: dict[str, Callable[[int, Sequence[int], int], list[list[Action]]]] = {
+SCHEDULES: dict[str, Callable[[int, Sequence[int], int], list[list[Action]]]] = {
     "interleaved": interleaved,
     "simple": simple,
+    "zero_bubble": zero_bubble,
+    "zero_bubble_v": zero_bubble,
 }
+"""Name -> schedule. A name that implies a placement is given it by `place_stages`."""
 
 
-_TICKS = {Op.FORWARD: 1, Op.BACKWARD: 2}
+def _keeps(
+    pattern: Sequence[Sequence[Action]], placement: Sequence[int], active_microbatches: int
+) -> bool:
+    """Whether no stage ever holds more microbatches than that."""
+    return max(stage_peaks(pattern, len(placement))) <= active_microbatches
+
+
+_TICKS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRADIENT: 1, Op.WEIGHT_GRADIENT: 1}
 
 
 class _ListSchedule:
@@ -155,10 +220,17 @@ class _ListSchedule:
         num_stages: stages of the pipeline.
         stages: stages of every rank.
         num_forwards: forwards that each stage has begun.
-        num_backwards: backwards that each stage has begun.
+        num_backwards: backwards that each stage has begun, or their first parts.
+        num_weights: second parts of backwards that each stage has begun.
     """
 
-    def __init__(self, num_microbatches: int, placement: Sequence[int], training: bool = True):
+    def __init__(
+        self,
+        num_microbatches: int,
+        placement: Sequence[int],
+        training: bool = True,
+        splits: bool = False,
+    ):
         self.num_microbatches = num_microbatches
         self.num_stages = len(placement)
         self.stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
@@ -166,7 +238,15 @@ class _ListSchedule:
             self.stages[rank].append(stage)
         self.num_forwards = [0] * self.num_stages
         self.num_backwards = [0] * self.num_stages
+        self.num_weights = [0] * self.num_stages
         self._training = training
+        self._splits = splits
+        self._begun = {
+            Op.FORWARD: self.num_forwards,
+            Op.BACKWARD: self.num_backwards,
+            Op.INPUT_GRADIENT: self.num_backwards,
+            Op.WEIGHT_GRADIENT: self.num_weights,
+        }
         # The arrivals of a stage: what the stages around it have finished. The first stage finds
         # all microbatches there.
         self._arrived = {
@@ -180,7 +260,8 @@ class _ListSchedule:
         """Runs the clock until everything is done; `is_allowed(stage, op)` is the policy."""
         schedule: list[list[Action]] = [[] for _ in self.stages]
         running: dict[int, tuple[int, Action]] = {}
-        remaining = self.num_microbatches * self.num_stages * (2 if self._training else 1)
+        per_microbatch = 1 + self._training + self._splits
+        remaining = self.num_microbatches * self.num_stages * per_microbatch
         tick = 0
         while remaining:
             for rank in [rank for rank, (end, _) in running.items() if end == tick]:
@@ -190,8 +271,7 @@ class _ListSchedule:
                 if rank in running or not (candidates := self._candidates(rank, is_allowed)):
                     continue
                 _, microbatch, stage, op = min(candidates)
-                counts = self.num_forwards if op is Op.FORWARD else self.num_backwards
-                counts[stage] += 1
+                self._begun[op][stage] += 1
                 actions.append(Action(stage, op, microbatch))
                 running[rank] = (tick + _TICKS[op], actions[-1])
             assert running or not remaining, "the policy holds back every action that is ready"
@@ -205,7 +285,7 @@ class _ListSchedule:
             self._arrived[Op.FORWARD][stage + 1] += 1
             if stage == self.num_stages - 1:
                 self._arrived[Op.BACKWARD][stage] += 1
-        elif stage > 0:
+        elif op.begins_backward and stage > 0:
             self._arrived[Op.BACKWARD][stage - 1] += 1
 
     def _candidates(
@@ -216,9 +296,13 @@ class _ListSchedule:
         arrived = self._arrived
         for stage in self.stages[rank]:
             forward, backward = self.num_forwards[stage], self.num_backwards[stage]
+            begins = Op.INPUT_GRADIENT if self._splits else Op.BACKWARD
             if self._training and backward < arrived[Op.BACKWARD][stage]:
-                if is_allowed(stage, Op.BACKWARD):
-                    found.append((0, backward, stage, Op.BACKWARD))
+                if is_allowed(stage, begins):
+                    found.append((0, backward, stage, begins))
+            if self._splits and self.num_weights[stage] < backward:
+                weight = self.num_weights[stage]
+                found.append((2, weight, stage, Op.WEIGHT_GRADIENT))
             if forward < arrived[Op.FORWARD][stage] and is_allowed(stage, Op.FORWARD):
                 found.append((1, forward, stage, Op.FORWARD))
         return found

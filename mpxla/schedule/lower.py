@@ -35,11 +35,10 @@ from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.grid import Cell, format_failure
-from mpxla.schedule.validate import check_stages, has_backwards
+from mpxla.schedule.validate import check_stages
 
 __all__ = ["add_communication", "add_reduce"]
 
-_COMPUTES = (Op.FORWARD, Op.BACKWARD)
 _Key = tuple[int, Op, int | None, int | None]
 """A compute as a plain tuple, which is equal to its Action and much cheaper to make."""
 
@@ -68,7 +67,7 @@ def add_communication(
     """
     check_stages(compute, placement)
     _check_compute(compute, placement)
-    flow = Dataflow.of(placement, forward_edges, backward_edges, has_backwards(compute))
+    flow = Dataflow.of_schedule(compute, placement, forward_edges, backward_edges)
     clock = _Clock(compute, flow)
     home = flow.placement
     result: list[list[Action]] = [[] for _ in compute]
@@ -114,7 +113,7 @@ def add_reduce(
                     f"Rank {rank}, step {step}: {action} is there already. Add reductions once."
                 )
                 raise ScheduleError(format_failure(schedule, Cell(rank, step), headline))
-        last = {a.stage: step for step, a in enumerate(actions) if a.op is Op.BACKWARD}
+        last = {a.stage: step for step, a in enumerate(actions) if a.op.ends_backward}
         stage_at: dict[int, int] = {}
         for stage, step in last.items():
             while step + 1 < len(actions) and _sends_from(stage, actions[step + 1]):
@@ -218,15 +217,14 @@ def _place_transfers(
     sends: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
     for stage, op, peer in flow.sends():
         assert peer is not None, "a send has a peer"
-        producer = Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD
-        sends.setdefault((stage, producer), []).append((peer, op))
+        sends.setdefault((stage, flow.producer(op, stage)), []).append((peer, op))
     transfers: list[_Transfer] = []
     for rank, actions in enumerate(compute):
         starts = clock.starts[rank]
         for step, (stage, producer, microbatch, _) in enumerate(actions):
             following = starts[step + 1] if step + 1 < len(starts) else math.inf
             for peer, op in sends.get((stage, producer), ()):
-                deadline = clock.start_of[peer, producer, microbatch, None]
+                deadline = clock.start_of[peer, flow.producer(op, peer), microbatch, None]
                 earliest, latest = starts[step] + 1, int(min(following, deadline))
                 time = _moment(earliest, latest, busy[rank], busy[home[peer]])
                 is_forward = producer is Op.FORWARD
@@ -249,7 +247,7 @@ def _check_compute(compute: Sequence[Sequence[Action]], placement: Sequence[int]
     for rank, actions in enumerate(compute):
         for step, action in enumerate(actions):
             problem = None
-            if action.op not in _COMPUTES:
+            if not action.op.is_compute:
                 problem = "is not a forward or backward. Add transfers before anything else"
             elif not 0 <= action.stage < len(placement) or placement[action.stage] != rank:
                 problem = f"does not belong on this rank by placement {tuple(placement)}. Move it"

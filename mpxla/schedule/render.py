@@ -150,8 +150,10 @@ def _arrows(timeline: Timeline, us_per_unit: float) -> Iterator[dict[str, Any]]:
         for action, start, _ in spans:
             if not action.op.is_send or action.peer is None:
                 continue
-            reads = Op.FORWARD if action.op is Op.SEND_FORWARD else Op.BACKWARD
-            reader = computes.get(Action(action.peer, reads, action.microbatch))
+            gradients = (Op.BACKWARD, Op.INPUT_GRADIENT)
+            reads = (Op.FORWARD,) if action.op is Op.SEND_FORWARD else gradients
+            keys = (Action(action.peer, op, action.microbatch) for op in reads)
+            reader = next((computes[key] for key in keys if key in computes), None)
             if reader is None:
                 continue
             number += 1

@@ -25,7 +25,7 @@ from mpxla.schedule.action import OTHER_END, Action, Op
 from mpxla.schedule.dataflow import Dataflow, Edge, Kind
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.timeline import Timeline
-from mpxla.schedule.validate import check_lists, check_stages, has_backwards
+from mpxla.schedule.validate import check_lists, check_stages
 
 __all__ = ["Costs", "Timeline", "simulate"]
 
@@ -40,6 +40,8 @@ class Costs:
     Attributes:
         forward: cost of a forward, for all stages or one number per stage.
         backward: cost of a backward, for all stages or one number per stage.
+        input_gradient: cost of the first part of a split backward; None: half of the backward.
+        weight_gradient: cost of the second part; None: what the first leaves of the backward.
         transfer: cost of a transfer, for all edges or by (source, destination) stage of what
             travels; edges that are not named cost nothing.
         reduce: cost of a reduction, for all stages or one number per stage.
@@ -49,6 +51,28 @@ class Costs:
     backward: float | Sequence[float] = 1.0
     transfer: float | Mapping[Edge, float] = 0.0
     reduce: float | Sequence[float] = 0.0
+    input_gradient: float | Sequence[float] | None = None
+    weight_gradient: float | Sequence[float] | None = None
+
+    def per_stage(self, num_stages: int) -> dict[Op, list[float]]:
+        """Costs of what has no peer, by operation, one number per stage if lengths are right."""
+
+        def spread(cost: float | Sequence[float]) -> list[float]:
+            return [cost] * num_stages if isinstance(cost, int | float) else list(cost)
+
+        backward = spread(self.backward)
+        halves = [cost / 2 for cost in backward]
+        first = halves if self.input_gradient is None else spread(self.input_gradient)
+        rest = [max(whole - part, 0.0) for whole, part in zip(backward, first, strict=False)]
+        return {
+            Op.FORWARD: spread(self.forward),
+            Op.BACKWARD: backward,
+            Op.INPUT_GRADIENT: first,
+            Op.WEIGHT_GRADIENT: rest
+            if self.weight_gradient is None
+            else spread(self.weight_gradient),
+            Op.REDUCE: spread(self.reduce),
+        }
 
 
 def simulate(
@@ -78,7 +102,7 @@ def simulate(
             messages overtake each other; the ranks deadlock; edges or costs do not fit the stages.
     """
     check_stages(schedule, placement)
-    flow = Dataflow.of(placement, forward_edges, backward_edges, has_backwards(schedule))
+    flow = Dataflow.of_schedule(schedule, placement, forward_edges, backward_edges)
     durations = _durations(costs or Costs(), flow)
     check_lists(schedule, flow)
     run_type = _RendezvousRun if rendezvous else _BufferedRun
@@ -93,9 +117,7 @@ def _durations(costs: Costs, flow: Dataflow) -> _Durations:
     num_stages = len(flow.placement)
     result: _Durations = {}
     problems: list[str] = []
-    given = {Op.FORWARD: costs.forward, Op.BACKWARD: costs.backward, Op.REDUCE: costs.reduce}
-    for op, cost in given.items():
-        per_stage = [cost] * num_stages if isinstance(cost, int | float) else list(cost)
+    for op, per_stage in costs.per_stage(num_stages).items():
         if len(per_stage) != num_stages:
             problems.append(f"{op.name.lower()} has {len(per_stage)} costs for {num_stages} stages")
         result |= {(stage, op, None): cost for stage, cost in enumerate(per_stage)}

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 from mpxla.schedule.action import Action, Op
 
-__all__ = ["Span", "Timeline"]
-
-_COMPUTES = (Op.FORWARD, Op.BACKWARD)
+__all__ = ["Span", "Timeline", "stage_peaks"]
 
 
 class Span(NamedTuple):
@@ -41,18 +39,18 @@ class Timeline:
     makespan: float = field(init=False)
     """Time from the start to the last end."""
     rank_bubbles: tuple[float, ...] = field(init=False)
-    """Per rank, the share of the makespan in which it runs neither a forward nor a backward."""
+    """Per rank, the share of the makespan in which it runs no program."""
     bubble: float = field(init=False)
     """The same share over all ranks."""
     stage_peaks: tuple[int, ...] = field(init=False)
-    """Per stage, the most microbatches between the start of their F and the end of their B.
+    """Per stage, the most microbatches between the start of their F and the end of their B or W.
     Without backwards nothing is kept, and a microbatch is in flight during its forward only."""
     rank_peaks: tuple[int, ...] = field(init=False)
     """Per rank, the most microbatches in flight at the same time, summed over its stages."""
 
     def __post_init__(self) -> None:
         makespan = max((ends[-1] for ends in self.ends if ends), default=0.0)
-        trains = any(action.op is Op.BACKWARD for actions in self.schedule for action in actions)
+        trains = any(action.op.begins_backward for actions in self.schedule for action in actions)
         stage_peaks = [0] * len(self.placement)
         busy = [sum(self._compute_times(rank)) for rank in range(len(self.schedule))]
         idle = tuple(1.0 - time / makespan if makespan else 0.0 for time in busy)
@@ -74,12 +72,22 @@ class Timeline:
 
     def _compute_times(self, rank: int) -> Iterator[float]:
         columns = zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
-        return (end - start for action, start, end in columns if action.op in _COMPUTES)
+        return (end - start for action, start, end in columns if action.op.is_compute)
+
+
+def stage_peaks(schedule: Sequence[Sequence[Action]], num_stages: int) -> tuple[int, ...]:
+    """Per stage, the most microbatches in flight; needs no times, as a stage is on one rank."""
+    peaks = [0] * num_stages
+    trains = any(action.op.begins_backward for actions in schedule for action in actions)
+    for actions in schedule:
+        _peak(actions, peaks, trains)
+    return tuple(peaks)
 
 
 def _peak(actions: Sequence[Action], stage_peaks: list[int], trains: bool) -> int:
     """Most microbatches in flight on one rank; fills in the peaks of its stages."""
-    forward, done = Op.FORWARD, Op.BACKWARD if trains else Op.FORWARD
+    forward = Op.FORWARD
+    done = (Op.BACKWARD, Op.WEIGHT_GRADIENT) if trains else (Op.FORWARD,)
     live = [0] * len(stage_peaks)
     total = peak = 0
     for stage, op, _, _ in actions:
@@ -90,7 +98,7 @@ def _peak(actions: Sequence[Action], stage_peaks: list[int], trains: bool) -> in
                 stage_peaks[stage] = live[stage]
             if total > peak:
                 peak = total
-        if op is done:
+        if op in done:
             live[stage] -= 1
             total -= 1
     return peak

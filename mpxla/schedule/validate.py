@@ -12,16 +12,11 @@ from mpxla.schedule.action import Action, Op
 from mpxla.schedule.dataflow import Dataflow, Kind
 from mpxla.schedule.grid import Cell, format_failure
 
-__all__ = ["check_lists", "check_stages", "has_backwards"]
+__all__ = ["check_lists", "check_stages"]
 
 _Rules = dict[Kind, tuple[Kind, ...]]
 _Steps = dict[Kind, list[int]]
 _NOT_YET = -1
-
-
-def has_backwards(schedule: Sequence[Sequence[Action]]) -> bool:
-    """Whether a schedule trains."""
-    return any(action.op is Op.BACKWARD for actions in schedule for action in actions)
 
 
 def check_stages(schedule: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
@@ -80,31 +75,34 @@ def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:
 def _rules(flow: Dataflow, num_ranks: int) -> list[_Rules]:
     """What each rank does for a microbatch, and what must come before on the same rank."""
     rules: list[_Rules] = [{} for _ in range(num_ranks)]
-    receive = {Op.FORWARD: Op.RECV_FORWARD, Op.BACKWARD: Op.RECV_BACKWARD}
     placement = flow.placement
     for kind in flow.computes():
         rank = placement[kind.stage]
         rules[rank][kind] = tuple(
             read
             if placement[read.stage] == rank
-            else Kind(kind.stage, receive[read.op], read.stage)
+            else Kind(kind.stage, _receive_of(read.op), read.stage)
             for read in flow.reads(kind.op, kind.stage)
         )
     for stage, op, peer in flow.sends():
         assert peer is not None, "a send has a peer"
         is_forward = op is Op.SEND_FORWARD
-        produced = Kind(stage, Op.FORWARD if is_forward else Op.BACKWARD)
+        produced = Kind(stage, flow.producer(op, stage))
         rules[placement[stage]][Kind(stage, op, peer)] = (produced,)
         other = Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD
         rules[placement[peer]][Kind(peer, other, stage)] = ()
     return rules
 
 
+def _receive_of(op: Op) -> Op:
+    return Op.RECV_FORWARD if op is Op.FORWARD else Op.RECV_BACKWARD
+
+
 def _steps(rules: _Rules, num_microbatches: int, reduces: bool) -> _Steps:
     """The step of every action of a rank, by kind and microbatch; a reduction has one slot."""
     steps: _Steps = {kind: [_NOT_YET] * num_microbatches for kind in rules}
     if reduces:
-        steps |= {Kind(k.stage, Op.REDUCE): [_NOT_YET] for k in rules if k.op is Op.BACKWARD}
+        steps |= {Kind(k.stage, Op.REDUCE): [_NOT_YET] for k in rules if k.op.ends_backward}
     return steps
 
 
@@ -131,9 +129,10 @@ def _check_order(
         elif slots[slot] != _NOT_YET:
             problem = f"the action is there twice; it came first at step {slots[slot]}. Remove it"
         elif is_single:
-            backwards = steps[Kind(stage, Op.BACKWARD)]
+            last = flow.last_op(stage)
+            backwards = steps[Kind(stage, last)]
             if _NOT_YET in backwards:
-                need = Action(stage, Op.BACKWARD, backwards.index(_NOT_YET))
+                need = Action(stage, last, backwards.index(_NOT_YET))
                 problem = _unmet(action, need, schedule[rank])
         else:
             for need, need_slots in needs[kind]:  # pyright: ignore[reportArgumentType]
@@ -154,6 +153,8 @@ def _unmet(action: Action, need: Action, actions: Sequence[Action]) -> str:
     what = {
         Op.FORWARD: f"the forward of stage {need.stage}",
         Op.BACKWARD: f"the backward of stage {need.stage}",
+        Op.INPUT_GRADIENT: f"the input gradients of stage {need.stage}",
+        Op.WEIGHT_GRADIENT: f"the weight gradients of stage {need.stage}",
         Op.RECV_FORWARD: f"the values from stage {need.peer}",
         Op.RECV_BACKWARD: f"the gradients from stage {need.peer}",
     }[need.op]
@@ -180,8 +181,15 @@ def _misplaced(action: Action, rank: int, flow: Dataflow, slots: list[int] | Non
         return "there are no backwards, so nothing is to be reduced. Remove it"
     if microbatch is None:
         return "the action names no microbatch. Add one"
+    if op is Op.BACKWARD and stage in flow.split:
+        return (
+            f"stage {stage} splits other backwards into I and W. Write {stage}I{microbatch} and "
+            f"{stage}W{microbatch}, or B for all microbatches of the stage"
+        )
+    if op is Op.WEIGHT_GRADIENT and stage not in flow.split:
+        return f"stage {stage} has no input gradients (I) that belong to it. Write I and W, or B"
     if op.is_compute and peer is not None:
-        return "a forward or backward has no peer. Leave it out"
+        return "only transfers have a peer. Leave it out"
     if op.is_transfer and peer is None:
         return "the transfer names no stage at its other end. Add it"
     if slots is not None:

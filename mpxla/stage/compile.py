@@ -6,16 +6,23 @@ file of the stages that knows torch_xla.
 
 `Traced -> Lowered -> Compiled` here is: an fx graph module, `Executable.text()` (its HLO), and the
 `Executable` itself.
+
+XLA's CPU client runs programs that do not depend on each other at the same time, on the one core of
+a rank: the value that another rank waits for would be ready only when all of them are. There every
+program takes a *ticket*, a scalar that the program before it returns, so that programs run in the
+order of their calls, as they do on an accelerator.
 """
 
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch import fx
+from torch_xla import runtime
 
 from mpxla.errors import LoweringError
 from mpxla.stage.device import to_device
@@ -24,6 +31,7 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["Executable", "compile_graph", "num_compilations", "seed_tensor"]
 
 _xla = torch_xla._XLAC
+_TICKET = TensorSpec((), torch.int32)
 
 
 class Executable:
@@ -38,6 +46,9 @@ class Executable:
         num_buffers: buffers that the program takes (unused arguments are dropped, constants added).
     """
 
+    # The ticket that the next program takes; None where the device keeps the order by itself.
+    _next_ticket: ClassVar[torch.Tensor | None] = None
+
     def __init__(
         self,
         name: str,
@@ -46,9 +57,11 @@ class Executable:
         results: Sequence[int | tuple[int]],
         num_inputs: int,
         text: str,
+        is_ordered: bool = False,
     ):
         self.name = name
         self.num_inputs = num_inputs
+        self._is_ordered = is_ordered
         self.is_random = any(source is None for source in sources)
         self.num_buffers = len(sources)
         self._hash = graph_hash
@@ -60,15 +73,31 @@ class Executable:
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """Starts the program; returns its results at once, as tensors still being computed."""
+        if self._is_ordered:
+            arguments = [*arguments, Executable._next_ticket]
         buffers = [
             arguments[s] if type(s) is int else (seed if s is None else s) for s in self._sources
         ]
         computed = _xla._run_cached_graph(self._hash, buffers) if self._hash else []
+        if self._is_ordered:
+            Executable._next_ticket = computed.pop()
         return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
 
     def text(self) -> str:
         """The program's HLO."""
         return self._text
+
+
+class _Ticketed(torch.nn.Module):
+    """A graph with a ticket as its last argument and its last result."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        *rest, ticket = arguments
+        return [*self.module(*rest), ticket + 1]
 
 
 def num_compilations() -> int:
@@ -101,9 +130,14 @@ def compile_graph(
     Raises:
         LoweringError: an operator has no XLA lowering.
     """
+    is_ordered = runtime.device_type() == "CPU"
+    if is_ordered:
+        module, inputs = _Ticketed(module), [*inputs, _TICKET]
     torch_xla.sync()
     xm.wait_device_ops()
     arguments = to_device([torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs], device)
+    if is_ordered and Executable._next_ticket is None:
+        Executable._next_ticket = arguments[-1]
     argument_of_id = {_xla._xla_get_tensor_id(a): i for i, a in enumerate(arguments)}
     torch_xla.sync()
     xm.wait_device_ops()
@@ -120,14 +154,18 @@ def compile_graph(
             index_of[id(value)] = len(roots)
             roots.append(value)
         results.append(index_of[id(value)])
-    if not roots:
-        return Executable(name, b"", (), results, len(inputs), "")
+    if is_ordered:
+        results.pop()
+    if len(roots) == is_ordered:  # nothing to compute but the ticket
+        return Executable(name, b"", (), results, len(inputs) - is_ordered, "")
     sources = _program_inputs(roots, argument_of_id)
     text = _xla._get_xla_tensors_hlo(roots) if keep_text else ""
     graph_hash = _xla._get_graph_hash(roots)
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
-    return Executable(name, graph_hash, sources, results, len(inputs), text)
+    return Executable(
+        name, graph_hash, sources, results, len(inputs) - is_ordered, text, is_ordered
+    )
 
 
 def _program_inputs(

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from torch_xla import runtime
+from torch_xla.utils import dlpack
 
 from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
@@ -16,7 +18,10 @@ from mpxla.errors import MpxlaError
 __all__ = [
     "current_device",
     "flush",
+    "has_doubles",
+    "host_view",
     "make_ready",
+    "memory_counters",
     "random_state",
     "set_random_state",
     "to_device",
@@ -56,6 +61,22 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
     return [next(uploaded) if t.device.type == "cpu" else t.detach().to(device) for t in tensors]
 
 
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for a tensor and gives it on the host; for reading only, it may share memory.
+
+    On CPU a copy would be made by the device's own threads, which run programs: it would wait for
+    the next program, though the value is there. A view needs no thread.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "xla" or runtime.device_type() != "CPU":
+        return tensor.cpu()
+    if torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
+        return tensor.cpu()
+    # Starts nothing, but waits until the program that computes the tensor was given its buffers.
+    torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=False, sync_xla_data=False)
+    return torch.from_dlpack(dlpack.to_dlpack(tensor))
+
+
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     """Starts pending lazy computation of these tensors, so that programs can take them."""
     listed = [t for t in tensors if t.device.type == "xla"]
@@ -70,6 +91,11 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     ]
     if pending:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Whether programs of the device may compute in float64."""
+    return device.type != "xla" or runtime.device_type() == "CPU"
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -100,6 +126,17 @@ def flush() -> None:
 def wait() -> None:
     """Waits until the device has finished everything that was started."""
     xm.wait_device_ops()
+
+
+def memory_counters() -> dict[str, int] | None:
+    """What the device's runtime counts, in bytes: `bytes_used`, `bytes_limit` and perhaps more.
+
+    None where it counts nothing: XLA's CPU client lives on the memory of its process.
+    """
+    device = torch_xla.device()
+    if xm.xla_device_hw(device) == "CPU":
+        return None
+    return dict(xm.get_memory_info(str(device)))
 
 
 def _has_sound_products() -> bool:

@@ -40,10 +40,24 @@ class Case:
     microbatches: int
     pipeline: str = "interleaved"
     manual: bool = False
+    keys: tuple[tuple[str, Any], ...] = ()
+    """Further configuration keys."""
 
     def __str__(self) -> str:
         placing = "manual" if self.manual else "auto"
-        return f"{self.subject}-{self.stages}x{self.microbatches}-{self.pipeline}-{placing}"
+        more = "".join(f"-{name}" for name, _ in self.keys)
+        return f"{self.subject}-{self.stages}x{self.microbatches}-{self.pipeline}-{placing}{more}"
+
+    def config(self) -> dict[str, Any]:
+        """What `smp.init` is given."""
+        return {
+            "pipeline_parallel_degree": self.stages,
+            "microbatches": self.microbatches,
+            "pipeline": self.pipeline,
+            "auto_partition": not self.manual,
+            **({"default_partition": 0} if self.manual else {}),
+            **dict(self.keys),
+        }
 
 
 @dataclass
@@ -165,15 +179,7 @@ def train(case: Case) -> Observed:
     import mpxla as smp
 
     chosen = subject(case.subject)
-    smp.init(
-        {
-            "pipeline_parallel_degree": case.stages,
-            "microbatches": case.microbatches,
-            "pipeline": case.pipeline,
-            "auto_partition": not case.manual,
-            **({"default_partition": 0} if case.manual else {}),
-        }
-    )
+    smp.init(case.config())
     raw = build(chosen)
     start = {name: value.clone() for name, value in raw.state_dict().items()}
     model = smp.DistributedModel(raw)

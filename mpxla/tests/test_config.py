@@ -49,7 +49,10 @@ DEFAULTS: dict[str, Any] = {
     "partition_file": None,
     "contiguous": True,
     "horovod": False,
+    "virtual_pipeline_degree": 1,
+    "schedule": None,
     "transport": "auto",
+    "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -157,7 +160,7 @@ def test_booleans_may_be_written_as_numbers():
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),
         ("partition_file", 1, "a string"),
-        ("transport", "smoke", "one of 'auto', 'host'"),
+        ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )
 def test_values_outside_their_range(name, bad, expected):
@@ -397,7 +400,6 @@ def test_wrong_values_do_not_cause_further_noise():
         ("fp16_params", True, "distributed modules with fp16 parameters"),
         ("fp16", True, "fp16 training"),
         ("bf16", True, "bf16 training"),
-        ("shard_optimizer_state", True, "optimizer state sharding"),
         ("offload_activations", True, "activation offloading"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
         ("load_partition", True, "loading a partition decision"),
@@ -679,3 +681,39 @@ def test_replacing_a_value_checks_again():
     assert dataclasses.replace(config, microbatches=2).active_microbatches == 2
     with pytest.raises(ConfigError, match="default_partition: 1 must be below"):
         dataclasses.replace(config, default_partition=1)
+
+
+# --- schedules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pipeline": "custom"}, "pipeline: 'custom' needs the key schedule"),
+        ({"schedule": "0F0 0B0"}, "schedule needs pipeline: 'custom'"),
+        (
+            {"pipeline": "zero_bubble_v", "virtual_pipeline_degree": 3},
+            "virtual_pipeline_degree: 3 does not go with pipeline: 'zero_bubble_v'",
+        ),
+        (
+            {"pipeline": "custom", "schedule": "0F0 0B0", "virtual_pipeline_degree": 2},
+            "virtual_pipeline_degree: 2 does not go with pipeline: 'custom'",
+        ),
+        (
+            {"virtual_pipeline_degree": 2, "auto_partition": False, "default_partition": 0},
+            "several stages per rank .* cannot be formed; set auto_partition: True",
+        ),
+    ],
+)
+def test_schedules_that_cannot_be(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(keys)
+
+
+def test_several_stages_per_rank_need_more_active_microbatches():
+    base = {"pipeline_parallel_degree": 4, "microbatches": 32}
+    assert make(base).active_microbatches == 6
+    assert make(base | {"virtual_pipeline_degree": 2}).active_microbatches == 8
+    v = make(base | {"pipeline": "zero_bubble_v"})
+    assert (v.active_microbatches, v.virtual_pipeline_degree) == (8, 2)
+    assert make(base | {"pipeline": "zero_bubble"}).active_microbatches == 6

@@ -31,6 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
+    "clip_grad_norm_",
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -54,6 +55,7 @@ SIGNATURES = {
     "mp_barrier": "",
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
+    "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, **tensor_parallel_config",
@@ -98,7 +100,7 @@ METHODS = {
         "zero_grad": "set_to_none=True",
         "state_dict": "",
         "load_state_dict": "state_dict",
-        "local_state_dict": "",
+        "local_state_dict": "gather_if_shard=True",
         "orig_state_dict": "",
         "add_param_group": "param_group",
     },
@@ -122,7 +124,8 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "stall_timeout_s"),
+    *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("virtual_pipeline_degree", "schedule"),
 }
 
 

@@ -1,4 +1,4 @@
-"""One body per behaviour, on processes (gloo) and on threads (loopback)."""
+"""One body per behaviour, on threads (loopback) and on processes (gloo, and XLA's collectives)."""
 
 import time
 
@@ -8,13 +8,19 @@ import torch
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.packing import as_bytes
 from mpxla.errors import PeerFailure, RankMismatch, TopologyError
-from mpxla.tests.comm.worlds import run_host, run_threads
+from mpxla.tests.comm.worlds import run_host, run_threads, run_xla
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=[run_threads, run_host], ids=["loopback", "host"])
+@pytest.fixture(params=[run_threads, run_host, run_xla], ids=["loopback", "host", "xla"])
 def run(request):
+    return request.param
+
+
+@pytest.fixture(params=[run_threads, run_host], ids=["loopback", "host"])
+def run_buffered(request):
+    """Where messages do not wait for their receiver; test_xla has the rules of the other kind."""
     return request.param
 
 
@@ -55,8 +61,8 @@ def exchange_one_by_one(transport):
     return [handle.result() for handle in received]
 
 
-def test_single_tensors_arrive_both_ways(run):
-    for received in run(exchange_one_by_one, 2):
+def test_single_tensors_arrive_both_ways(run_buffered):
+    for received in run_buffered(exchange_one_by_one, 2):
         assert all(map(torch.equal, received, bundle()))
 
 
@@ -101,8 +107,8 @@ def send_to_busy_rank(transport):
     return received
 
 
-def test_slow_receiver_does_not_stall_others(run):
-    took_s, first, second = run(send_to_busy_rank, 3)
+def test_slow_receiver_does_not_stall_others(run_buffered):
+    took_s, first, second = run_buffered(send_to_busy_rank, 3)
     assert took_s < 2
     assert first == [2.0] * 4
     assert second == [1.0] * 4

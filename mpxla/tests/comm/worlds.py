@@ -9,6 +9,9 @@ import torch.distributed as dist
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import loopback_world
+from mpxla.comm.recorder import Recorder
+from mpxla.comm.xla import XlaTransport
+from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.testing import run_ranks, run_ranks_unpooled
 
 
@@ -41,11 +44,31 @@ def close_transport(transport):
     transport.close()
     transport.watch.close()
     names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith(("mpxla-recv", "mpxla-send"))]
+    assert not [
+        name for name in names if name.startswith(("mpxla-recv", "mpxla-send", "mpxla-xla"))
+    ]
 
 
 def run_host(body, world_size, *args, timeout_s=30, **options):
     return run_ranks(on_host, world_size, body, options, args, timeout_s=timeout_s)
+
+
+def on_xla(body, options, args):
+    """The same over the `xla` transport, with the pipelines and recorder that options name."""
+    host = open_transport()
+    runner = CpuRunner(host, host.watch.address)
+    transport = XlaTransport(host, runner, options.get("pipelines", ()), Recorder())
+    try:
+        value = body(transport, *args)
+    except BaseException as error:
+        transport.watch.report(body.__name__, error)
+        raise
+    close_transport(transport)
+    return value
+
+
+def run_xla(body, world_size, *args, timeout_s=60, **options):
+    return run_ranks(on_xla, world_size, body, options, args, timeout_s=timeout_s)
 
 
 def run_host_unpooled(body, world_size, *args, timeout_s=40, **options):

@@ -10,7 +10,7 @@ from torch import nn
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.stepgraph import InputKind, OutputKind, is_random
-from mpxla.parallel.state import ModelState
+from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit
 

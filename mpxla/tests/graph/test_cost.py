@@ -7,7 +7,7 @@ from torch import nn
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.cost import MachineModel, build_problem
 from mpxla.graph.partition import NodeKind
-from mpxla.parallel.state import ModelState
+from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ from torch import nn
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind
-from mpxla.parallel.state import ModelState
+from mpxla.runtime.state import ModelState
 
 pytestmark = pytest.mark.unit
 

@@ -1,86 +1,15 @@
-"""Gradients and start values over replicas."""
+"""Gradients over replicas: values, buckets, when they start, what hooks and options change."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mpxla as smp
-from mpxla.comm.loopback import LoopbackTransport
-from mpxla.parallel import reducer as reducer_module
-from mpxla.parallel.reducer import GradientReducer, fill_buckets
-from mpxla.parallel.state import ModelState
+from mpxla.errors import MpxlaError
 from mpxla.testing import run_ranks
 
-F32, I64 = torch.float32, torch.int64
-
-
-@pytest.mark.unit
-def test_buckets_hold_up_to_their_capacity():
-    sizes = {"a": (F32, 4), "b": (F32, 4), "c": (F32, 4), "d": (F32, 4)}
-    assert fill_buckets(sizes, 8) == [["a", "b"], ["c", "d"]]
-    assert fill_buckets(sizes, 11) == [["a", "b"], ["c", "d"]]
-    assert fill_buckets(sizes, 100) == [["a", "b", "c", "d"]]
-    assert fill_buckets({}, 8) == []
-
-
-@pytest.mark.unit
-def test_a_tensor_above_the_capacity_has_its_own_bucket():
-    sizes = {"a": (F32, 4), "big": (F32, 50), "c": (F32, 4), "d": (F32, 4)}
-    assert fill_buckets(sizes, 8) == [["a"], ["big"], ["c", "d"]]
-    assert fill_buckets(sizes, 0) == [["a"], ["big"], ["c"], ["d"]]
-
-
-@pytest.mark.unit
-def test_buckets_hold_one_dtype():
-    sizes = {"a": (F32, 4), "i": (I64, 4), "b": (F32, 4), "j": (I64, 4), "c": (F32, 4)}
-    assert fill_buckets(sizes, 8) == [["a", "b"], ["i", "j"], ["c"]]
-
-
-def alone(passes):
-    return GradientReducer(LoopbackTransport(), (0,), torch.device("cpu"), 25, passes)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_one_replica_sums_until_gradients_are_cleared(passes):
-    model = nn.Linear(2, 1, bias=False)
-    state, reducer = ModelState(model), alone(passes)
-    for number in (1.0, 2.0, 3.0):
-        reducer.finish(state, {"weight": torch.full((1, 2), number)})
-    assert model.weight.grad.tolist() == [[6, 6]]
-    model.weight.grad = None
-    reducer.finish(state, {"weight": torch.full((1, 2), 4.0)})
-    assert model.weight.grad.tolist() == [[4, 4]]
-
-
-@pytest.mark.unit
-def test_parameters_without_gradient_are_left_alone():
-    model = nn.Linear(2, 1)
-    alone(1).finish(ModelState(model), {"bias": torch.ones(1)})
-    assert model.weight.grad is None
-    assert model.bias.grad.tolist() == [1]
-
-
-class Buffered(nn.Module):
-    """Initialized differently on every rank."""
-
-    def __init__(self, rank):
-        super().__init__()
-        torch.manual_seed(rank)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-        self.norm = nn.BatchNorm1d(3)
-        self.norm.running_mean += rank
-        self.norm.num_batches_tracked += rank
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
-@smp.step
-def forward(model, x):
-    return model(x)
+pytestmark = pytest.mark.ranks
 
 
 @smp.step
@@ -90,97 +19,281 @@ def train(model, x):
     return loss
 
 
-def start_values(degree):
-    smp.init({"pipeline_parallel_degree": degree, "ddp": True})
-    model = smp.DistributedModel(Buffered(smp.rank()))
-    if degree == 2:
-        model.eval()
-        forward(model, torch.ones(2, 3))
-    return model.state_dict()
-
-
-@pytest.mark.ranks
-def test_replicas_start_with_the_values_of_the_first():
-    first, second = run_ranks(start_values, 2, 1)
-    expected = Buffered(0).state_dict()
-    assert list(first) == list(second) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(first[name], value), name
-        assert torch.equal(second[name], value), name
-
-
-@pytest.mark.ranks
-def test_replicas_of_a_pipeline_start_alike():
-    results = run_ranks(start_values, 4, 2)
-    origins = (Buffered(0).state_dict(), Buffered(1).state_dict())
-    for name, value in results[0].items():
-        assert any(torch.equal(value, origin[name]) for origin in origins), name
-        assert all(torch.equal(value, other[name]) for other in results[1:]), name
-
-
-def reduce_in_small_buckets(bucket_cap_mb):
-    """Counts messages, and gives every rank another batch."""
-    smp.init({"ddp": True})
-    raw = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
-    torch.manual_seed(0)
-    model = smp.DistributedModel(Stack(raw), bucket_cap_mb=bucket_cap_mb)
-    transport = model._engine._session.transport
-    counted, original = [], transport.all_reduce
-
-    def all_reduce(tensor, ranks):
-        counted.append(tensor.numel())
-        return original(tensor, ranks)
-
-    transport.all_reduce = all_reduce
-    train(model, torch.full((2, 8), 1.0 + smp.rank()))
-    transport.all_reduce = original
-    return counted, {name: p.grad.cpu() for name, p in model.module.named_parameters()}
-
-
 class Stack(nn.Module):
     """Every layer reads the input, so gradients are the sums of the input."""
 
-    def __init__(self, layers):
+    def __init__(self, count=4):
         super().__init__()
-        self.layers = layers
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(count))
 
     def forward(self, x):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-@pytest.mark.ranks
+def gradients_of(model):
+    return {name: p.grad.cpu() for name, p in model.local_named_parameters()}
+
+
+def counted(transport, name):
+    """Records the calls of a transport's method."""
+    calls, original = [], getattr(transport, name)
+
+    def count(tensor, *rest):
+        calls.append((tuple(tensor.shape), tensor.dtype))
+        return original(tensor, *rest)
+
+    setattr(transport, name, count)
+    return calls
+
+
+def transport():
+    from mpxla.session import current
+
+    return current().transport
+
+
+# Values and buckets.
+
+
+def reduce_in_small_buckets(bucket_cap_mb, config, options):
+    """Gives every rank another batch."""
+    smp.init({"ddp": True, **config})
+    model = smp.DistributedModel(Stack(), bucket_cap_mb=bucket_cap_mb, **options)
+    calls = counted(transport(), "all_reduce")
+    train(model, torch.full((2, 8), 1.0 + smp.rank()))
+    return calls, gradients_of(model)
+
+
 @pytest.mark.parametrize(
     ("cap_bytes", "sizes"), [(25 << 20, [256]), (512, [128, 128]), (1, [64] * 4)]
 )
 def test_gradients_are_averaged_in_buckets(cap_bytes, sizes):
-    for counted, gradients in run_ranks(reduce_in_small_buckets, 2, cap_bytes / 2**20):
-        assert counted == sizes
+    for calls, gradients in run_ranks(reduce_in_small_buckets, 2, cap_bytes / 2**20, {}, {}):
+        assert calls == [((size,), torch.float32) for size in sizes]
         assert len(gradients) == 4
         for gradient in gradients.values():
             assert torch.equal(gradient, torch.full((8, 8), 3.0)), "two samples of 1, of 2: mean 3"
 
 
-class Counting(LoopbackTransport):
-    """A group of two whose other rank always has zeros."""
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_gradients_may_travel_in_16_bits(name):
+    config = {"reduction_dtype": name}
+    for calls, gradients in run_ranks(reduce_in_small_buckets, 2, 25, config, {}):
+        assert calls == [((256,), getattr(torch, name))]
+        for gradient in gradients.values():
+            assert gradient.dtype is torch.float32
+            assert torch.equal(gradient, torch.full((8, 8), 3.0))
 
+
+def accumulate(passes):
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Stack(1), backward_passes_per_step=passes)
+    calls = counted(transport(), "all_reduce")
+    seen = []
+    for number in (1.0, 2.0, 3.0, 8.0):
+        train(model, torch.full((1, 8), number if smp.rank() == 0 else 0.0))
+        seen.append((gradients_of(model)["layers.0.weight"][0, 0].item(), len(calls)))
+        if len(seen) == 3:
+            model.module.layers[0].weight.grad = None
+    return seen
+
+
+def test_accumulating_replicas_reduce_in_the_last_pass_only():
+    first, second = run_ranks(accumulate, 2, 3)
+    assert first == [(1, 0), (3, 0), (3, 1), (8, 1)], "the sum 6 is halved by the rank with zeros"
+    assert second == [(0, 0), (0, 0), (3, 1), (0, 1)]
+
+
+def test_without_passes_every_step_is_reduced_and_added():
+    first, second = run_ranks(accumulate, 2, 1)
+    assert first == second == [(0.5, 1), (1.5, 2), (3, 3), (4, 4)]
+
+
+def test_one_replica_adds_up():
+    assert run_ranks(accumulate, 1, 3) == [[(1, 0), (3, 0), (6, 0), (8, 0)]]
+
+
+# Overlap.
+
+
+class Chain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def all_reduce(self, tensor, ranks):
-        self.count += 1
-        return super().all_reduce(tensor, (0,))
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
 
 
-@pytest.mark.unit
-def test_accumulating_replicas_reduce_in_the_last_pass_only(monkeypatch):
-    monkeypatch.setattr(reducer_module, "to_device", lambda tensors, device: list(tensors))
-    transport, model = Counting(), nn.Linear(2, 1, bias=False)
-    reducer = GradientReducer(transport, (0, 1), torch.device("cpu"), 25, 3)
-    state, seen = ModelState(model), []
-    for number in (1.0, 2.0, 3.0, 8.0):
-        reducer.finish(state, {"weight": torch.full((1, 2), number)})
-        seen.append((model.weight.grad[0, 0].item(), transport.count))
-        if len(seen) == 3:
-            model.weight.grad = None
-    assert seen == [(1, 0), (3, 0), (3, 1), (8, 1)], "the sum 6 is halved by the rank without any"
+def order_of_events(is_overlapping):
+    """Rank 0 owns stages 0 and 2: what it does after stage 2 is complete."""
+    from mpxla.runtime.executor import Executor
+
+    smp.init({"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2, **MANUAL})
+    model = smp.DistributedModel(Sandwich(), overlapping_allreduce=is_overlapping)
+    for index, layer in enumerate(model.module):
+        smp.set_partition(layer, index % 2)
+    events, original = [], Executor._run_backward
+
+    def run_backward(self, action, step):
+        events.append(f"B{action.stage}.{action.microbatch}")
+        original(self, action, step)
+
+    Executor._run_backward = run_backward
+    reduce, link = transport().all_reduce, transport()
+    link.all_reduce = lambda tensor, ranks: events.append("reduce") or reduce(tensor, ranks)
+    train(model, torch.ones(4, 8))
+    Executor._run_backward = original
+    return events
+
+
+MANUAL = {"auto_partition": False, "default_partition": 0, "pipeline": "simple"}
+
+
+class Sandwich(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def test_a_stage_is_reduced_while_others_still_compute():
+    results = run_ranks(order_of_events, 4, True)
+    assert results[0] == results[2]
+    assert results[0].index("reduce") < results[0].index("B0.1"), results[0]
+    assert results[0].count("reduce") == 2
+    assert results[1].count("reduce") == 1
+
+
+def test_without_overlap_reductions_come_last():
+    for events in run_ranks(order_of_events, 4, False):
+        assert events.index("reduce") > max(i for i, e in enumerate(events) if e[0] == "B")
+
+
+# Buffers.
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def buffers_after(broadcast_buffers):
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Normed(), broadcast_buffers=broadcast_buffers)
+    torch.manual_seed(smp.rank())
+    train(model, torch.randn(4, 8))
+    return {name: b.cpu() for name, b in model.local_named_buffers()}
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_buffers_follow_the_first_replica(is_on):
+    first, second = run_ranks(buffers_after, 2, is_on)
+    assert first["1.num_batches_tracked"] == second["1.num_batches_tracked"] == 1
+    assert first["1.running_mean"].any()
+    assert torch.equal(first["1.running_mean"], second["1.running_mean"]) == is_on
+
+
+# Hooks.
+
+
+def average(group, bucket):
+    """What mpxla does, for two microbatches, with torch's own means."""
+    flat = bucket.buffer().div_(2 * dist.get_world_size(group))
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def hooked(name):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    smp.init({"ddp": True, "microbatches": 2})
+    model = smp.DistributedModel(Stack(), bucket_cap_mb=512 / 2**20)
+    calls, seen = counted(transport(), "all_reduce"), []
+    hook = average if name == "own" else getattr(default_hooks, name)
+
+    def spy(state, bucket):
+        shapes = [tuple(g.shape) for g in bucket.gradients()]
+        parameters = [type(p).__name__ for p in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), shapes, parameters))
+        return hook(state, bucket)
+
+    model.register_comm_hook(smp.get_dp_process_group(), spy)
+    train(model, torch.full((2, 8), 1.0 + smp.rank()))
+    return calls, seen, gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "mean"), [("own", 1.5), ("allreduce_hook", 3.0), ("fp16_compress_hook", 3.0)]
+)
+def test_hooks_communicate_instead_of_mpxla(name, mean):
+    for calls, seen, gradients in run_ranks(hooked, 2, name):
+        assert calls == []
+        expected = [(8, 8), (8, 8)], ["Parameter"] * 2
+        assert seen == [(0, False, *expected), (1, True, *expected)]
+        for gradient in gradients.values():
+            assert torch.equal(gradient, torch.full((8, 8), mean))
+
+
+def fail_in_hook(kind):
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Stack())
+
+    def hook(state, bucket):
+        if kind == "raise":
+            raise LookupError("no such group")
+        if kind == "tensor":
+            return bucket.buffer()
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer()[:3])
+        return future
+
+    model.register_comm_hook(None, hook)
+    try:
+        train(model, torch.ones(1, 8))
+    except (LookupError, MpxlaError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("raise", "no such group"),
+        ("tensor", "returned a Tensor; it has to return a torch.futures.Future of the reduced"),
+        ("short", "holds a tensor of shape [3] on cpu; it has to hold a host tensor of 256"),
+    ],
+)
+def test_errors_of_hooks_reach_the_step(kind, text):
+    (found,) = run_ranks(fail_in_hook, 1, kind)
+    assert text in found
+
+
+def register_wrongly():
+    texts = []
+
+    def attempt(config, options, times=1, trained=False):
+        smp.init(config)
+        model = smp.DistributedModel(Stack(1), **options)
+        if trained:
+            train(model, torch.ones(1, 8))
+        try:
+            for _ in range(times):
+                model.register_comm_hook(None, average)
+        except smp.ConfigError as error:
+            texts.append(str(error))
+        smp.shutdown()
+
+    attempt({}, {})
+    attempt({"ddp": True}, {"overlapping_allreduce": False})
+    attempt({"ddp": True, "reduction_dtype": "bfloat16"}, {})
+    attempt({"ddp": True}, {}, times=2)
+    attempt({"ddp": True}, {}, trained=True)
+    return texts
+
+
+def test_hooks_that_cannot_be_registered():
+    patterns = ["needs ddp: True", "needs DistributedModel(overlapping_allreduce=True)"]
+    patterns += ["remove the key reduction_dtype", "called a second time; a model has one hook"]
+    patterns += ["called after the first training step; register the hook before"]
+    (texts,) = run_ranks(register_wrongly, 1)
+    assert len(texts) == len(patterns)
+    for text, pattern in zip(texts, patterns, strict=True):
+        assert f"model.register_comm_hook {pattern}." in text or pattern in text

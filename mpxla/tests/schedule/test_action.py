@@ -20,9 +20,9 @@ TEXTS = {
 }
 
 NUMBERS = st.integers(0, 2000)
-COMPUTES = st.tuples(NUMBERS, st.sampled_from([Op.FORWARD, Op.BACKWARD]), NUMBERS, st.none()).map(
-    Action._make
-)
+COMPUTES = st.tuples(
+    NUMBERS, st.sampled_from([op for op in Op if op.is_compute]), NUMBERS, st.none()
+).map(Action._make)
 TRANSFERS = st.tuples(
     NUMBERS, st.sampled_from([op for op in Op if op.is_transfer]), NUMBERS, NUMBERS
 ).map(Action._make)
@@ -109,7 +109,10 @@ def test_a_compute_has_no_other_end():
 
 
 def test_kinds_of_operations():
-    assert [op for op in Op if op.is_compute] == [Op.FORWARD, Op.BACKWARD]
+    split = [Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT]
+    assert [op for op in Op if op.is_compute] == [Op.FORWARD, Op.BACKWARD, *split]
+    assert [op for op in Op if op.begins_backward] == [Op.BACKWARD, Op.INPUT_GRADIENT]
+    assert [op for op in Op if op.ends_backward] == [Op.BACKWARD, Op.WEIGHT_GRADIENT]
     assert [op for op in Op if op.is_send] == [Op.SEND_FORWARD, Op.SEND_BACKWARD]
     assert [op for op in Op if op.is_receive] == [Op.RECV_FORWARD, Op.RECV_BACKWARD]
     assert not any(op.is_transfer for op in (Op.FORWARD, Op.BACKWARD, Op.REDUCE))

@@ -112,15 +112,16 @@ def test_rendezvous_costs_1f1b_nothing(num_ranks, num_microbatches, backward):
 
 
 # Makespan of 12 microbatches under rendezvous with backwards twice as long as forwards. A change
-# that raises one of these makes pipelines slower; one that lowers it should lower it here.
+# that raises one of these makes pipelines slower; one that lowers it should lower it here. Looped
+# stages pay for rendezvous: 75, 78 and 81 where messages do not hold ranks (test_patterns.py).
 REGRESSIONS = {
     (0, 1, 0): 72,
-    (0, 1, 0, 1): 80,
+    (0, 1, 0, 1): 90,
     (0, 1, 2, 1): 79,
     (0, 1, 1, 0): 86,
     (0, 0, 1): 78,
-    (0, 1, 2, 0, 1, 2): 96,
-    (0, 1, 2, 3, 0, 1, 2, 3): 108,
+    (0, 1, 2, 0, 1, 2): 91,
+    (0, 1, 2, 3, 0, 1, 2, 3): 94,
     (0, 1, 2, 3, 3, 2, 1, 0): 98,
 }
 

@@ -78,7 +78,7 @@ def test_a_broken_schedule(old, new, message):
     ("action", "message"),
     [
         (Action(0, Op.FORWARD), "the action names no microbatch. Add one"),
-        (Action(0, Op.FORWARD, 0, 1), "a forward or backward has no peer. Leave it out"),
+        (Action(0, Op.FORWARD, 0, 1), "only transfers have a peer. Leave it out"),
         (Action(0, Op.FORWARD, -1), "microbatch -1 does not exist"),
         (Action(-1, Op.FORWARD, 0), "stage -1 does not exist"),
         (Action(0, Op.SEND_FORWARD, 0), "the transfer names no stage at its other end"),

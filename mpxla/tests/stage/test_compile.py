@@ -127,3 +127,36 @@ def test_operator_without_lowering_is_named_with_its_module():
     assert "aten::special_bessel_j0 in model.inner.1 (" in text
     assert "bessel_j0(x)" in text
     assert "Replace them in the model" in text
+
+
+class PassOn(nn.Module):
+    def forward(self, a, b):
+        return [b, a]
+
+
+def run_nothing():
+    program = compiled(PassOn(), (2,), (3,))
+    arguments = on_device(torch.ones(2), torch.zeros(3))
+    results = program(arguments)
+    return program.num_buffers, [r is a for r, a in zip(results, arguments[::-1], strict=True)]
+
+
+def test_program_without_computation_hands_its_arguments_on():
+    assert run_ranks(run_nothing, 1) == [(0, [True, True])]
+
+
+def run_in_order():
+    from mpxla.stage.compile import Executable
+
+    programs = [compiled(Mixed(), (3,), (5,), (3,)), compiled(Draw(), (2,))]
+    before = Executable._next_ticket.item()
+    programs[0](on_device(torch.ones(3), torch.zeros(5), torch.ones(3)))
+    results = programs[1](on_device(torch.ones(2)), on_device(torch.tensor(3))[0])
+    return before, Executable._next_ticket.item(), len(results)
+
+
+def test_every_program_waits_for_the_one_before():
+    # XLA's CPU client would run both at once: each takes the ticket that the other returned.
+    ((before, after, num_results),) = run_ranks(run_in_order, 1)
+    assert after == before + 2
+    assert num_results == 2

@@ -50,3 +50,25 @@ def scalar_constants():
 
 def test_reason_for_not_using_to():
     assert run_ranks(scalar_constants, 1) == [[True]]
+
+
+def download():
+    from mpxla.stage.device import current_device, host_view, make_ready, to_device
+
+    device = current_device()
+    host = [torch.tensor(value) for value in VALUES]
+    host += [torch.zeros(0, 2), torch.randn(7, 3), torch.randn(3).bfloat16()]
+    there = to_device(host, device)
+    make_ready(there)
+    pending = [torch.tensor(1).to(device), torch.ones(2, 3).to(device).t() * 2]
+    want = [*host, torch.tensor(1), torch.full((3, 2), 2.0)]
+    ready = there[-2]
+    is_shared = host_view(ready).data_ptr() == host_view(ready).data_ptr()
+    return want, [host_view(value).clone() for value in (*there, *pending)], is_shared
+
+
+def test_downloads_share_memory_and_wait_for_pending_values():
+    ((want, got, is_shared),) = run_ranks(download, 1)
+    for expected, value in zip(want, got, strict=True):
+        assert value.dtype == expected.dtype and torch.equal(value, expected)
+    assert is_shared

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.parallel.state import ModelState, load_into
+from mpxla.runtime.state import ModelState, load_into
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,7 @@
+"""`python -m mpxla`: plans, schedules and traces on the command line."""
+
+import sys
+
+from mpxla.cli.main import main
+
+sys.exit(main())

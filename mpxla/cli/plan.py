@@ -1,0 +1,155 @@
+"""`python -m mpxla plan`: how a model would be cut and run, without devices or training."""
+
+import argparse
+from pathlib import Path
+
+from mpxla.cli.drawing import save_timeline
+from mpxla.cli.schedule import Commands, schedule_keys, schedule_options
+from mpxla.config import Config
+from mpxla.errors import MpxlaError
+from mpxla.graph.partition_report import format_report, format_size
+from mpxla.schedule.render import render_text
+from mpxla.schedule.search import Candidate, candidates, search
+
+__all__ = ["add_parser"]
+
+_COLUMNS = 48
+"""Of the timeline."""
+_SHOWN = 8
+"""Rows of the search's table."""
+
+
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="partition a model and predict its steps",
+        description="Captures, partitions, lowers and simulates a step; runs nothing.",
+    )
+    parser.add_argument(
+        "factory",
+        metavar="FACTORY",
+        help="module:function that returns (model, example inputs of one microbatch, step or loss)",
+    )
+    schedule_options(parser)
+    parser.add_argument("--memory-weight", type=float, metavar="W", help="0 to 1, see the README")
+    parser.add_argument(
+        "--search", action="store_true", help="try schedules, virtual stages and limits as well"
+    )
+    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="most memory per rank")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the plan."""
+    # These import torch and torch_xla, which the other commands do without.
+    from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.graph.cost import MachineModel
+    from mpxla.runtime.forecast import Forecast, forecast
+    from mpxla.runtime.plan import cut_step
+
+    keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
+    config = Config(**keys)
+    step = capture_factory(*load_factory(options.factory))
+    machine = MachineModel()
+
+    def predict(config: Config) -> Forecast:
+        return forecast(cut_step(step, config, {}, None), config, machine)
+
+    if options.search:
+        config = _search(config, predict, options.memory_limit)
+    found = predict(config)
+    print(format_report(found.cut.partition, flops=found.cut.problem.total_flops))
+    print()
+    print(_memory(found))
+    print()
+    print(_programs(found))
+    print()
+    print(_timeline(found))
+    limit = options.memory_limit
+    if limit is not None and max(found.rank_bytes) > limit * 2**30:
+        raise MpxlaError(
+            f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "
+            f"{max(found.rank_bytes) / 2**30:.3g} GiB, more than the {limit:g} GiB of "
+            "--memory-limit. Try --search, more stages, or smaller microbatches."
+        )
+    if options.output is not None:
+        save_timeline(found.timeline, options.output, 1e6, f"{options.factory}: predicted")
+        print(f"wrote {options.output}")
+
+
+def _memory(found: "object") -> str:
+    rows = [("rank", "parameters", "activations", "together")]
+    for rank, (fixed, saved) in enumerate(
+        zip(found.costs.fixed_bytes, found.activation_bytes, strict=True)
+    ):
+        rows.append((str(rank), format_size(fixed), format_size(saved), format_size(fixed + saved)))
+    lines = ["Memory per rank (parameters with gradients and optimizer state):", *_table(rows)]
+    lines += [
+        f"link {a} -> {b}: {format_size(size)} per step" for (a, b), size in found.links.items()
+    ]
+    return "\n".join(lines)
+
+
+def _programs(found: "object") -> str:
+    rows = [("rank", "program", "operations", "arguments")]
+    for program in sorted(found.programs, key=lambda p: p.rank):
+        size = format_size(program.argument_bytes)
+        rows.append((str(program.rank), program.name, str(program.num_operations), size))
+    return "\n".join([f"{len(found.programs)} programs:", *_table(rows)])
+
+
+def _timeline(found: "object") -> str:
+    timeline = found.timeline
+    text = render_text(timeline, max_columns=_COLUMNS)
+    grid, _, _ = text.rpartition("\n")
+    peaks = " ".join(map(str, timeline.stage_peaks))
+    return "\n".join(
+        [
+            f"Predicted step: {1e3 * timeline.makespan:.3g} ms, bubble "
+            f"{100 * timeline.bubble:.1f} %, microbatches in flight per stage: {peaks}",
+            grid,
+        ]
+    )
+
+
+def _search(config: Config, predict: "object", limit_gib: float | None) -> Config:
+    """The best candidate's configuration; prints the best few."""
+    ranks, count = config.pipeline_parallel_degree, config.microbatches
+    tried = candidates(ranks, [count])
+    predictions: dict[tuple[str, int], object] = {}
+
+    def keys_of(candidate: Candidate) -> dict[str, object]:
+        return {
+            "pipeline_parallel_degree": ranks,
+            "microbatches": candidate.num_microbatches,
+            "pipeline": candidate.pipeline,
+            "virtual_pipeline_degree": candidate.stages_per_rank,
+            "active_microbatches": candidate.active_microbatches,
+            "memory_weight": config.memory_weight,
+        }
+
+    def costs_of(candidate: Candidate) -> "object":
+        # Cuts depend on the placement, and what is kept on whether backwards are split.
+        key = (candidate.pipeline, candidate.stages_per_rank)
+        if key not in predictions:
+            predictions[key] = predict(Config(**keys_of(candidate)))
+        return predictions[key].costs
+
+    limit = None if limit_gib is None else int(limit_gib * 2**30)
+    best = search(ranks, tried, costs_of, limit)
+    rows = [("step, ms", "bubble, %", "fullest rank", "schedule")]
+    for row in best[:_SHOWN]:
+        step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))
+        rows.append((step_ms, f"{100 * row.bubble:.1f}", size, str(row.candidate)))
+    print("\n".join([f"Best of {len(tried)} schedules ({len(best)} fit):", *_table(rows)]) + "\n")
+    return Config(**keys_of(best[0].candidate))
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,5 @@
+"""trace"""
+
+
+def add_parser(c):
+    pass

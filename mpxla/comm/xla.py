@@ -1,0 +1,445 @@
+"""Communication by collectives inside XLA programs, each a small program of its own.
+
+Data goes by programs: collectives, and the messages between stages (*streams*, the channels named
+in `STREAMS`). Everything else goes by the host transport beside it: messages on other channels
+(announcements, results, objects), whose sizes the receiver does not know beforehand, and which must
+not depend on what programs wait for. So ranks exchange shapes on the host before the first program
+that has them, and never inside the steady state of a step.
+
+A program is a rendezvous of its members. One thread per process starts them one after the other, in
+the order in which this rank called. Callers must therefore call in orders that fit each other:
+
+    - a send and its receive meet in place, as do the members of a collective; nothing overtakes;
+    - the orders of all ranks must have a common order. Schedules have one: the simulator proves it,
+      with the same semantics, and replicas run equal lists (`recorder.check` proves a recording).
+
+Programs are lowered by the calling thread, because the tracer is not made for several at a time.
+They are loaded all at once by `prepare`, in one order on all ranks, or at their first use, by their
+members together. What executes them is a runner: `xla_device` on an accelerator, `xla_cpu` between
+CPU processes.
+
+This file must not know stages, schedules or the session, nor torch_xla.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mpxla.comm.handle import Handle
+from mpxla.comm.mesh import Meshes
+from mpxla.comm.objects import Objects
+from mpxla.comm.packing import Spec, describe
+from mpxla.comm.recorder import Kind, Recorder
+from mpxla.comm.transport import (
+    Group,
+    Transport,
+    Use,
+    check_group,
+    check_parts,
+    check_peer,
+    check_source,
+    check_summable,
+    not_made,
+)
+from mpxla.comm.xla_programs import Operand, Program, operand_of
+from mpxla.errors import MpxlaError
+
+__all__ = ["STREAMS", "Runner", "XlaTransport"]
+
+_ABORT_S = 2.0
+
+STREAMS = frozenset({"forward", "backward"})
+"""Channels whose messages are programs. Both ends know the specs of all their messages."""
+
+
+class Runner(Protocol):
+    """Executes programs on the device of this process."""
+
+    def meet(self, ranks: Group, what: str, purpose: str, text: str) -> None:
+        """Waits for all ranks to come to the same communication, if they can tell."""
+        ...
+
+    def lower(self, program: Program) -> Any:
+        """Makes what `load` takes. Runs in the calling thread."""
+        ...
+
+    def fetch(self, operand: torch.Tensor) -> torch.Tensor:
+        """Brings an operand to where `execute` takes it; may wait until it is computed."""
+        ...
+
+    def load(self, lowered: Any) -> Any:
+        """Makes what `execute` takes. May wait until all members of the mesh load it."""
+        ...
+
+    def execute(
+        self, loaded: Any, operands: Sequence[torch.Tensor | None], to_host: bool
+    ) -> list[torch.Tensor]:
+        """Runs a program; an operand of None is zeros."""
+        ...
+
+    def close(self) -> None:
+        """Disconnects. Every rank calls it, after its last execution."""
+        ...
+
+
+class _Job(NamedTuple):
+    """A communication in order: *fetch* its operands, *meet* the other members, *execute*,
+    and *finish* its result."""
+
+    handle: Handle[Any]
+    ranks: Group
+    purpose: str
+    text: str
+    program: Program | None
+    operands: Sequence[torch.Tensor | None]
+    finish: Callable[[list[torch.Tensor]], Any]
+    to_host: bool
+
+
+class _Loading(NamedTuple):
+    """Programs to load together."""
+
+    handle: Handle[None]
+    ranks: Group
+    text: str
+    programs: list[Program]
+
+
+class XlaTransport:
+    """The transport of one process of a world; see `transport.Transport`."""
+
+    def __init__(
+        self,
+        host: Transport,
+        runner: Runner,
+        pipelines: Sequence[Group] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Starts the thread, and warms up by a sum over all ranks. Every rank constructs it.
+
+        Args:
+            host: Carries what is not data, and belongs to this transport from here on.
+            runner: Executes programs.
+            pipelines: Ranks of every pipeline; equal on all ranks.
+            recorder: Notes every load and execution.
+        """
+        self.host = host
+        self.rank = host.rank
+        self.world_size = host.world_size
+        self.watch = host.watch
+        self.recorder = recorder
+        self._runner = runner
+        self._world: Group = tuple(range(host.world_size))
+        self._meshes = Meshes(host.world_size, pipelines)
+        self._objects = Objects(host)
+        self._made = {self._world, (self.rank,)}
+        self._lowered: dict[Program, Any] = {}
+        self._loaded: dict[Program, Any] = {}
+        self._is_closed = False
+        self._queue: SimpleQueue[_Job | _Loading | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
+        self._thread.start()
+        # Communicators of some devices have to be set up by all ranks before a subset uses any.
+        self.barrier(self._world).result()
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
+        """Sends one tensor; see `Transport.send`."""
+        return self.send_many([tensor], dst, channel)
+
+    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends several tensors as one message; see `Transport.send_many`."""
+        if channel not in STREAMS:
+            return self.host.send_many(tensors, dst, channel)
+        check_peer(dst, self.rank, self.world_size)
+        full = [tensor for tensor in tensors if tensor.numel()]
+        return self._submit(
+            Handle(self.watch, f"the delivery of a {channel!r} message to rank {dst}", (dst,)),
+            (self.rank, dst),
+            f"sent {describe(tensors)} to rank {dst} on channel {channel!r}",
+            _message_text(tensors, self.rank, dst, channel),
+            self._transfer(full, self.rank, dst),
+            full,
+            lambda results: None,
+            to_host=False,
+        )
+
+    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
+        """Receives one tensor, or (not on a stream) any message as bytes; see `Transport.recv`."""
+        if channel not in STREAMS:
+            return self.host.recv(spec, src, channel)
+        assert spec is not None, f"messages on {channel!r} are programs: both ends know their specs"
+        return self._receive([spec], src, channel, lambda tensors: tensors[0])
+
+    def recv_many(
+        self, specs: Sequence[Spec], src: int, channel: str
+    ) -> Handle[list[torch.Tensor]]:
+        """Receives several tensors; see `Transport.recv_many`."""
+        if channel not in STREAMS:
+            return self.host.recv_many(specs, src, channel)
+        return self._receive(specs, src, channel, lambda tensors: tensors)
+
+    def _receive(
+        self,
+        specs: Sequence[Spec],
+        src: int,
+        channel: str,
+        unpack: Callable[[list[torch.Tensor]], Any],
+    ) -> Handle[Any]:
+        check_peer(src, self.rank, self.world_size)
+        shapes = [(tuple(spec.shape), spec.dtype) for spec in specs]
+        full = [spec for spec in specs if 0 not in spec.shape]
+
+        def finish(results: list[torch.Tensor]) -> Any:
+            arrived = iter(results)
+            return unpack(
+                [
+                    torch.empty(shape, dtype=dtype) if 0 in shape else next(arrived).reshape(shape)
+                    for shape, dtype in shapes
+                ]
+            )
+
+        return self._submit(
+            Handle(self.watch, f"a {channel!r} message from rank {src}", (src,)),
+            (src, self.rank),
+            f"expected {describe(specs)} from rank {src} on channel {channel!r}",
+            _message_text(specs, src, self.rank, channel),
+            self._transfer(full, src, self.rank),
+            [None for _ in full],
+            finish,
+            to_host=False,
+        )
+
+    def _transfer(self, specs: Sequence[Spec], src: int, dst: int) -> Program | None:
+        """The program of a message; None if it has no bytes."""
+        if not specs:
+            return None
+        operands = tuple(operand_of(spec) for spec in specs)
+        return Program("transfer", self._meshes.of_pair(src, dst), operands, int(src > dst))
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def make_groups(self, groups: Sequence[Group]) -> None:
+        """Makes groups usable for collectives; see `Transport.make_groups`."""
+        self.host.make_groups(groups)
+        self._meshes.add(groups)
+        self._made |= {tuple(group) for group in groups if self.rank in group}
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums over the ranks; see `Transport.all_reduce`."""
+        check_summable(tensor)
+        shape = tuple(tensor.shape)
+        return self._collective("all_reduce", tensor, ranks, tensor, shape)
+
+    def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
+        shape = (len(ranks), *tensor.shape)
+        return self._collective("all_gather", tensor, ranks, tensor, shape)
+
+    def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
+        """Sums [len(ranks), ...], keeps the own [...]; see `Transport.reduce_scatter`."""
+        check_summable(tensor)
+        check_parts(tensor, ranks)
+        shape = tuple(tensor.shape[1:])
+        return self._collective("reduce_scatter", tensor, ranks, tensor, shape)
+
+    def broadcast(
+        self, tensor: torch.Tensor | Spec, src: int, ranks: Group
+    ) -> Handle[torch.Tensor]:
+        """Gives the tensor of rank `src` to every rank of the group; see `Transport.broadcast`.
+
+        A sum to which all others contribute zeros, so a negative zero comes as zero.
+        """
+        check_source(src, ranks)
+        operand = None
+        if self.rank == src:
+            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
+            operand = tensor
+        name = f"broadcast from rank {src}"
+        return self._collective(name, tensor, ranks, operand, tuple(tensor.shape))
+
+    def barrier(self, ranks: Group) -> Handle[None]:
+        """Done when every rank of the group has called it; see `Transport.barrier`."""
+        spec = Operand((1,), torch.int32)
+        return self._collective("barrier", spec, ranks, None, (1,), lambda result: None)
+
+    def _collective(
+        self,
+        name: str,
+        spec: Spec,
+        ranks: Group,
+        operand: torch.Tensor | None,
+        shape: tuple[int, ...],
+        unpack: Callable[[torch.Tensor], Any] = lambda result: result,
+    ) -> Handle[Any]:
+        """Queues a collective whose result has a shape; no operand means zeros."""
+        ranks = check_group(ranks, self.rank, self.world_size)
+        if ranks not in self._made:
+            raise not_made(name, ranks, self.rank, sorted(self._made))
+        dtype = spec.dtype
+        others = ", ".join(str(rank) for rank in ranks if rank != self.rank) or "none"
+        text = f"{name} of {describe([spec])} over the ranks {ranks}"
+        program = self._collective_program(name, spec, ranks)
+
+        def finish(results: list[torch.Tensor]) -> Any:
+            if program is not None:
+                return unpack(results[0].reshape(shape))
+            if operand is None:
+                return unpack(torch.zeros(shape, dtype=dtype))
+            return unpack(operand.detach().reshape(shape).clone())
+
+        return self._submit(
+            Handle(
+                self.watch,
+                f"{name} of {describe([spec])} with rank {others}",
+                tuple(rank for rank in ranks if rank != self.rank),
+            ),
+            ranks,
+            f"came to {text}",
+            text,
+            program,
+            [operand],
+            finish,
+            to_host=not isinstance(spec, torch.Tensor) or spec.device.type != "xla",
+        )
+
+    def _collective_program(self, name: str, spec: Spec, ranks: Group) -> Program | None:
+        """The program of a collective; None if there is nothing to move."""
+        if len(ranks) == 1 or 0 in spec.shape:
+            return None
+        op = name if name in ("all_gather", "reduce_scatter") else "all_reduce"
+        return Program(op, self._meshes.of_group(ranks), (operand_of(spec),))
+
+    # --- programs -------------------------------------------------------------------------------
+
+    def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
+        """Loads the programs of communications to come; see `Transport.prepare`."""
+        ranks = check_group(ranks, self.rank, self.world_size)
+        own = {program for use in uses if (program := self._program_of(use)) is not None}
+        everyone = self._objects.allgather(own, ranks)
+        programs = sorted(set[Program]().union(*everyone), key=str)
+        here = [program for program in programs if self.rank in program.mesh.members]
+        for program in here:
+            self._lower(program)
+        handle: Handle[None] = Handle(self.watch, f"the loading of {len(here)} programs", ranks)
+        text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
+        self._queue.put(_Loading(handle, ranks, text, here))
+        handle.result()
+
+    def _program_of(self, use: Use) -> Program | None:
+        if use.op == "message":
+            return self._transfer([spec for spec in use.specs if 0 not in spec.shape], *use.ranks)
+        (spec,) = use.specs
+        return self._collective_program(use.op, spec, tuple(use.ranks))
+
+    def _lower(self, program: Program) -> None:
+        if program not in self._lowered:
+            self._lowered[program] = self._runner.lower(program)
+
+    def _submit(
+        self,
+        handle: Handle[Any],
+        ranks: Group,
+        purpose: str,
+        text: str,
+        program: Program | None,
+        operands: Sequence[torch.Tensor | None],
+        finish: Callable[[list[torch.Tensor]], Any],
+        *,
+        to_host: bool,
+    ) -> Handle[Any]:
+        assert not self._is_closed, "the transport is closed"
+        if program is not None:
+            self._lower(program)
+        self._queue.put(_Job(handle, ranks, purpose, text, program, operands, finish, to_host))
+        return handle
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if isinstance(job, _Loading):
+                self._load_together(job)
+            else:
+                self._do(job)
+            del job  # its tensors are not needed while the thread waits for the next one
+
+    def _do(self, job: _Job) -> None:
+        try:
+            operands = [None if t is None else self._runner.fetch(t) for t in job.operands]
+        except BaseException as error:  # the other ranks wait for this one: they have to be told
+            job.handle.set_error(error)
+            self.watch.report(f"computing the operand of {job.handle.what}", error)
+            return
+        try:
+            self._runner.meet(job.ranks, job.handle.what, job.purpose, job.text)
+            results = self._execute(job, operands)
+            job.handle.set_result(job.finish(results))
+        except Exception as error:  # the thread goes on; the caller gets it
+            job.handle.set_error(self._explained(error, job.handle))
+
+    def _execute(self, job: _Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        program = job.program
+        if program is None:
+            return []
+        self._load(program)
+        self._note(Kind.EXECUTE, program)
+        return self._runner.execute(self._loaded[program], operands, job.to_host)
+
+    def _load_together(self, job: _Loading) -> None:
+        try:
+            self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
+            for program in job.programs:
+                self._load(program)
+            job.handle.set_result(None)
+        except Exception as error:  # the thread goes on; the caller gets it
+            job.handle.set_error(self._explained(error, job.handle))
+
+    def _load(self, program: Program) -> None:
+        if program not in self._loaded:
+            self._note(Kind.LOAD, program)
+            self._loaded[program] = self._runner.load(self._lowered[program])
+
+    def _note(self, kind: Kind, program: Program) -> None:
+        if self.recorder is not None:
+            self.recorder.note(kind, program, program.mesh.group_of(self.rank))
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread after what is queued, then the runner and the host transport.
+
+        After a failure, nothing is waited for; see `Transport.close`.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self.watch.failure is not None:
+                self._thread.join(_ABORT_S)
+                break
+            self._thread.join(0.01)
+        self._loaded.clear()
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError, TimeoutError):  # the others are gone already
+                self._runner.close()
+        self.host.close(timeout_s)
+
+    def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
+        if isinstance(error, MpxlaError):
+            return error
+        if isinstance(error, RuntimeError | ValueError):
+            return self.watch.explain(error, handle.peers, handle.what)
+        self.watch.report(handle.what, error)
+        return error
+
+
+def _message_text(specs: Sequence[Spec], src: int, dst: int, channel: str) -> str:
+    """A message in words that are the same at both ends."""
+    return f"a message from rank {src} to rank {dst} on channel {channel!r} of {describe(specs)}"

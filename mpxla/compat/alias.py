@@ -1,0 +1,155 @@
+"""The package `smdistributed.modelparallel.torch`: SMP's names, found in mpxla.
+
+`importable()` lets Python import the package and its submodules. To read a name that SMP has and
+mpxla has not is an error that names the missing feature; so is to switch on what is missing.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import mpxla
+from mpxla.compat import CompatError
+from mpxla.compat.amp import GradScaler
+from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, Fate
+from mpxla.compat.user_code import at_script_line
+
+__all__ = ["importable"]
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Makes the package importable; on exit Python forgets it."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] == "smdistributed"]:
+            del sys.modules[name]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        is_parent = SMP_PACKAGE.startswith(f"{fullname}.")
+        if not is_parent and _below(fullname) not in SMP_MODULES:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin="mpxla", is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        below = _below(module.__name__)
+        if below is None:
+            module.__dict__["__version__"] = SMP_VERSION
+            module.__doc__ = "Parent of the package that mpxla provides for SMP's scripts."
+            return
+        module.__doc__ = f"SMP's names of {module.__name__}, provided by mpxla."
+        module.__dict__["__getattr__"] = _reader(below)
+        module.__dict__["__all__"] = [
+            name for name, entry in SMP_MODULES[below].items() if entry.fate is Fate.SUPPORTED
+        ]
+
+
+def _below(fullname: str) -> str | None:
+    """`"nn"` for `smdistributed.modelparallel.torch.nn`; None outside the package."""
+    if fullname == SMP_PACKAGE:
+        return ""
+    head, _, tail = fullname.partition(f"{SMP_PACKAGE}.")
+    return tail if not head and tail else None
+
+
+def _reader(module: str) -> Callable[[str], Any]:
+    """`__getattr__` of a module of the package."""
+    path = f"{SMP_PACKAGE}.{module}" if module else SMP_PACKAGE
+
+    def read(name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(f"module {path!r} has no attribute {name!r}")
+        child = f"{module}.{name}" if module else name
+        if child in SMP_MODULES:
+            return importlib.import_module(f"{SMP_PACKAGE}.{child}")
+        if (module, name) in _OWN:
+            return _OWN[module, name]
+        if not module and name in mpxla.__all__:
+            return SMP_VERSION if name == "__version__" else getattr(mpxla, name)
+        known = SMP_MODULES[module].get(name)
+        if known is None:
+            raise AttributeError(f"module {path!r} has no attribute {name!r}")
+        raise CompatError(f"{at_script_line()}: {path}.{name} is not supported: {known.text}.")
+
+    return read
+
+
+# --- switches of missing features ---------------------------------------------------------------
+
+
+def _refuse(call: str, feature: str) -> None:
+    raise CompatError(
+        f"{at_script_line()}: {call} asks for {feature}, which mpxla does not have yet; switch it "
+        f"off."
+    )
+
+
+@contextlib.contextmanager
+def _tensor_parallelism(enabled: bool = True, **settings: Any) -> Iterator[None]:
+    """`smp.tensor_parallelism`, which may be switched off only."""
+    if enabled:
+        _refuse("smp.tensor_parallelism(enabled=True)", "tensor parallelism")
+    yield
+
+
+def _set_tensor_parallelism(module: nn.Module, enabled: bool = True, **settings: Any) -> None:
+    """`smp.set_tensor_parallelism`, which may be switched off only."""
+    if enabled:
+        _refuse("smp.set_tensor_parallelism(enabled=True)", "tensor parallelism")
+
+
+@contextlib.contextmanager
+def _delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """`smp.delay_param_initialization`, which may be switched off only."""
+    if enabled:
+        call = "smp.delay_param_initialization(enabled=True)"
+        _refuse(call, "delayed parameter initialization")
+    yield
+
+
+@contextlib.contextmanager
+def _model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    zero_init: bool = False,
+    **settings: Any,
+) -> Iterator[None]:
+    """`smp.model_creation`: torch's default dtype while a model is made."""
+    if tensor_parallelism:
+        _refuse("smp.model_creation(tensor_parallelism=True)", "tensor parallelism")
+    if zero_init:
+        _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
+    if dtype is torch.float16:
+        _refuse("smp.model_creation(dtype=torch.float16)", "fp16 training")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_OWN: dict[tuple[str, str], Any] = {
+    ("", "tensor_parallelism"): _tensor_parallelism,
+    ("", "set_tensor_parallelism"): _set_tensor_parallelism,
+    ("", "delay_param_initialization"): _delay_param_initialization,
+    ("", "model_creation"): _model_creation,
+    ("amp", "GradScaler"): GradScaler,
+}

@@ -1,0 +1,229 @@
+"""Lists the names of SMP and CUDA that a script uses, by reading its text.
+
+Follows imports of files that lie beside the script, since training programs come as several files.
+What a variable holds is not known from the text: methods are recognized by names that only SMP's
+classes have. This module must not import torch.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpxla.compat.names import (
+    IS_CUDA_TYPE,
+    METHODS,
+    SMP_PACKAGE,
+    Fate,
+    Name,
+    cuda_name,
+    smp_name,
+)
+from mpxla.config_rules import MISSING_FEATURES
+
+__all__ = ["Finding", "check_script", "format_findings"]
+
+_ON_DEVICE = Name(Fate.SUPPORTED, "the rank's XLA device")
+_OTHER_PACKAGE = Name(Fate.REFUSED, f"of smdistributed, there is {SMP_PACKAGE} only")
+
+
+class Finding(NamedTuple):
+    """One use of a name."""
+
+    file: Path
+    line: int
+    name: str
+    meaning: Name
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the name is not supported."""
+        return self.meaning.fate is Fate.REFUSED
+
+
+def check_script(script: Path) -> list[Finding]:
+    """Reads a script, and the files beside it that it imports.
+
+    Args:
+        script: the file.
+
+    Returns:
+        Every use of a name, by file and line.
+
+    Raises:
+        SyntaxError: a file is not Python.
+    """
+    findings: list[Finding] = []
+    waiting, seen = [script], set[Path]()
+    while waiting:
+        file = waiting.pop(0)
+        if file.resolve() in seen:
+            continue
+        seen.add(file.resolve())
+        tree = ast.parse(file.read_bytes(), str(file))
+        reader = _Reader(file)
+        reader.visit(tree)
+        findings += sorted(set(reader.findings), key=lambda f: (f.line, f.name))
+        waiting += _files_beside(script.parent, tree)
+    return findings
+
+
+def format_findings(findings: Sequence[Finding]) -> str:
+    """A table: what happens to each name, where it is used, and why or how."""
+    lines: list[str] = []
+    for file in dict.fromkeys(finding.file for finding in findings):
+        uses: dict[tuple[str, Name], list[int]] = {}
+        for finding in findings:
+            if finding.file == file:
+                uses.setdefault((finding.name, finding.meaning), []).append(finding.line)
+        lines.append(f"{file}:")
+        for fate in reversed(Fate):
+            for (name, meaning), numbers in sorted(uses.items()):
+                if meaning.fate is fate:
+                    where = ", ".join(str(number) for number in numbers)
+                    text = f": {meaning.text}" if meaning.text else ""
+                    lines.append(f"  {fate:13} {name} (line {where}){text}")
+    names = {finding.name for finding in findings}
+    refused = {finding.name for finding in findings if finding.is_refused}
+    lines.append(f"{len(names)} names of SMP and CUDA, {len(refused)} of them not supported")
+    return "\n".join(lines)
+
+
+def _files_beside(folder: Path, tree: ast.AST) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for module in modules:
+            path = folder.joinpath(*module.split("."))
+            for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+                if candidate.is_file():
+                    yield candidate
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects the uses of names in one file."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._imported: dict[str, str] = {}
+        """Name in the file -> dotted path of what it stands for."""
+        self.findings: list[Finding] = []
+
+    def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
+        self.findings.append(Finding(self._file, getattr(node, "lineno", 0), name, meaning))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            head = alias.name.split(".")[0]
+            self._imported[alias.asname or head] = alias.name if alias.asname else head
+            self._note(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            self._imported[alias.asname or alias.name] = path
+            self._note(node, path)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self._imported:
+            self._note(node, self._imported[node.id])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self._path(node)
+        if path is not None:
+            self._note(node, path)
+            return
+        if node.attr in METHODS:
+            self._add(node, f".{node.attr}", METHODS[node.attr])
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        sides = [node.left, *node.comparators]
+        if any(isinstance(s, ast.Attribute) and s.attr == "type" for s in sides) and any(
+            _is_cuda_text(s) for s in sides
+        ):
+            self._add(node, '.type == "cuda"', IS_CUDA_TYPE)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = self._path(node.func)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) and not called else None
+        if method == "cuda":
+            self._add(node, ".cuda()", _ON_DEVICE)
+        elif method == "to" and any(_is_cuda_text(a) or _is_index(a) for a in node.args):
+            self._add(node, '.to("cuda")', _ON_DEVICE)
+        elif called == "torch.device" and any(_is_cuda_text(a) for a in node.args):
+            self._add(node, 'torch.device("cuda")', _ON_DEVICE)
+        for keyword in node.keywords:
+            is_place = keyword.arg in ("device", "map_location", "device_type")
+            if is_place and _is_cuda_text(keyword.value):
+                self._add(node, f'{keyword.arg}="cuda"', _ON_DEVICE)
+        if called in (f"{SMP_PACKAGE}.init", "mpxla.init"):
+            self._check_configuration(node)
+        self.generic_visit(node)
+
+    def _check_configuration(self, call: ast.Call) -> None:
+        for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+            for key, setting in _items(value):
+                if key not in MISSING_FEATURES:
+                    continue
+                feature, name = MISSING_FEATURES[key], f'configuration "{key}"'
+                if not isinstance(setting, ast.Constant):
+                    self._add(setting, name, Name(Fate.SUPPORTED, f"an error with {feature}"))
+                elif setting.value is True or setting.value not in (False, None, 1):
+                    text = f"{feature}, which mpxla does not have yet"
+                    self._add(setting, name, Name(Fate.REFUSED, text))
+
+    def _path(self, node: ast.AST) -> str | None:
+        """Dotted path that an expression `a.b.c` stands for, if `a` was imported."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id not in self._imported:
+            return None
+        return ".".join([self._imported[node.id], *reversed(names)])
+
+    def _note(self, node: ast.AST, path: str) -> None:
+        """Adds a use of a dotted path if it is one of SMP or CUDA."""
+        for package in (SMP_PACKAGE, "mpxla"):
+            if path.startswith(f"{package}."):
+                below = path.removeprefix(f"{package}.")
+                self._add(node, f"smp.{below}", smp_name(below))
+                return
+        if path.startswith("torch.cuda."):
+            self._add(node, path, cuda_name(path.removeprefix("torch.cuda.")))
+        elif path.startswith("smdistributed.") and not f"{SMP_PACKAGE}.".startswith(f"{path}."):
+            if path != "smdistributed.modelparallel.__version__":
+                self._add(node, path, _OTHER_PACKAGE)
+
+
+def _items(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Keys and values of a dictionary written out, or of a call of `dict`."""
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, value
+    elif isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            if keyword.arg is not None:
+                yield keyword.arg, keyword.value
+
+
+def _is_cuda_text(node: ast.AST) -> bool:
+    """Whether an expression is the text "cuda" or "cuda:...", or may become it."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value.split(":")[0] == "cuda"
+    if isinstance(node, ast.JoinedStr):
+        return bool(node.values) and _is_cuda_text(node.values[0])
+    if isinstance(node, ast.IfExp):
+        return _is_cuda_text(node.body) or _is_cuda_text(node.orelse)
+    return False
+
+
+def _is_index(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int

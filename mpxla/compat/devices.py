@@ -1,0 +1,121 @@
+"""CUDA devices in calls of torch become the rank's XLA device.
+
+A `TorchFunctionMode` sees every call of torch on its thread before it runs, `torch.device(...)`
+included, so that no function of torch has to be replaced. Only calls that name a CUDA device are
+changed. This module must not know `torch.cuda` (`cuda.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mpxla.compat import CompatError
+from mpxla.compat.user_code import at_script_line
+from mpxla.stage.device import current_device
+
+__all__ = ["DeviceMap", "DeviceMapping"]
+
+
+class DeviceMap:
+    """Which CUDA device means which XLA device: every process has one of the host's.
+
+    Args:
+        local_rank: index of this process on its host, and so of its device.
+        local_size: number of processes on the host.
+    """
+
+    def __init__(self, local_rank: int, local_size: int):
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self._device: torch.device | None = None
+
+    def find(self, value: Any) -> torch.device:
+        """The XLA device for an index, `"cuda"`, `"cuda:1"`, a CUDA device or None.
+
+        Raises:
+            CompatError: there is no such index on this host.
+        """
+        self.check(value)
+        if self._device is None:  # not before it is used: scripts may start processes first
+            self._device = current_device()
+        return self._device
+
+    def check(self, value: Any) -> None:
+        """Raises `CompatError` if the host has no device of this index."""
+        index = _index(value)
+        if index is not None and not -1 <= index < self.local_size:
+            raise CompatError(
+                f"{at_script_line()}: there is no device cuda:{index}: {self.local_size} "
+                f"process(es) run on this host, each with one device. Use smp.local_rank() or no "
+                f"index."
+            )
+
+
+def _index(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _, has_index, text = value.partition(":")
+        return int(text) if has_index and text.isdecimal() else None
+    if isinstance(value, torch.device):
+        return value.index
+    return int(value)
+
+
+class DeviceMapping(TorchFunctionMode):
+    """While active, CUDA devices in calls of torch mean the device of the map."""
+
+    def __init__(self, devices: DeviceMap):
+        super().__init__()
+        self._devices = devices
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        own = _OWN.get(func)
+        if own is not None:
+            return own(self, *args, **(kwargs or {}))
+        if func in _TAKE_DEVICE_BY_POSITION:
+            args = tuple(self._mapped(value) for value in args)
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._mapped(kwargs["device"])}
+        return func(*args, **kwargs)
+
+    def _mapped(self, value: Any) -> Any:
+        return self._devices.find(value) if _means_cuda(value) else value
+
+    def _cuda(self, tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return tensor.to(self._devices.find(device))
+
+    def _pin_memory(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        """XLA reads host memory as it is."""
+        return tensor
+
+    def _is_cuda(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type in ("cuda", "xla")
+
+    def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        kind = kwargs.get("type", args[0] if args else None)
+        if not _means_cuda(kind):
+            return torch.device(*args, **kwargs)
+        index = kwargs.get("index", args[1] if len(args) > 1 else None)
+        return self._devices.find(kind if index is None else index)
+
+
+_OWN = {
+    torch.device: DeviceMapping._make_device,
+    torch.Tensor.cuda: DeviceMapping._cuda,
+    torch.Tensor.pin_memory: DeviceMapping._pin_memory,
+    torch.Tensor.is_cuda.__get__: DeviceMapping._is_cuda,
+}
+_TAKE_DEVICE_BY_POSITION = frozenset((torch.Tensor.to, torch._C._nn._parse_to))
+
+
+def _means_cuda(value: Any) -> bool:
+    """Whether a value that names a device names a CUDA device; a bare index does."""
+    if isinstance(value, str):
+        return value == "cuda" or value.startswith("cuda:")
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,109 @@
+"""Runs a script as `__main__` where SMP's package exists and CUDA names mean the XLA device."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mpxla.compat.alias import importable
+from mpxla.compat.check import check_script
+from mpxla.compat.collectives import collectives_on_device
+from mpxla.compat.cuda import cuda_names
+from mpxla.compat.devices import DeviceMap, DeviceMapping
+from mpxla.compat.loading import loads_onto_device
+from mpxla.compat.names import Fate
+from mpxla.env import read_environment
+from mpxla.log import get_logger
+
+__all__ = ["mapped", "run_script"]
+
+
+@contextlib.contextmanager
+def mapped() -> Iterator[None]:
+    """Everything that the launcher changes, undone on exit."""
+    env = read_environment()
+    devices = DeviceMap(env.local_rank, env.local_size)
+    with (
+        importable(),
+        cuda_names(devices),
+        collectives_on_device(),
+        loads_onto_device(),
+        _kept_parameters(),
+        _autocast_on_device(),
+        DeviceMapping(devices),
+    ):
+        yield
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs a script as `python script arguments` would, inside `mapped()`.
+
+    Args:
+        script: the file.
+        arguments: its command line.
+
+    Returns:
+        The script's global names at its end.
+    """
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    saved = sys.argv, list(sys.path), sys.modules["__main__"]
+    code = compile(script.read_bytes(), str(script), "exec")
+    _warn_of_differences(script)
+    sys.argv = [str(script), *arguments]
+    sys.path[0:1] = [str(script.resolve().parent)]
+    sys.modules["__main__"] = main
+    try:
+        with mapped():
+            exec(code, main.__dict__)
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = saved
+    return main.__dict__
+
+
+def _warn_of_differences(script: Path) -> None:
+    """Says what runs but gives another answer than with CUDA, since nothing can catch it later."""
+    if read_environment().rank == 0:
+        for finding in check_script(script):
+            if finding.meaning.fate is Fate.DIFFERS:
+                get_logger().warning(
+                    "%s:%d: %s: %s",
+                    finding.file,
+                    finding.line,
+                    finding.name,
+                    finding.meaning.text,
+                )
+
+
+@contextlib.contextmanager
+def _kept_parameters() -> Iterator[None]:
+    """`module.to(device)` keeps the parameter objects, as between the host and CUDA devices.
+
+    Optimizers that a script built before would otherwise hold the parameters of the host.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextlib.contextmanager
+def _autocast_on_device() -> Iterator[None]:
+    """`torch.autocast("cuda")` means the XLA device."""
+    original = torch.autocast.__init__
+
+    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = init
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original

@@ -1,0 +1,80 @@
+"""Memory counters of `torch.cuda`, from what the device's runtime counts.
+
+XLA's CPU client counts nothing: there the device's memory is the memory of the process, whose
+resident bytes Linux counts.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mpxla.stage.device import memory_counters
+
+__all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
+
+_RESET_PEAK = "5"
+"""Written to `clear_refs`, it sets the peak of resident memory to its present value (proc(5))."""
+
+
+def _counters() -> tuple[int, int, int]:
+    """Bytes in use, their peak, and how many there are."""
+    counted = memory_counters()
+    if counted is not None:
+        used = counted["bytes_used"]
+        return used, counted.get("peak_bytes_used", used), counted["bytes_limit"]
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
+    used, peak = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return used, peak, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _used(device: Any = None) -> int:
+    return _counters()[0]
+
+
+def _peak(device: Any = None) -> int:
+    return _counters()[1]
+
+
+def total_bytes(device: Any = None) -> int:
+    """Memory of the device."""
+    return _counters()[2]
+
+
+def _free_and_total(device: Any = None) -> tuple[int, int]:
+    used, _, total = _counters()
+    return total - used, total
+
+
+def _statistics(device: Any = None) -> dict[str, int]:
+    used, peak, _ = _counters()
+    return {
+        f"{kind}_bytes.all.{what}": value
+        for kind in ("allocated", "reserved", "active")
+        for what, value in (("current", used), ("peak", peak))
+    }
+
+
+def _summary(device: Any = None, abbreviated: bool = False) -> str:
+    used, peak, total = (value / 2**20 for value in _counters())
+    return f"XLA device: {used:.0f} MiB in use, {peak:.0f} MiB at most, {total:.0f} MiB in total"
+
+
+def _reset_peak(device: Any = None) -> None:
+    """Starts the peak anew where the system can; XLA's own peaks cannot be reset."""
+    if memory_counters() is None:
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+
+
+MEMORY_FUNCTIONS = {
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _used),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak),
+    "mem_get_info": _free_and_total,
+    "memory_stats": _statistics,
+    "memory_summary": _summary,
+    **dict.fromkeys(
+        ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+        _reset_peak,
+    ),
+}
+"""Name in `torch.cuda` -> its replacement."""

@@ -1,0 +1,266 @@
+"""What becomes of SMP's and CUDA's names under the launcher, as tables.
+
+The one place that says it: the alias package, the mapping of CUDA, `--check` and
+`docs/migrating.md` follow these tables. This module must not import torch.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import mpxla
+
+__all__ = [
+    "CUDA_AMP_NAMES",
+    "CUDA_NAMES",
+    "IS_CUDA_TYPE",
+    "METHODS",
+    "REFUSED",
+    "SMP_MODULES",
+    "SMP_PACKAGE",
+    "SMP_VERSION",
+    "Fate",
+    "Name",
+    "cuda_name",
+    "smp_name",
+]
+
+SMP_PACKAGE = "smdistributed.modelparallel.torch"
+SMP_VERSION = "1.15.0"
+"""The version of SMP whose API is followed; scripts compare it."""
+
+
+class Fate(StrEnum):
+    """What happens to a name."""
+
+    SUPPORTED = "supported"
+    IDLE = "no effect"
+    DIFFERS = "differs"
+    REFUSED = "not supported"
+
+
+class Name(NamedTuple):
+    """What happens to one name, and why or how."""
+
+    fate: Fate
+    text: str = ""
+
+
+def _supported(text: str = "") -> Name:
+    return Name(Fate.SUPPORTED, text)
+
+
+def _refused(text: str) -> Name:
+    return Name(Fate.REFUSED, text)
+
+
+# --- SMP --------------------------------------------------------------------------------------
+
+_TP = "tensor parallelism"
+_SHARDING = "sharded data parallelism"
+_FP16 = "fp16 training"
+_RECOMPUTE = "activation checkpointing"
+
+
+def _missing(feature: str) -> Name:
+    return _refused(f"{feature}, which mpxla does not have yet")
+
+
+_SWITCHES = {
+    "amp": _supported("a module"),
+    "nn": _supported("a module"),
+    "optimizers": _supported("a module"),
+    "patches": _supported("a module"),
+    "model_creation": _supported(f"an error with tensor_parallelism=True ({_TP})"),
+    "delay_param_initialization": _supported(
+        "an error with enabled=True (delayed parameter initialization)"
+    ),
+    "tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
+    "set_tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
+    "tp_register": _missing(_TP),
+    "tp_register_with_module": _missing(_TP),
+    "register_parameter": _missing(_SHARDING),
+    "set_activation_checkpointing": _missing(_RECOMPUTE),
+    "sharded_data_parallel_checkpoint": _missing(_SHARDING),
+}
+_SCALER = _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
+_LAYERS = (
+    *("DistributedModule", "DistributedLinear", "DistributedEmbedding", "DistributedTransformer"),
+    *("DistributedTransformerLMHead", "DistributedTransformerLayer", "DistributedAttentionLayer"),
+    *("DistributedTransformerOutputLayer", "FlashAttentionLayer"),
+)
+_TRANSLATIONS = {
+    "gpt2": (
+        "translate_state_dict_to_hf_gpt2",
+        "translate_hf_state_dict_to_smdistributed_gpt2",
+        "get_hf_gpt2_transformer_layer_hooks",
+    ),
+    "bert": ("translate_state_dict_to_hf_bert", "translate_hf_state_dict_to_smdistributed_bert"),
+    "roberta": (
+        "translate_state_dict_to_hf_roberta",
+        "translate_hf_state_dict_to_smdistributed_roberta",
+        "translate_state_dict_to_smdistributed",
+    ),
+    "gptj": (
+        "translate_state_dict_to_hf_gptj",
+        "translate_hf_state_dict_to_smdistributed_gptj",
+        "translate_hf_gptj_state_dict_to_smdistributed_gptj",
+    ),
+    "gptneo": (
+        "translate_state_dict_to_hf_gptneo",
+        "translate_hf_state_dict_to_smdistributed_gptneo",
+    ),
+}
+_FUSED = "a fused CUDA kernel of apex; XLA fuses the plain torch.optim or torch.nn class by itself"
+
+SMP_MODULES: dict[str, dict[str, Name]] = {
+    "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
+    "amp": {
+        "GradScaler": _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
+    },
+    "nn": {name: _missing(_TP) for name in _LAYERS}
+    | {"FusedLayerNorm": _refused(_FUSED), "huggingface": _supported("a module")},
+    "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
+    **{
+        f"nn.huggingface.{family}": {name: _missing(_TP) for name in names}
+        for family, names in _TRANSLATIONS.items()
+    },
+    "optimizers": {name: _refused(_FUSED) for name in ("FusedNovoGrad", "FusedLamb", "FusedLAMB")},
+    "patches": {"checkpoint": _supported("a module")},
+    "patches.checkpoint": {
+        name: _missing(_RECOMPUTE) for name in ("checkpoint", "checkpoint_sequential")
+    },
+}
+"""Module below `SMP_PACKAGE` -> name in it -> what happens to it."""
+
+METHODS: dict[str, Name] = {
+    **{
+        name: _supported()
+        for name in (
+            *("local_parameters", "local_named_parameters", "local_buffers", "local_named_buffers"),
+            *("local_modules", "local_named_modules", "local_state_dict", "get_module"),
+            *("register_post_partition_hook", "register_post_step_hook", "reduce_mean"),
+            *("reduce_sum", "orig_state_dict"),
+        )
+    },
+    **{name: _missing(_FP16) for name in ("clip_master_grads", "overflow", "loss_scale")},
+    "_global_grad_norm": _missing(_SHARDING),
+    "distributed_modules": _missing(_TP),
+    "is_distributed_parameter": _missing(_TP),
+    "is_distributed_buffer": _missing(_TP),
+    "is_scaled_batch_parameter": _missing(_TP),
+    "is_scaled_batch_buffer": _missing(_TP),
+    "default_reducer_named_parameters": _missing(_TP),
+    "scaled_batch_reducer_named_parameters": _missing(_TP),
+}
+"""Methods and attributes of `DistributedModel`, `DistributedOptimizer` and `StepOutput` whose names
+are theirs alone."""
+
+
+def smp_name(path: str) -> Name:
+    """What happens to a dotted path below the package, such as `nn.DistributedLinear`."""
+    module, _, name = path.rpartition(".")
+    if path in SMP_MODULES:
+        return _supported("a module")
+    while module and module not in SMP_MODULES:  # an attribute of a name: smp.state.cfg
+        module, _, name = module.rpartition(".")
+    names = SMP_MODULES[module]
+    if name in names:
+        return names[name]
+    return _refused("mpxla knows no such name of SMP")
+
+
+# --- CUDA -------------------------------------------------------------------------------------
+
+_STREAMS = (
+    "XLA orders its work by itself and has no streams; remove them, and wait with "
+    "torch.cuda.synchronize()"
+)
+_MEMORY = "bytes that the device's runtime counts; on the CPU, resident bytes of the process"
+_GRAPHS = "step functions are captured and compiled anyway; remove it"
+_ALLOCATOR = "XLA's runtime has its own allocator, which scripts cannot steer"
+IS_CUDA_TYPE = Name(Fate.DIFFERS, "False: the type of the script's device is 'xla'")
+"""`device.type == "cuda"`, which nothing can map: the launcher warns of it."""
+REFUSED = "it says something about a CUDA device that an XLA device does not have"
+"""Reason for names of `torch.cuda` that no table lists."""
+
+CUDA_NAMES: dict[str, Name] = {
+    "is_available": _supported("True"),
+    "is_initialized": _supported("True"),
+    "is_bf16_supported": _supported("True"),
+    "device_count": _supported("number of processes on this host"),
+    "current_device": _supported("the local rank"),
+    "set_device": _supported("checks the index; every process has one device"),
+    "device": _supported("a context; checks the index"),
+    "get_device_name": _supported("type of the XLA device"),
+    "get_device_properties": _supported("name and total_memory"),
+    "synchronize": _supported("runs pending work and waits for it"),
+    **{
+        name: _supported("random numbers of the device and of step functions")
+        for name in (
+            *("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed"),
+            *("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
+        )
+    },
+    **{
+        name: _supported(_MEMORY)
+        for name in (
+            *("memory_allocated", "max_memory_allocated", "memory_reserved"),
+            *("max_memory_reserved", "memory_cached", "max_memory_cached", "mem_get_info"),
+            *("memory_stats", "memory_summary"),
+            *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+        )
+    },
+    "init": Name(Fate.IDLE, "the device is there"),
+    "empty_cache": Name(Fate.IDLE, _ALLOCATOR),
+    "ipc_collect": Name(Fate.IDLE, _ALLOCATOR),
+    "amp": _supported("a module"),
+    "random": _supported("a module with names of torch.cuda"),
+    "memory": _supported("a module with names of torch.cuda"),
+    **{
+        name: _refused(_STREAMS)
+        for name in (
+            *("Stream", "ExternalStream", "StreamContext", "stream", "set_stream", "streams"),
+            *("current_stream", "default_stream", "Event"),
+        )
+    },
+    **{
+        name: _refused(_GRAPHS)
+        for name in ("CUDAGraph", "graph", "graphs", "make_graphed_callables", "graph_pool_handle")
+    },
+    **{
+        name: _refused(_ALLOCATOR)
+        for name in (
+            *("set_per_process_memory_fraction", "memory_snapshot", "MemPool", "use_mem_pool"),
+            *("caching_allocator_alloc", "caching_allocator_delete", "CUDAPluggableAllocator"),
+            "change_current_allocator",
+        )
+    },
+    "nccl": _refused("processes talk through mpxla; use smp's or torch.distributed's functions"),
+    "nvtx": _refused("NVIDIA's profiler does not see XLA devices; remove it"),
+    "profiler": _refused("NVIDIA's profiler does not see XLA devices; remove it"),
+    "cudart": _refused("there is no CUDA runtime; remove it"),
+    "get_device_capability": _refused("an XLA device has no compute capability"),
+    **{
+        f"{kind}{what}": _refused(
+            "use torch.tensor(..., device='cuda') and tensor.dtype in its place"
+        )
+        for kind in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Byte", "Bool")
+        for what in ("Tensor", "Storage")
+    },
+}
+"""Name in `torch.cuda` -> what happens to it."""
+
+CUDA_AMP_NAMES: dict[str, Name] = {
+    "autocast": _supported("the device's autocast; without dtype, bfloat16"),
+    "GradScaler": _SCALER,
+}
+"""Name in `torch.cuda.amp` -> what happens to it."""
+
+
+def cuda_name(path: str) -> Name:
+    """What happens to a dotted path below `torch.cuda`, such as `amp.autocast`."""
+    names, head = CUDA_NAMES, path.split(".")
+    if head[0] in ("random", "memory", "amp") and len(head) > 1:
+        names = CUDA_AMP_NAMES if head[0] == "amp" else CUDA_NAMES
+        head = head[1:]
+    return names.get(head[0], _refused(REFUSED))

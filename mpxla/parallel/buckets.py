@@ -1,0 +1,166 @@
+"""Gradients as flat tensors: which travel together, and the program that packs them.
+
+A bucket holds gradients of one dtype that are complete at the same time and held by the same
+pipeline ranks:
+
+    | a ------ | b --- | c -- | pad |      pad: to a multiple of the number of replicas, if sharded
+
+Packing is one compiled program per bucket, so that starting a reduction traces nothing and waits
+for nothing. This file knows neither transports nor optimizers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from mpxla.runtime.plan import CutStep
+from mpxla.stage.compile import Executable, compile_graph
+from mpxla.stage.device import to_device
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["Bucket", "Packer", "fill_buckets", "shared_names"]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype in a flat tensor.
+
+    Attributes:
+        names: what it holds, in order.
+        specs: their shapes and dtype.
+        holders: pipeline ranks that hold them.
+        parts: its length is a multiple of this.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    holders: tuple[int, ...]
+    parts: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of all elements."""
+        return self.specs[0].dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of every tensor."""
+        return tuple(prod(spec.shape) for spec in self.specs)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the flat tensor, padding included."""
+        return -(-sum(self.sizes) // self.parts) * self.parts
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a flat tensor [num_elements], by name."""
+        views: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, spec, size in zip(self.names, self.specs, self.sizes, strict=True):
+            views[name] = flat[start : start + size].view(spec.shape)
+            start += size
+        return views
+
+
+def fill_buckets(
+    specs: Mapping[str, TensorSpec],
+    holders: tuple[int, ...],
+    capacity_bytes: int,
+    parts: int = 1,
+) -> list[Bucket]:
+    """Groups tensors into buckets of one dtype that hold at most `capacity_bytes` (or one tensor).
+
+    Args:
+        specs: the tensors; every rank passes equal ones in equal order.
+        holders: pipeline ranks that hold them.
+        capacity_bytes: largest bucket.
+        parts: see `Bucket`.
+    """
+    groups: list[list[str]] = []
+    open_groups: dict[torch.dtype, tuple[list[str], int]] = {}
+    for name, spec in specs.items():
+        names, filled = open_groups.get(spec.dtype, ([], 0))
+        if not names or filled + spec.num_bytes > capacity_bytes:
+            names, filled = [], 0
+            groups.append(names)
+        names.append(name)
+        open_groups[spec.dtype] = (names, filled + spec.num_bytes)
+    return [
+        Bucket(tuple(names), tuple(specs[name] for name in names), holders, parts)
+        for names in groups
+    ]
+
+
+def shared_names(cut: CutStep, pp_rank: int) -> dict[tuple[int, ...], list[str]]:
+    """Trained parameters that this and other pipeline ranks hold, by the ranks that hold them."""
+    holders_of = cut.parameter_ranks()
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(cut.trained_stages()):
+        holders = holders_of[name]
+        if len(holders) > 1 and pp_rank in holders:
+            groups.setdefault(holders, []).append(name)
+    return groups
+
+
+class _Concatenation(nn.Module):
+    """Tensors to one scaled flat tensor; zeros where a name of the bucket has none."""
+
+    def __init__(
+        self, bucket: Bucket, present: Sequence[str], dtype: torch.dtype, shape: Sequence[int]
+    ):
+        super().__init__()
+        self._shape = tuple(shape)
+        self._bucket = bucket
+        self._present = tuple(present)
+        self._dtype = dtype
+
+    def forward(self, scale: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = dict(zip(self._present, tensors, strict=True))
+        bucket, pieces = self._bucket, []
+        gap = 0
+        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+            if name in given:
+                pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
+                pieces.append(given[name].reshape(-1))
+            gap = 0 if name in given else gap + size
+        gap += bucket.num_elements - sum(bucket.sizes)
+        pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
+        return [(torch.cat(pieces) * scale).to(self._dtype).view(self._shape)]
+
+
+class Packer:
+    """The compiled program that packs a bucket.
+
+    Args:
+        bucket: what is packed.
+        present: those of its names that there are tensors for; the others count as zeros.
+        dtype: of the flat tensor.
+        device: this rank's device.
+        shape: of the result, if it is not to be flat.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        present: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: Sequence[int] = (-1,),
+    ):
+        spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
+        specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
+        module = _Concatenation(bucket, present, dtype, shape)
+        name = f"bucket of {present[0]}"
+        self._program: Executable = compile_graph(name, module, specs, device)
+        self._device = device
+        self._scales: dict[float, torch.Tensor] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
+        """Starts packing the tensors, times `scale`; the result is still being computed."""
+        if scale not in self._scales:
+            (self._scales[scale],) = to_device([torch.tensor(scale)], self._device)
+        (flat,) = self._program([self._scales[scale], *tensors])
+        return flat

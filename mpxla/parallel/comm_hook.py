@@ -1,0 +1,150 @@
+"""Communication of gradients by the user's own function, as `register_comm_hook` of torch's DDP.
+
+A thread of its own reads a bucket back from the device and calls the hook, one bucket after the
+other in the order that all replicas have in common. This file does not know when buckets start.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from mpxla.comm.handle import Handle
+from mpxla.comm.transport import Transport
+from mpxla.errors import MpxlaError
+from mpxla.parallel.buckets import Bucket
+
+__all__ = ["CommHook", "GradBucket"]
+
+
+class GradBucket:
+    """What a hook gets: one bucket of this rank's gradients, with the methods of torch's own.
+
+    Tensors are on the host, so that hooks can hand them to gloo. They are sums over the
+    microbatches of this replica.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        index: int,
+        is_last: bool,
+        parameters: Sequence[torch.Tensor],
+    ):
+        self._bucket = bucket
+        self._flat = flat
+        self._index = index
+        self._is_last = is_last
+        self._parameters = list(parameters)
+
+    def index(self) -> int:
+        """Position of the bucket in the order of reduction."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat [num_elements]."""
+        return self._flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the flat tensor."""
+        self._flat = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the flat tensor in the parameters' shapes."""
+        return list(self._bucket.split(self._flat).values())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients`; on the device."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this step."""
+        return self._is_last
+
+
+class _Call(NamedTuple):
+    handle: Handle[torch.Tensor]
+    flat: torch.Tensor
+    make_bucket: Callable[[torch.Tensor], GradBucket]
+
+
+class CommHook:
+    """Calls a user's hook for every bucket.
+
+    Args:
+        state: first argument of the hook.
+        hook: `hook(state, bucket)`, returns a `torch.futures.Future` of the reduced flat tensor.
+        transport: ends waits for the hook when a rank fails.
+    """
+
+    def __init__(self, state: Any, hook: Callable[[Any, Any], Any], transport: Transport):
+        self._state = state
+        self._hook = hook
+        self._name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._watch = transport.watch
+        self._queue: SimpleQueue[_Call] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        index: int,
+        is_last: bool,
+        parameters: Sequence[torch.Tensor],
+    ) -> Handle[torch.Tensor]:
+        """Queues a bucket; returns at once.
+
+        Args:
+            bucket: its names and shapes.
+            flat: its gradients [num_elements], perhaps still being computed.
+            index: its position in the step.
+            is_last: whether no bucket follows.
+            parameters: what the gradients belong to.
+
+        Returns:
+            Handle of what the hook's future holds: a host tensor like `flat`.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mpxla-comm-hook", daemon=True)
+            self._thread.start()
+        handle: Handle[torch.Tensor] = Handle(self._watch, f"the comm hook {self._name}")
+        self._queue.put(
+            _Call(handle, flat, lambda f: GradBucket(bucket, f, index, is_last, parameters))
+        )
+        return handle
+
+    def _work(self) -> None:
+        while True:
+            call = self._queue.get()
+            try:
+                call.handle.set_result(self._run(call))
+            except Exception as error:  # the user's code may raise anything
+                call.handle.set_error(error)
+            del call  # its tensors are not needed while the thread waits for the next one
+
+    def _run(self, call: _Call) -> torch.Tensor:
+        flat = call.flat.detach().cpu()
+        future = self._hook(self._state, call.make_bucket(flat))
+        if not isinstance(future, torch._C.Future):
+            raise MpxlaError(
+                f"the comm hook {self._name} returned a {type(future).__name__}; it has to return "
+                f"a torch.futures.Future of the reduced bucket.buffer()."
+            )
+        result = future.wait()
+        is_alike = isinstance(result, torch.Tensor) and result.numel() == flat.numel()
+        if not is_alike or result.device.type != "cpu":
+            raise MpxlaError(
+                f"the future of the comm hook {self._name} holds {_describe(result)}; it has to "
+                f"hold a host tensor of {flat.numel()} elements, like bucket.buffer()."
+            )
+        return result.reshape(-1).to(flat.dtype)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} on {value.device}"
+    return f"a {type(value).__name__}"

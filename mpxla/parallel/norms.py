@@ -1,0 +1,173 @@
+"""The norm of all gradients of a model, wherever they are, and clipping by it.
+
+Every rank sums the powers of the gradients it owns (a tied parameter is counted by its first
+holder, a divided one piece by piece), one small exchange brings the sums together, and the scale is
+applied on the device. Two compiled programs; the host reads nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError
+from mpxla.parallel.reducer import GradientReducer
+from mpxla.session import current
+from mpxla.stage.compile import Executable, compile_graph
+from mpxla.stage.device import make_ready, to_device
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["GradientNorm", "clip_grad_norm_"]
+
+_EPSILON = 1e-6
+"""What torch adds to the norm before it divides."""
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clips gradients by their norm over all stages, replicas and shards. Extension of SMP's API.
+
+    Like `torch.nn.utils.clip_grad_norm_` in one process: the norm is that of all gradients of the
+    parameters given, as one vector, tied parameters counted once. Torch's own function sees the
+    gradients of its rank only. Call it between the step function and `optimizer.step()`; all ranks
+    of a replica must call it, and all ranks with `shard_optimizer_state`.
+
+    Args:
+        parameters: usually `model.parameters()`; the same selection on all ranks.
+        max_norm: largest norm that stays.
+        norm_type: order of the norm; `float("inf")` for the largest element.
+        error_if_nonfinite: raise if the norm is inf or nan; the host waits for it then.
+
+    Returns:
+        The norm before clipping, a scalar on the device.
+
+    Raises:
+        MpxlaError: there is no `DistributedModel`, or it is not partitioned yet.
+        RuntimeError: `error_if_nonfinite`, as in torch.
+    """
+    model = current().model
+    if model is None or not model.partitioned:
+        raise MpxlaError(
+            "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function."
+        )
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = model.gradient_norm.clip(given, float(max_norm), float(norm_type))
+    if error_if_nonfinite and not norm.isfinite().item():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
+            f"be clipped. Set error_if_nonfinite=False to scale by it anyway."
+        )
+    return norm
+
+
+class _Powers(nn.Module):
+    """Sum of the powers [1] of all elements, or the largest magnitude."""
+
+    def __init__(self, order: float):
+        super().__init__()
+        self._order = order
+
+    def forward(self, *gradients: torch.Tensor) -> list[torch.Tensor]:
+        if self._order == float("inf"):
+            return [torch.stack([g.abs().max().float() for g in gradients]).max().reshape(1)]
+        powers = [g.float().abs().pow(self._order).sum() for g in gradients]
+        if self._order == 2.0:
+            powers = [g.float().square().sum() for g in gradients]
+        return [torch.stack(powers).sum().reshape(1)]
+
+
+class _Scaling(nn.Module):
+    """Sums of all ranks [n, 1], the limit, and gradients to the norm and the scaled gradients."""
+
+    def __init__(self, order: float):
+        super().__init__()
+        self._order = order
+
+    def forward(
+        self, powers: torch.Tensor, limit: torch.Tensor, *gradients: torch.Tensor
+    ) -> list[torch.Tensor]:
+        if self._order == float("inf"):
+            norm = powers.max()
+        else:
+            norm = powers.sum().pow(1.0 / self._order)
+        scale = (limit / (norm + _EPSILON)).clamp(max=1.0)
+        return [norm, *(g * scale.to(g.dtype) for g in gradients)]
+
+
+class GradientNorm:
+    """Norm and clipping of the gradients of one rank's model.
+
+    Args:
+        reducer: knows where gradients are.
+        pipeline: global ranks that hold a replica.
+        world: all ranks.
+    """
+
+    def __init__(self, reducer: GradientReducer, pipeline: Sequence[int], world: Sequence[int]):
+        self._reducer = reducer
+        self._pipeline = tuple(pipeline)
+        self._world = tuple(world)
+        self._programs: dict[Any, Executable] = {}
+        self._limits: dict[float, torch.Tensor] = {}
+
+    def clip(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, order: float
+    ) -> torch.Tensor:
+        """Scales the gradients of some parameters; see `clip_grad_norm_`."""
+        replica, shards = self._reducer.replica, self._reducer.shards
+        owners = self._owners(parameters)
+        gradients = [owner.grad for owner, _ in owners if owner.grad is not None]
+        counted = [owner.grad for owner, is_counted in owners if is_counted]
+        counted = [gradient for gradient in counted if gradient is not None]
+        make_ready(gradients)
+        powers = torch.zeros(1)
+        if counted:
+            (powers,) = self._program(_Powers, order, counted)(counted)
+        group = self._pipeline if shards is None else self._world
+        gathered = replica.transport.all_gather(powers, group).result()
+        (gathered,) = to_device([gathered], replica.device)
+        arguments = [gathered, self._limit(max_norm), *gradients]
+        norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
+        with_gradient = [owner for owner, _ in owners if owner.grad is not None]
+        for owner, gradient in zip(with_gradient, scaled, strict=True):
+            owner.grad = gradient
+        return norm
+
+    def _owners(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+        """What holds gradients on this rank, and whether this rank counts them."""
+        replica, shards = self._reducer.replica, self._reducer.shards
+        wanted = {id(parameter) for parameter in parameters}
+        owners: list[tuple[torch.Tensor, bool]] = []
+        for name, parameter in replica.state.local_parameters():
+            is_counted = self._reducer.parameter_ranks[name][0] == replica.pp_rank
+            owner: torch.Tensor = parameter
+            if shards is not None and name in shards:
+                piece = shards.piece_of(name)
+                if piece is None:
+                    continue
+                owner = piece.parameter
+            if id(parameter) in wanted or id(owner) in wanted:
+                owners.append((owner, is_counted))
+        return owners
+
+    def _limit(self, value: float) -> torch.Tensor:
+        if value not in self._limits:
+            device = self._reducer.replica.device
+            (self._limits[value],) = to_device([torch.tensor(value)], device)
+        return self._limits[value]
+
+    def _program(
+        self, kind: type[nn.Module], order: float, arguments: Sequence[torch.Tensor]
+    ) -> Executable:
+        specs = tuple(TensorSpec.of(argument) for argument in arguments)
+        key = (kind, order, specs)
+        if key not in self._programs:
+            name = "norm of the gradients"
+            device = self._reducer.replica.device
+            self._programs[key] = compile_graph(name, kind(order), specs, device)
+        return self._programs[key]

@@ -1,0 +1,105 @@
+"""An inner optimizer that holds pieces of parameters instead of parameters.
+
+Exchanges the contents of its param groups once, and translates its state between pieces and whole
+parameters: outside of it, states look as those of the plain optimizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.parallel.zero import Range, ShardedParameters, cut_state, join_states
+from mpxla.runtime.state import ModelState
+
+__all__ = ["SHARD_KEY", "OptimizerPieces", "join_shards"]
+
+SHARD_KEY = "_mpxla_shard"
+"""In the state of one replica's pieces: position -> (range of the piece, shape of the whole)."""
+
+
+class OptimizerPieces:
+    """The pieces that one optimizer updates on this rank.
+
+    Args:
+        optimizer: the inner optimizer.
+        state: the model's parameters.
+        shards: how they are divided.
+        positions: id of a parameter -> its position in the plain optimizer; pieces are added.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: ModelState,
+        shards: ShardedParameters,
+        positions: dict[int, int],
+    ):
+        self._optimizer = optimizer
+        self._state = state
+        self._shards = shards
+        self._positions = positions
+        self._names: list[str] = []
+        self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
+
+    def divide(self) -> None:
+        """Puts pieces in the place of parameters, in groups and state; those there stay."""
+        name_of = {id(p): name for name, p in self._state.local_parameters()}
+        for group in self._optimizer.param_groups:
+            kept: list[torch.nn.Parameter] = []
+            for parameter in group["params"]:
+                name = name_of.get(id(parameter))
+                if name is None or name not in self._shards:
+                    kept.append(parameter)
+                else:
+                    kept += self._exchange(name, parameter)
+            group["params"] = kept
+
+    def _exchange(self, name: str, parameter: torch.nn.Parameter) -> list[torch.nn.Parameter]:
+        self._names.append(name)
+        piece = self._shards.piece_of(name)
+        state = self._optimizer.state.pop(parameter, None)
+        if piece is None:
+            return []
+        position = self._positions[id(parameter)]
+        self._positions[id(piece.parameter)] = position
+        self._ranges[position] = (piece.start, piece.stop), tuple(parameter.shape)
+        if state:
+            cut = cut_state(state, parameter.shape, piece.start, piece.stop)
+            self._optimizer.state[piece.parameter] = cut
+        return [piece.parameter]
+
+    def refresh(self) -> None:
+        """Before an update: pieces take the parameters' values."""
+        self._shards.refresh(self._names)
+
+    def publish(self) -> None:
+        """After an update: parameters take the values of all replicas' pieces. Collective."""
+        self._shards.publish(self._names)
+
+    def clear_gradients(self) -> None:
+        """Forgets gradients, also those of earlier passes that wait on the parameters."""
+        for name in self._names:
+            self._state.parameters[name].grad = None
+            piece = self._shards.piece_of(name)
+            if piece is not None:
+                piece.parameter.grad = None
+
+    def ranges(self) -> dict[int, tuple[Range, tuple[int, ...]]]:
+        """By position: (range of the piece, shape of the whole parameter)."""
+        return dict(self._ranges)
+
+    def cut(self, full: Mapping[str, Any]) -> dict[str, Any]:
+        """A full optimizer state with the states of this rank's pieces in it."""
+        state = dict(full["state"])
+        for position, ((start, stop), shape) in self._ranges.items():
+            if position in state:
+                state[position] = cut_state(state[position], shape, start, stop)
+        return {**full, "state": state}
+
+
+def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The partial optimizer state of a pipeline rank from those of its replicas' pieces."""
+    states = [(part["state"], part[SHARD_KEY]) for part in parts]
+    rest = {key: value for key, value in parts[0].items() if key != SHARD_KEY}
+    return {**rest, "state": join_states(states)}

@@ -1,0 +1,53 @@
+"""What the engine asks of the reduction of gradients over replicas, whoever does it.
+
+The engine runs one pipeline and knows nothing of other replicas: it is given a `Reducer`, hands it
+the cut of every training step once, and tells it when a stage's gradients are complete.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from mpxla.runtime.plan import CutStep
+
+__all__ = ["Reducer", "StepReduction"]
+
+
+class StepReduction(Protocol):
+    """The reduction of one training step's gradients, prepared once and used in every call.
+
+    Gradients are those of this rank: by stage, in the order of the stage's trained parameters.
+    """
+
+    def begin(self) -> None:
+        """Called before the first action of every call."""
+        ...
+
+    def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
+        """Called when a stage's gradients are complete; must not wait for them."""
+        ...
+
+    def finish(self, gradients: Mapping[int, list[torch.Tensor]]) -> None:
+        """Called after the last action: leaves the gradients where optimizers look for them."""
+        ...
+
+
+class Reducer(Protocol):
+    """Gradients and start values of one rank over all replicas."""
+
+    def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """Gives all replicas, and all holders of a shared parameter, the same start values.
+
+        Args:
+            parameter_ranks: pipeline ranks that hold each parameter and buffer.
+        """
+        ...
+
+    def objective_scale(self, num_microbatches: int) -> float:
+        """What the gradient of every microbatch's objective is."""
+        ...
+
+    def prepare(self, cut: CutStep) -> StepReduction:
+        """Makes the reduction of a training step. All ranks call it for the same steps."""
+        ...

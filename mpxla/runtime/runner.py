@@ -1,0 +1,143 @@
+"""One plan, ready to run again and again: uploads, actions, results, gradients.
+
+Everything that does not change between calls is made once, when the plan is new.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mpxla.runtime.exchange import exchange_results
+from mpxla.runtime.executor import Executor, StepRun
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.outputs import build_outputs
+from mpxla.runtime.plan import StepPlan, constant_tensors
+from mpxla.runtime.reduction import StepReduction
+from mpxla.runtime.state import ModelState
+from mpxla.stage.device import make_ready, to_device
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["PlanRunner"]
+
+
+class PlanRunner:
+    """Runs one plan on one rank.
+
+    Args:
+        plan: what to run.
+        state: the model's parameters and buffers.
+        link: messages between pipeline ranks.
+        pp_rank: this rank.
+        device: this rank's device.
+        reduction: of the gradients over replicas; None for an evaluation step.
+        objective_scale: gradient of every microbatch's objective.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        state: ModelState,
+        link: PipelineLink,
+        pp_rank: int,
+        device: torch.device,
+        reduction: StepReduction | None,
+        objective_scale: float,
+    ):
+        self.plan = plan
+        self._state = state
+        self._link = link
+        self._pp_rank = pp_rank
+        self._device = device
+        self._reduction = reduction
+        self._constants = self._upload_constants()
+        self._zeros: dict[TensorSpec, torch.Tensor] = {}
+        self._objective_seed: torch.Tensor | None = None
+        if reduction is not None:
+            (self._objective_seed,) = to_device([torch.tensor(objective_scale)], device)
+        cut = plan.cut
+        leaves = {
+            s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
+        }
+        self._executor = Executor(
+            plan.programs, cut.forward, cut.backward, link, self._reduce, leaves
+        )
+
+    def run(
+        self, tensors: list[list[torch.Tensor]], num_microbatches: int, seed: int
+    ) -> tuple[Any, StepRun]:
+        """Runs the step once; every rank of the pipeline must.
+
+        Args:
+            tensors: tensor leaves of every microbatch, on the first pipeline rank.
+            num_microbatches: how many there are.
+            seed: from which the seeds of random programs are drawn.
+
+        Returns:
+            What the step function returns, and the state of the run.
+        """
+        cut = self.plan.cut
+        self._link.set_placement(cut.placement)
+        run = StepRun(
+            tensors=self._tensors(),
+            inputs=self._upload_inputs(tensors),
+            seeds=self._seeds(num_microbatches, seed),
+            objective_seed=self._objective_seed,
+            zeros=self._zero,
+        )
+        if self._reduction is not None:
+            self._reduction.begin()
+        self._executor.run(self.plan.schedule[self._pp_rank], run)
+        fetch = exchange_results(cut, run.results, num_microbatches, self._pp_rank, self._link)
+        for program in self.plan.programs.values():
+            for name in program.lowered.spec.new_buffers:
+                self._state.set_buffer(name, run.tensors[name])
+        if self._reduction is not None:
+            self._reduction.finish(run.accumulators)
+            run.accumulators.clear()
+        returned = build_outputs(
+            cut.step.result_leaves, cut.step.result_spec, num_microbatches, fetch
+        )
+        return returned, run
+
+    def _reduce(self, stage: int, run: StepRun) -> None:
+        assert self._reduction is not None, "only training steps have reductions"
+        self._reduction.start(stage, run.accumulators)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = dict(self._state.local_parameters())
+        local = self._state.local_names or frozenset()
+        tensors.update((n, b) for n, b in self._state.buffers.items() if n in local)
+        make_ready(tensors.values())
+        tensors.update(self._constants)
+        return tensors
+
+    def _upload_constants(self) -> Mapping[str, torch.Tensor]:
+        needed = {n for p in self.plan.programs.values() for n in p.lowered.spec.constants}
+        values = {n: v for n, v in constant_tensors(self.plan.cut).items() if n in needed}
+        return dict(zip(values, to_device(list(values.values()), self._device), strict=True))
+
+    def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        flat = to_device([t for mb in tensors for t in mb], self._device)
+        make_ready(flat)
+        rest = iter(flat)
+        return [[next(rest) for _ in mb] for mb in tensors]
+
+    def _seeds(self, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:
+        keys = [(stage, mb) for stage in self.plan.random_stages for mb in range(count)]
+        values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
+        return dict(zip(keys, to_device(values, self._device), strict=True))
+
+    def _zero(self, spec: TensorSpec) -> torch.Tensor:
+        if spec not in self._zeros:
+            zero = torch.zeros(spec.shape, dtype=spec.dtype)
+            (self._zeros[spec],) = to_device([zero], self._device)
+        return self._zeros[spec]
+
+
+def _mix(seed: int, stage: int, microbatch: int) -> int:
+    """A seed for one program call, far from those of its neighbours (splitmix64's finalizer)."""
+    value = (seed + 0x9E3779B97F4A7C15 * (1 + microbatch + (stage << 32))) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,159 @@
+"""The best schedule under a limit of memory, by simulating the candidates.
+
+A candidate is a schedule, a number of stages per rank, a number of microbatches and a limit of
+microbatches in flight. What it costs is the caller's business: more microbatches are smaller ones,
+more stages per rank send more. This module must not know models or devices.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mpxla.errors import ScheduleError
+from mpxla.schedule.analysis import peak_bytes
+from mpxla.schedule.dataflow import Edge
+from mpxla.schedule.generate import generate
+from mpxla.schedule.lower import add_communication, add_reduce
+from mpxla.schedule.placement import V_SHAPED, place_stages
+from mpxla.schedule.simulate import Costs, simulate
+
+__all__ = ["Candidate", "Found", "StepCosts", "candidates", "search"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step.
+
+    Attributes:
+        pipeline: name of the schedule.
+        stages_per_rank: virtual stages.
+        num_microbatches: microbatches of a step.
+        active_microbatches: most microbatches in flight at a stage.
+    """
+
+    pipeline: str
+    stages_per_rank: int
+    num_microbatches: int
+    active_microbatches: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pipeline}, {self.stages_per_rank} per rank, {self.num_microbatches} "
+            f"microbatches, {self.active_microbatches} active"
+        )
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs when it is cut for a candidate.
+
+    Attributes:
+        costs: durations in seconds.
+        forward_edges: (source, destination) stages of values.
+        backward_edges: (source, destination) stages of gradients.
+        saved_bytes: per stage, activations kept for one microbatch.
+        kept_bytes: per stage, what a split backward keeps for its second part.
+        fixed_bytes: per rank, parameters, gradients and optimizer state.
+    """
+
+    costs: Costs
+    forward_edges: frozenset[Edge]
+    backward_edges: frozenset[Edge]
+    saved_bytes: Sequence[int]
+    kept_bytes: Sequence[int]
+    fixed_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate with what it was predicted to take.
+
+    Attributes:
+        candidate: the candidate.
+        step_s: seconds per step.
+        bubble: share of the time in which ranks run no program.
+        rank_bytes: memory of every rank.
+    """
+
+    candidate: Candidate
+    step_s: float
+    bubble: float
+    rank_bytes: tuple[int, ...]
+
+
+def candidates(
+    num_ranks: int,
+    microbatch_counts: Iterable[int],
+    stages_per_rank: Iterable[int] = (1, 2),
+    pipelines: Sequence[str] = ("simple", "interleaved", "zero_bubble", "zero_bubble_v"),
+) -> list[Candidate]:
+    """All sensible combinations, with several limits of microbatches in flight each.
+
+    Args:
+        num_ranks: pipeline ranks.
+        microbatch_counts: numbers of microbatches to try.
+        stages_per_rank: numbers of virtual stages to try; a V always has two.
+        pipelines: schedules to try.
+    """
+    found: dict[Candidate, None] = {}
+    per_rank_choices = tuple(stages_per_rank)
+    for count in microbatch_counts:
+        limits = {min(limit, count) for limit in (1, 2, num_ranks, 2 * num_ranks, count)}
+        for pipeline in pipelines:
+            for per_rank in (2,) if pipeline in V_SHAPED else per_rank_choices:
+                for limit in sorted(limits):
+                    found[Candidate(pipeline, per_rank, count, limit)] = None
+    return list(found)
+
+
+def search(
+    num_ranks: int,
+    tried: Iterable[Candidate],
+    costs_of: Callable[[Candidate], StepCosts],
+    memory_limit_bytes: int | None = None,
+) -> list[Found]:
+    """Simulates candidates and sorts those that fit into memory, the fastest first.
+
+    Args:
+        num_ranks: pipeline ranks.
+        tried: candidates.
+        costs_of: gives the costs of a step cut for a candidate.
+        memory_limit_bytes: most bytes on any rank; None: no limit.
+
+    Returns:
+        What fits; of equally fast ones the one with less memory first.
+
+    Raises:
+        ScheduleError: nothing fits; the text says what comes nearest.
+    """
+    found = [_try(num_ranks, candidate, costs_of(candidate)) for candidate in tried]
+    limit = memory_limit_bytes
+    fitting = [f for f in found if limit is None or max(f.rank_bytes) <= limit]
+    if not fitting:
+        least = min(found, key=lambda f: max(f.rank_bytes), default=None)
+        nearest = (
+            f"the least, {least.candidate}, needs {max(least.rank_bytes)}"
+            if least
+            else "none tried"
+        )
+        raise ScheduleError(
+            f"No schedule fits into {limit} bytes per rank: {nearest}. Use more ranks, smaller "
+            "microbatches, or a higher limit."
+        )
+    return sorted(fitting, key=lambda f: (f.step_s, max(f.rank_bytes), str(f.candidate)))
+
+
+def _try(num_ranks: int, candidate: Candidate, step: StepCosts) -> Found:
+    placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
+    lists = generate(
+        candidate.pipeline,
+        candidate.num_microbatches,
+        placement,
+        candidate.active_microbatches,
+        training=True,
+    )
+    edges = step.forward_edges, step.backward_edges
+    schedule = add_reduce(add_communication(lists, placement, *edges), placement)
+    timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
+    peaks = peak_bytes(schedule, step.saved_bytes, step.kept_bytes)
+    rank_bytes = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))
+    return Found(candidate, timeline.makespan, timeline.bubble, rank_bytes)

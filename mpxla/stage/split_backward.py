@@ -1,0 +1,223 @@
+"""Splitting a stage's backward into input gradients (I) and weight gradients (W).
+
+Earlier stages wait for the gradients of a stage's inputs, and nobody for those of its weights (Qi
+et al., "Zero Bubble Pipeline Parallelism", ICLR 2024). Both come from one derivative, so it is cut,
+not run twice. Phases:
+
+    phase 1, flatten:  one graph of the whole backward, with its accumulation.
+    phase 2, cut:      I is what the input gradients depend on; W is the rest.
+    phase 3, border:   values of I that W reads are results of I. Views and seeds cost nothing: W
+                       makes them again, and their argument crosses the border.
+
+    I: (saved, gradients of outputs, seed)        -> (gradients of inputs, crossing values)
+    W: (accumulators, kept arguments, crossing)   -> (accumulators)
+
+What W does not read of the saved values is free after I; what crosses is kept in addition. A stage
+without inputs that have a gradient has no I, and one without trained parameters no W. This module
+must not know schedules.
+"""
+
+import copy
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpxla.stage.cleanup import is_view
+from mpxla.stage.lower import LoweredStage
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["Part", "SplitBackward", "split_backward"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a split backward.
+
+    Attributes:
+        graph: graph module, on tensors of the device.
+        inputs: specs of its arguments.
+        arguments: which arguments of the whole backward it takes, counted after the accumulators.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[TensorSpec, ...]
+    arguments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """The two parts of a stage's backward.
+
+    Attributes:
+        input_part: gives gradients of inputs, then crossing values; None without such gradients.
+        weight_part: takes accumulators, `arguments`, crossing values; None without parameters.
+        num_input_grads: how many gradients of inputs there are.
+        crossing: specs of the values that go from the first part to the second.
+    """
+
+    input_part: Part | None
+    weight_part: Part | None
+    num_input_grads: int
+    crossing: tuple[TensorSpec, ...]
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes kept between the two parts in addition to saved values, for one microbatch."""
+        return sum(spec.num_bytes for spec in self.crossing)
+
+
+def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward:
+    """Cuts the backward of a stage in two.
+
+    Args:
+        lowered: a stage with a backward.
+        device: the device that it was lowered for, with its index.
+    """
+    assert lowered.backward is not None, "only a stage with a backward can be split"
+    whole = _flatten(lowered.backward, len(lowered.backward_inputs), device)
+    (output,) = [node for node in whole.nodes if node.op == "output"]
+    results: list[fx.Node] = list(output.args[0])
+    accumulators = results[: lowered.num_accumulators]
+    input_grads = results[lowered.num_accumulators :]
+    first = _ancestors(input_grads)
+    first -= {node for node in first if node.op == "placeholder"}
+    second = {n for n in _ancestors(accumulators) if n.op != "placeholder" and n not in first}
+    picked = {n for n in second if n.target is operator.getitem and n.args[0] in first}
+    first |= picked  # tuples cannot cross, their elements can
+    second -= picked
+    crossing = _crossing(first, second, accumulators)
+    placeholders = [node for node in whole.nodes if node.op == "placeholder"]
+    specs = dict(zip(placeholders, lowered.backward_inputs, strict=True))
+    number = {node: i for i, node in enumerate(placeholders[lowered.num_accumulators :])}
+    order = [node for node in whole.nodes if node.op in ("call_function", "call_method")]
+    input_part = weight_part = None
+    if input_grads:
+        results_of_first = [*input_grads, *crossing]
+        input_part = _part(order, first, results_of_first, (), (), specs, number)
+    if accumulators:
+        own = placeholders[: lowered.num_accumulators]
+        weight_part = _part(order, second, accumulators, own, crossing, specs, number)
+    return SplitBackward(
+        input_part,
+        weight_part,
+        len(input_grads),
+        tuple(TensorSpec.of(node.meta["val"]) for node in crossing),
+    )
+
+
+def _flatten(backward: torch.nn.Module, num_inputs: int, device: torch.device) -> fx.Graph:
+    """Phase 1: the backward as one graph.
+
+    The derivative is copied node by node, because strides in it mean nothing any more and tracing
+    it again would look at them; what stands around it (sums, seeds, accumulation) is recorded.
+    """
+    graph = fx.Graph()
+    recorder = fx.proxy.GraphAppendingTracer(graph)
+    arguments = [
+        _OnDevice(graph.placeholder(f"argument_{i}"), recorder, device) for i in range(num_inputs)
+    ]
+    inlined = copy.copy(backward)
+    inlined._modules = {"derivative": _Inlined(backward.derivative.graph, graph, recorder)}
+    results: list[fx.Node] = []
+    for value in inlined.forward(*arguments):
+        if isinstance(value, fx.Proxy):
+            results.append(value.node)
+        else:  # a constant: the gradient of an input that has none
+            options = {"dtype": value.dtype, "device": device}
+            zeros = (list(value.shape), 0)
+            results.append(graph.call_function(torch.ops.aten.full.default, zeros, options))
+    graph.output(tuple(results))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+class _OnDevice(fx.Proxy):
+    """An argument that knows its device, so that code which asks for it can be recorded."""
+
+    def __init__(self, node: fx.Node, tracer: fx.proxy.TracerBase, device: torch.device):
+        super().__init__(node, tracer)
+        self.device = device
+
+
+class _Inlined(torch.nn.Module):
+    """A graph that copies itself into another one when it is called there."""
+
+    def __init__(self, own: fx.Graph, target: fx.Graph, tracer: fx.proxy.TracerBase):
+        super().__init__()
+        self._own, self._target, self._tracer = own, target, tracer
+
+    def forward(self, *arguments: fx.Proxy) -> list[fx.Proxy | None]:
+        placeholders = [node for node in self._own.nodes if node.op == "placeholder"]
+        nodes = [argument.node for argument in arguments]
+        copies = dict(zip(placeholders, nodes, strict=True))
+        results = self._target.graph_copy(self._own, copies)
+        return [None if node is None else fx.Proxy(node, self._tracer) for node in results]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they depend on."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _crossing(
+    first: set[fx.Node], second: set[fx.Node], results: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Phase 3: values of `first` that `second` reads; views of them join `second`.
+
+    So does what is not of the derivative itself and has no known shape: the expanded seed and sums
+    of gradients that arrive from several stages.
+    """
+    crossing: dict[fx.Node, None] = {}
+    todo = [source for node in second for source in node.all_input_nodes]
+    todo += results
+    while todo:
+        node = todo.pop()
+        if node not in first or node in crossing:
+            continue
+        if is_view(node) or "val" not in node.meta:
+            second.add(node)
+            todo += node.all_input_nodes
+        else:
+            crossing[node] = None
+    return sorted(crossing, key=lambda node: node.name)
+
+
+def _part(
+    order: Sequence[fx.Node],
+    held: set[fx.Node],
+    results: Sequence[fx.Node],
+    first_arguments: Sequence[fx.Node],
+    last_arguments: Sequence[fx.Node],
+    specs: dict[fx.Node, TensorSpec],
+    number: dict[fx.Node, int],
+) -> Part:
+    """A graph of the held nodes, in order; arguments that they do not read are left out."""
+    nodes = [node for node in order if node in held]
+    read = {source for node in nodes for source in node.all_input_nodes} | set(results)
+    taken = [node for node in number if node in read]
+    arguments = [*first_arguments, *taken, *last_arguments]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[node] for node in results))
+    graph.lint()
+    return Part(
+        fx.GraphModule(torch.nn.Module(), graph),
+        tuple(specs.get(node) or TensorSpec.of(node.meta["val"]) for node in arguments),
+        tuple(number[node] for node in taken),
+    )

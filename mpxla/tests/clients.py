@@ -1,0 +1,116 @@
+"""Model, data and plain training of the client behaviours' tests."""
+
+import contextlib
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BATCH = 4
+REPLICAS = {"pipeline_parallel_degree": 1, "ddp": True}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def data(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BATCH, 5, generator=generator)
+    return x, torch.randint(3, (BATCH,), generator=generator)
+
+
+def raw_model():
+    torch.manual_seed(3)
+    return Net()
+
+
+def start(**config):
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
+    return smp
+
+
+def train_step(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def host(values):
+    return {name: value.detach().cpu() for name, value in values}
+
+
+def gradients(model):
+    return host((name, p.grad) for name, p in model.local_named_parameters())
+
+
+def full_state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plain_training(num_steps, optimizer_type=torch.optim.SGD, lr=0.5, seeds=None):
+    """Losses and final parameters of the plain model."""
+    model = raw_model()
+    optimizer = optimizer_type(model.parameters(), lr=lr)
+    losses = []
+    for number in range(num_steps):
+        optimizer.zero_grad()
+        x, y = data(number if seeds is None else seeds[number])
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, host(model.named_parameters())
+
+
+def plain_gradients(*seeds):
+    """Mean over batches of the plain model's gradients."""
+    model = raw_model()
+    for seed in seeds:
+        x, y = data(seed)
+        (F.cross_entropy(model(x), y) / len(seeds)).backward()
+    return host((name, p.grad) for name, p in model.named_parameters())
+
+
+def merged(parts):
+    """What all ranks hold, together; every name is held somewhere."""
+    together: dict[str, torch.Tensor] = {}
+    for part in parts:
+        together.update(part)
+    return together
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6)
+
+
+class Lines(logging.Handler):
+    """Collects what mpxla logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logged():
+    from mpxla.log import get_logger
+
+    lines = Lines()
+    get_logger().addHandler(lines)
+    try:
+        yield lines.lines
+    finally:
+        get_logger().removeHandler(lines)

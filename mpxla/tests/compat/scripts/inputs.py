@@ -1,0 +1,50 @@
+"""Behaviours 1, 2, 9: dummy inputs, objects over the pipeline, dictionaries and other arguments."""
+
+import argparse
+
+import smdistributed.modelparallel.torch as smp
+import torch
+import torch.nn.functional as F
+from client_lib import BATCH, assert_close, batch, make_net, plain_losses
+
+smp.init()
+torch.cuda.set_device(smp.local_rank())
+device = torch.device("cuda", smp.local_rank())
+
+if smp.pp_rank() == 0:
+    smp.broadcast({"steps": 2, "weights": torch.ones(BATCH, 1).to(device)}, smp.PP_GROUP)
+    plan = {"steps": 2, "weights": torch.ones(BATCH, 1)}
+else:
+    plan = smp.recv_from(0, smp.RankType.PP_RANK)
+assert plan["steps"] == 2 and plan["weights"].shape == (BATCH, 1)
+
+model = smp.DistributedModel(make_net())
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+@smp.step
+def train_step(args, model, batch, nothing, optimizer, **extra):
+    assert nothing is None and extra["name"] == "a" and args.scale == 1.0
+    logits = model(batch["x"].to(device)) * extra["weights"]
+    loss = F.cross_entropy(logits, batch["y"].to("cuda")) * args.scale
+    model.backward(loss)
+    return loss
+
+
+def loader():
+    for number in range(plan["steps"]):
+        x, y = batch(number)
+        if smp.pp_rank() > 0:
+            x, y = torch.zeros(BATCH, 0), torch.full((BATCH, 0), 77)
+        yield {"x": x.cuda(), "y": y.cuda()}
+
+
+args, losses = argparse.Namespace(scale=1.0), []
+for inputs in loader():
+    optimizer.zero_grad()
+    loss = train_step(
+        args, model, inputs, None, optimizer, weights=plan["weights"].cuda(), name="a"
+    )
+    optimizer.step()
+    losses.append(loss.reduce_mean().item())
+assert_close(losses, plain_losses([[0], [1]]))

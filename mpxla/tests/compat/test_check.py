@@ -1,0 +1,167 @@
+"""What `--check` reads off a script's text."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mpxla.compat.check import check_script, format_findings
+from mpxla.compat.names import Fate
+
+pytestmark = pytest.mark.unit
+
+
+def check(tmp_path, text, **files):
+    for name, content in files.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    return check_script(script)
+
+
+def summary(findings):
+    return [(f.line, f.name, f.meaning.fate) for f in findings]
+
+
+SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fate.DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "import smdistributed.modelparallel.torch as smp\nsmp.init()\nsmp.state.cfg.fp16",
+            [(2, "smp.init", SUPPORTED), (3, "smp.state.cfg.fp16", SUPPORTED)],
+        ),
+        (
+            "import smdistributed.modelparallel.torch\nsmdistributed.modelparallel.torch.rank()",
+            [(2, "smp.rank", SUPPORTED)],
+        ),
+        (
+            "from smdistributed.modelparallel.torch import nn, tp_register as register\n"
+            "nn.DistributedLinear(2, 3)\nregister(nn)",
+            [
+                (1, "smp.nn", SUPPORTED),
+                (1, "smp.tp_register", REFUSED),
+                (2, "smp.nn.DistributedLinear", REFUSED),
+                (3, "smp.nn", SUPPORTED),
+                (3, "smp.tp_register", REFUSED),
+            ],
+        ),
+        (
+            "from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint",
+            [(1, "smp.patches.checkpoint.checkpoint", REFUSED)],
+        ),
+        ("import mpxla as smp\nsmp.size()", [(2, "smp.size", SUPPORTED)]),
+        (
+            "import mpxla as smp\nsmp.sizes()",
+            [(2, "smp.sizes", REFUSED)],
+        ),
+        (
+            "from smdistributed.modelparallel import __version__\n"
+            "import smdistributed.dataparallel",
+            [(2, "smdistributed.dataparallel", REFUSED)],
+        ),
+        (
+            "import torch\ntorch.cuda.empty_cache()\ntorch.cuda.Event()\ntorch.cuda.nvtx.mark('a')",
+            [
+                (2, "torch.cuda.empty_cache", IDLE),
+                (3, "torch.cuda.Event", REFUSED),
+                (4, "torch.cuda.nvtx.mark", REFUSED),
+            ],
+        ),
+        (
+            "import torch.cuda.amp as amp\nfrom torch.cuda.amp import custom_fwd\namp.autocast()",
+            [
+                (1, "torch.cuda.amp", SUPPORTED),
+                (2, "torch.cuda.amp.custom_fwd", REFUSED),
+                (3, "torch.cuda.amp.autocast", SUPPORTED),
+            ],
+        ),
+        (
+            "import torch\nd = torch.device('cuda' if a else 'cpu')\nx.to(f'cuda:{i}')\nx.to(0)\n"
+            "x.cuda()\ntorch.zeros(2, device='cuda:1')\nx.to('cpu')\nx.to(d)",
+            [
+                (2, 'torch.device("cuda")', SUPPORTED),
+                (3, '.to("cuda")', SUPPORTED),
+                (4, '.to("cuda")', SUPPORTED),
+                (5, ".cuda()", SUPPORTED),
+                (6, 'device="cuda"', SUPPORTED),
+            ],
+        ),
+        ("if x.device.type == 'cuda': pass", [(1, '.type == "cuda"', DIFFERS)]),
+        (
+            "model.register_post_step_hook(f)\noptimizer.clip_master_grads(1.0)\n"
+            "norm = optimizer._global_grad_norm",
+            [
+                (1, ".register_post_step_hook", SUPPORTED),
+                (2, ".clip_master_grads", REFUSED),
+                (3, "._global_grad_norm", REFUSED),
+            ],
+        ),
+        (
+            "import mpxla\nmpxla.init({'fp16': True, 'tensor_parallel_degree': 1, "
+            "'bf16': args.bf16, 'microbatches': 4})",
+            [
+                (2, 'configuration "bf16"', SUPPORTED),
+                (2, 'configuration "fp16"', REFUSED),
+                (2, "smp.init", SUPPORTED),
+            ],
+        ),
+        (
+            "import mpxla\nmpxla.init(dict(sharded_data_parallel_degree=2))",
+            [
+                (2, 'configuration "sharded_data_parallel_degree"', REFUSED),
+                (2, "smp.init", SUPPORTED),
+            ],
+        ),
+    ],
+)
+def test_names_are_found(tmp_path, text, expected):
+    assert summary(check(tmp_path, text)) == expected
+
+
+def test_reasons_name_the_missing_feature(tmp_path):
+    text = "import mpxla as smp\nsmp.nn.DistributedLinear\noptimizer.overflow\nsmp.sizes"
+    reasons = [finding.meaning.text for finding in check(tmp_path, text)]
+    assert reasons == [
+        "tensor parallelism, which mpxla does not have yet",
+        "fp16 training, which mpxla does not have yet",
+        "mpxla knows no such name of SMP",
+    ]
+
+
+def test_files_beside_the_script_are_read_once(tmp_path):
+    findings = check(
+        tmp_path,
+        "import model\nfrom data import loader\nimport json",
+        model="import data\nx.cuda()",
+        data="import model\nimport torch\ntorch.cuda.Stream()",
+    )
+    assert [(f.file.name, f.name) for f in findings] == [
+        ("model.py", ".cuda()"),
+        ("data.py", "torch.cuda.Stream"),
+    ]
+
+
+def test_the_table_puts_what_is_not_supported_first(tmp_path):
+    findings = check(tmp_path, "import torch\nx.cuda()\ntorch.cuda.Stream()\ny.cuda()")
+    head, *rows, total = format_findings(findings).splitlines()
+    assert head == f"{tmp_path / 'train.py'}:"
+    assert rows[0].startswith("  not supported torch.cuda.Stream (line 3): XLA orders its work")
+    assert rows[1] == "  supported     .cuda() (line 2, 4): the rank's XLA device"
+    assert total == "2 names of SMP and CUDA, 1 of them not supported"
+
+
+def test_what_is_not_python_is_an_error(tmp_path):
+    with pytest.raises(SyntaxError, match=r"train.py, line 1"):
+        check(tmp_path, "def (:")
+
+
+def test_checking_loads_no_torch(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.is_available()")
+    code = (
+        "import sys; from mpxla.compat.__main__ import main; "
+        f"main(['--check', {str(tmp_path / 'train.py')!r}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -1,0 +1,105 @@
+"""What runs and is another thing than under SMP on CUDA devices: lines of `docs/migrating.md`."""
+
+import argparse
+import pickle
+import types
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def train_and_count():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({"microbatches": 2})
+        model = smp.DistributedModel(torch.nn.Linear(2, 1))
+        settings, runs = types.SimpleNamespace(scale=1.0), []
+
+        @smp.step
+        def step(model, x, factor):
+            runs.append(factor)
+            loss = (0 * model(x)).sum() + settings.scale * factor
+            model.backward(loss)
+            return loss
+
+        def run(factor=1.0):
+            return step(model, torch.ones(4, 2).cuda(), factor).reduce_mean().item()
+
+        first = run()
+        num_runs = len(runs)
+        settings.scale = 5.0
+        again = run()
+        assert len(runs) == num_runs >= 1
+        return first, again, run(factor=7.0), len(runs) > num_runs
+
+
+def test_step_functions_run_in_python_once():
+    ((*_, ran_again),) = run_ranks(train_and_count, 1)
+    assert ran_again, "for another signature"
+
+
+def test_values_read_by_a_step_are_those_of_its_capture():
+    ((first, again, with_argument, _),) = run_ranks(train_and_count, 1)
+    assert (first, again) == (1.0, 1.0)
+    assert with_argument == 35.0
+
+
+SCRIPT = """\
+import torch
+device = torch.device("cuda")
+if device.type == "cuda":
+    raise RuntimeError("it is not")
+"""
+
+
+def test_comparisons_of_the_device_type_are_warned_of(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (lines,) = run_ranks(run_and_listen, 1, script)
+    assert lines == [
+        f"{script}:3: .type == \"cuda\": False: the type of the script's device is 'xla'"
+    ]
+
+
+def run_and_listen(script):
+    import logging
+
+    from mpxla.compat.launcher import run_script
+    from mpxla.log import get_logger
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    get_logger().addHandler(handler)
+    try:
+        run_script(script, [])
+    finally:
+        get_logger().removeHandler(handler)
+    return lines
+
+
+def test_objects_that_could_run_code_are_not_loaded(tmp_path):
+    run_ranks(save_and_load, 1, str(tmp_path / "x.pt"))
+
+
+def save_and_load(path):
+    from mpxla.compat.launcher import mapped
+    from mpxla.errors import CheckpointError
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init()
+        smp.save({"args": argparse.Namespace(lr=0.1)}, path, partial=False)
+        with pytest.raises(CheckpointError, match=r"could run code"):
+            smp.load(path, partial=False)
+        with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
+            torch.load(path)
+        assert smp.load(path, partial=False, weights_only=False)["args"].lr == 0.1

@@ -1,0 +1,170 @@
+"""The launcher as users start it: one process, torchrun, mpirun's variables; its options."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+SCRIPT = """\
+import argparse
+
+import smdistributed.modelparallel.torch as smp
+import torch
+from helper import factor
+from smdistributed.modelparallel import __version__
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+args = parser.parse_args()
+smp.init()
+torch.cuda.set_device(smp.local_rank())
+model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=args.lr))
+
+
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean() * factor
+    model.backward(loss)
+    return loss
+
+
+loss = train_step(model, torch.ones(4, 2).cuda()).reduce_mean()
+optimizer.step()
+assert __name__ == "__main__" and loss.is_cuda and __version__ == "1.15.0"
+print("done", smp.rank(), smp.size(), smp.local_rank(), torch.cuda.device_count(), args.lr)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "helper.py").write_text("factor = 2.0\n")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment(**variables):
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    settings = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "PYTHONPATH": str(REPOSITORY)}
+    return {**kept, **settings, **variables}
+
+
+def start(*command, **variables):
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, exit_code=0):
+    try:
+        output, errors = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, errors = process.communicate()
+    assert process.returncode == exit_code, f"{output}\n{errors[-4000:]}"
+    return output, errors
+
+
+def done_lines(output):
+    return sorted(line for line in output.splitlines() if line.startswith("done"))
+
+
+@pytest.mark.ranks
+def test_one_process(script):
+    output, _ = finish(start("-m", "mpxla.compat", str(script), "--lr", "0.1"))
+    assert done_lines(output) == ["done 0 1 0 1 0.1"]
+
+
+@pytest.mark.ranks
+def test_torchrun(script):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    config = '{"partitions": 2, "microbatches": 2}'
+    process = start(
+        *torchrun, "-m", "mpxla.compat", str(script), "--lr=0.5", SM_HP_MP_PARAMETERS=config
+    )
+    output, _ = finish(process)
+    assert done_lines(output) == ["done 0 2 0 2 0.5", "done 1 2 1 2 0.5"]
+
+
+@pytest.mark.ranks
+def test_mpirun(script):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        start(
+            *("-m", "mpxla.compat", str(script), "--lr", "1"),
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_SIZE="2",
+            MASTER_PORT=port,
+            SM_HP_MP_PARAMETERS='{"pipeline_parallel_degree": 2, "microbatches": 2}',
+        )
+        for rank in range(2)
+    ]
+    outputs = [finish(process)[0] for process in processes]
+    assert done_lines("\n".join(outputs)) == ["done 0 2 0 2 1.0", "done 1 2 1 2 1.0"]
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_mapped_ends_the_script_with_its_line(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n\nprint('before')\nside = torch.cuda.Stream()\n")
+    output, errors = finish(start("-m", "mpxla.compat", str(path)), exit_code=1)
+    assert output == "before\n"
+    last = errors.splitlines()[-1]
+    assert re.match(
+        r".*CompatError: \S+/train.py:4: side = torch.cuda.Stream\(\): torch.cuda.Stream cannot be "
+        r"mapped onto an XLA device: XLA orders its work by itself",
+        last,
+    ), last
+
+
+@pytest.mark.ranks
+def test_the_scripts_exit_code_is_the_launchers(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit(7)\n")
+    finish(start("-m", "mpxla.compat", str(path)), exit_code=7)
+
+
+# The command line needs no torch, so it is called here.
+
+
+def test_help(capsys):
+    from mpxla.compat.__main__ import main
+
+    assert main(["--help"]) == 0
+    assert "usage: python -m mpxla.compat SCRIPT" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["--unknown"]) == 2
+    assert "usage: python -m mpxla.compat SCRIPT" in capsys.readouterr().err
+
+
+def test_missing_script(capsys):
+    from mpxla.compat.__main__ import main
+
+    assert main(["nowhere.py"]) == 2
+    assert capsys.readouterr().err == "python -m mpxla.compat: there is no file nowhere.py\n"
+
+
+def test_check_lists_and_counts(script, capsys):
+    from mpxla.compat.__main__ import main
+
+    assert main(["--check", str(script)]) == 0
+    output = capsys.readouterr().out
+    assert "supported     smp.DistributedModel (line 13)" in output
+    assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
+    script.write_text(SCRIPT + "smp.tp_register(None)\n")
+    assert main(["--check", str(script)]) == 1
+    assert "not supported smp.tp_register (line 28): tensor parallelism" in capsys.readouterr().out

@@ -1,0 +1,334 @@
+"""What the script's code sees of CUDA inside the launcher, and that nothing is left outside.
+
+Each function runs on one rank, as if a script called it: files of tests count as the user's.
+"""
+
+import time
+import types
+
+import pytest
+import torch
+
+from mpxla.compat import CompatError
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def inside(function):
+    """Calls a function of this file on one rank inside the launcher."""
+    return run_ranks(_call_mapped, 1, function.__name__)[0]
+
+
+def _call_mapped(name):
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        return globals()[name]()
+
+
+def refusal(function):
+    with pytest.raises(CompatError) as refused:
+        function()
+    return str(refused.value)
+
+
+# Devices.
+
+
+def name_devices():
+    x = torch.arange(4.0)
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module.to("cuda")
+    assert module.weight is weight is optimizer.param_groups[0]["params"][0]
+    on_device = [
+        torch.device("cuda"),
+        torch.device("cuda:0"),
+        torch.device("cuda", 0),
+        torch.device(type="cuda", index=0),
+        torch.device(0),
+        x.to("cuda").device,
+        x.to(0).device,
+        x.to(device="cuda", dtype=torch.float64).device,
+        x.to(torch.device("cuda"), torch.float16).device,
+        x.cuda().device,
+        x.cuda(0).device,
+        x.cuda(device="cuda:0", non_blocking=True).device,
+        torch.zeros(2, device="cuda").device,
+        torch.randn(2, device=0).device,
+        torch.ones_like(x, device="cuda:0").device,
+        weight.device,
+        torch.nn.Linear(2, 2).cuda().weight.device,
+        torch.nn.Linear(2, 2, device="cuda").weight.device,
+    ]
+    with torch.device("cuda"):
+        on_device.append(torch.zeros(2).device)
+    assert {str(device) for device in on_device} == {"xla:0"}, on_device
+    assert x.cuda().is_cuda and not x.is_cuda
+    assert x.pin_memory() is x
+    assert x.to("cpu").device == x.to(torch.float64).device == torch.device("cpu")
+    assert x.to(torch.float64, True).dtype is torch.float64, "True is not the device 1"
+    assert torch.device("cpu").type == "cpu" and torch.device("meta").type == "meta"
+    return refusal(lambda: torch.device("cuda:1")), refusal(lambda: x.to(3))
+
+
+def test_devices():
+    by_name, by_index = inside(name_devices)
+    assert 'torch.device("cuda:1")' in by_name
+    for text, index in ((by_name, 1), (by_index, 3)):
+        assert f"there is no device cuda:{index}: 1 process(es) run on this host" in text
+
+
+# Names of torch.cuda.
+
+
+def ask_about_the_device():
+    cuda = torch.cuda
+    assert cuda.is_available() and cuda.is_initialized() and cuda.is_bf16_supported()
+    assert (cuda.device_count(), cuda.current_device()) == (1, 0)
+    cuda.set_device(0), cuda.set_device("cuda:0"), cuda.set_device(torch.device("cuda"))
+    cuda.init(), cuda.empty_cache(), cuda.ipc_collect(), cuda.synchronize(), cuda.synchronize(0)
+    with cuda.device(0):
+        pass
+    assert cuda.get_device_name() == cuda.get_device_properties(0).name == "XLA device xla:0"
+    assert refusal(lambda: cuda.set_device(1)).endswith("Use smp.local_rank() or no index.")
+
+
+def test_questions_about_the_device():
+    inside(ask_about_the_device)
+
+
+def count_memory():
+    cuda = torch.cuda
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    held = torch.ones(50_000_000).cuda() + 1
+    cuda.synchronize()
+    assert held.shape == (50_000_000,)
+    grown = cuda.memory_allocated() - before
+    assert 150e6 < grown < 2e9
+    del held
+    free, total = cuda.mem_get_info()
+    assert 0 < free < total == cuda.get_device_properties(0).total_memory
+    assert cuda.max_memory_allocated() >= cuda.memory_reserved() > before // 2
+    statistics = cuda.memory_stats()
+    assert statistics["allocated_bytes.all.peak"] == cuda.max_memory_reserved()
+    assert cuda.memory_summary().startswith("XLA device: ")
+
+
+def test_memory_counters():
+    inside(count_memory)
+
+
+def seed():
+    cuda = torch.cuda
+    torch.manual_seed(1)
+    host = torch.rand(3)
+    torch.manual_seed(1)
+    cuda.manual_seed(5)
+    cuda.manual_seed_all(5)
+    assert torch.equal(torch.rand(3), host), "the host's generator is another one"
+    drawn = torch.rand(3, device="cuda").cpu()
+    cuda.manual_seed(5)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn)
+    assert cuda.initial_seed() == 5
+    torch.manual_seed(6)
+    assert cuda.initial_seed() == 6, "torch.manual_seed seeds all devices"
+    from mpxla.runtime.seeds import draw_seed
+
+    state, states = cuda.get_rng_state(), cuda.get_rng_state_all()
+    first = draw_seed()
+    assert draw_seed() != first
+    cuda.set_rng_state(state)
+    assert draw_seed() == first
+    cuda.random.set_rng_state_all(states)
+    assert draw_seed() == first
+    cuda.seed()
+    cuda.seed_all()
+    assert cuda.initial_seed() != 6
+
+
+def test_random_numbers():
+    inside(seed)
+
+
+def use_autocast():
+    x = torch.ones(2, 2, device="cuda")
+    with torch.cuda.amp.autocast():
+        assert (x @ x).dtype is torch.bfloat16
+    with torch.cuda.amp.autocast(False):
+        assert (x @ x).dtype is torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+    with torch.amp.autocast(device_type="cuda", enabled=False):
+        assert (x @ x).dtype is torch.float32
+
+    @torch.cuda.amp.autocast(dtype=torch.bfloat16)
+    def product():
+        return x @ x
+
+    assert product().dtype is torch.bfloat16
+
+
+def test_autocast():
+    inside(use_autocast)
+
+
+def scale_losses():
+    import smdistributed.modelparallel.torch as smp
+    from torch.amp import GradScaler
+
+    loss = torch.ones(())
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(1)
+    off = torch.cuda.amp.GradScaler(enabled=False)
+    assert off.scale(loss) is loss and off.get_scale() == 1.0 and off.state_dict() == {}
+    off.unscale_(optimizer), off.step(optimizer), off.update(), off.load_state_dict({})
+    assert weight.item() == 0.0 and not off.is_enabled()
+    assert not torch.cuda.amp.GradScaler(2.0, 2.0, 0.5, 10, False).is_enabled()
+    assert not GradScaler("cuda", 2.0, 2.0, 0.5, 10, False).is_enabled()
+    scaler = smp.amp.GradScaler()
+    assert scaler.is_enabled()
+    calls = {
+        "scale": lambda: scaler.scale(loss),
+        "unscale_": lambda: scaler.unscale_(optimizer),
+        "step": lambda: scaler.step(optimizer),
+        "update": lambda: scaler.update(),
+        "get_scale": lambda: scaler.get_scale(),
+        "state_dict": lambda: scaler.state_dict(),
+        "load_state_dict": lambda: scaler.load_state_dict({}),
+    }
+    return {name: refusal(call) for name, call in calls.items()}
+
+
+def test_loss_scaling_is_refused_when_it_is_used():
+    for name, text in inside(scale_losses).items():
+        assert f"GradScaler.{name}() belongs to loss scaling (fp16 training)" in text
+        assert "test_mapping.py:" in text and f"scaler.{name}(" in text
+
+
+def touch_every_name():
+    from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, Fate, cuda_name
+
+    for module, names in ((torch.cuda, CUDA_NAMES), (torch.cuda.amp, CUDA_AMP_NAMES)):
+        for name, entry in names.items():
+            if entry.fate is Fate.REFUSED:
+                assert entry.text in refusal(lambda m=module, n=name: m.__getattribute__(n)), name
+            else:
+                getattr(module, name)
+    for name in torch.cuda.__all__:
+        if cuda_name(name).fate is Fate.REFUSED:
+            refusal(lambda n=name: torch.cuda.__getattribute__(n))
+    refusal(lambda: torch.cuda._lazy_init())
+    refusal(lambda: torch.cuda.amp.custom_fwd)
+    assert torch.cuda.random.manual_seed == torch.cuda.manual_seed
+    assert torch.cuda.memory.memory_allocated == torch.cuda.memory_allocated
+    try:
+        torch.cuda.nothing_of_that_name  # noqa: B018 - reading is the test
+    except AttributeError:
+        return refusal(lambda: torch.cuda.utilization())
+    raise AssertionError("it does not exist")
+
+
+def test_every_name_of_torch_cuda_is_mapped_or_refused():
+    text = inside(touch_every_name)
+    assert "test_mapping.py:" in text and "torch.cuda.utilization cannot be mapped" in text
+
+
+def ask_as_a_library():
+    """What libraries read is not changed: torch would take paths of CUDA."""
+    library = types.ModuleType("library")
+    path = torch.__file__.replace("__init__.py", "somewhere.py")
+    code = "import torch\nanswer = torch.cuda.is_available(), torch.cuda.device_count()"
+    exec(compile(code, path, "exec"), library.__dict__)
+    assert library.answer == (False, 0)
+    assert torch.cuda.is_available()
+
+
+def test_libraries_see_torch_as_it_is():
+    inside(ask_as_a_library)
+
+
+# Loading.
+
+
+def load_files():
+    import io
+
+    def saved(value):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        return buffer
+
+    state = {"w": torch.nn.Parameter(torch.ones(2)), "list": [torch.zeros(1)], "n": 3}
+    for place in ("cuda", "cuda:0", torch.device("cuda"), {"cpu": "cuda:0"}):
+        found = torch.load(saved(state), map_location=place)
+        assert found["w"].device.type == found["list"][0].device.type == "xla"
+        assert isinstance(found["w"], torch.nn.Parameter) and found["n"] == 3
+    for place in (None, "cpu", torch.device("cpu"), lambda storage, location: storage):
+        assert torch.load(saved(state), map_location=place)["w"].device.type == "cpu"
+    assert torch.load(saved(torch.ones(2).cuda())).device.type == "xla"
+
+
+def test_loading():
+    inside(load_files)
+
+
+# Outside.
+
+
+def leave_and_compare():
+    import sys
+
+    from mpxla.compat.launcher import mapped
+
+    def picture():
+        return (
+            type(torch.cuda), type(torch.cuda.amp), type(torch.distributed), torch.load,
+            torch.autocast.__init__, torch.overrides._get_current_function_mode_stack(),
+            torch.__future__.get_swap_module_params_on_conversion(), list(sys.meta_path),
+            torch.cuda.is_available(), [n for n in sys.modules if n.startswith("smdistributed")],
+        )  # fmt: skip
+
+    before = picture()
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        assert smp.rank and torch.cuda.is_available()
+        assert picture() != before
+    assert picture() == before
+    try:
+        import smdistributed  # noqa: F401 - it must fail
+    except ModuleNotFoundError:
+        return True
+    return False
+
+
+def test_nothing_is_left_outside():
+    assert run_ranks(leave_and_compare, 1) == [True]
+
+
+def measure_overhead():
+    from mpxla.compat.launcher import mapped
+
+    def add_often():
+        x = torch.zeros(4)
+        started = time.perf_counter()
+        for _ in range(20_000):
+            x.add_(1.0)
+        return (time.perf_counter() - started) / 20_000
+
+    add_often()
+    plain = min(add_often() for _ in range(3))
+    with mapped():
+        inside = min(add_often() for _ in range(3))
+    return inside - plain
+
+
+def test_a_call_of_torch_costs_a_few_microseconds_more():
+    (overhead_s,) = run_ranks(measure_overhead, 1)
+    assert overhead_s < 20e-6

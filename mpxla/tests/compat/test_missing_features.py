@@ -1,0 +1,150 @@
+"""What mpxla does not have raises an error that names the feature, and the script's line."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from mpxla.compat import CompatError
+from mpxla.errors import ConfigError
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def refusal(function, kind=CompatError):
+    with pytest.raises(kind) as refused:
+        function()
+    return str(refused.value)
+
+
+def use_smp():
+    from mpxla.compat.launcher import mapped
+
+    os.environ["SM_HP_MP_PARAMETERS"] = json.dumps({"microbatches": 2})
+    with mapped():
+        return _use_smp()
+
+
+def _use_smp():
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init()
+    linear = torch.nn.Linear(2, 2)
+
+    def enter(context):
+        with context:
+            pass
+
+    def import_layer():
+        from smdistributed.modelparallel.torch.nn import DistributedLinear  # noqa: F401
+
+    def import_checkpoint():
+        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint  # noqa: F401
+
+    def import_translation():
+        from smdistributed.modelparallel.torch.nn.huggingface import gpt2
+
+        gpt2.translate_state_dict_to_hf_gpt2({})
+
+    half = torch.float16
+    texts = {
+        "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
+        "from": refusal(import_layer),
+        "translate": refusal(import_translation),
+        "register": refusal(lambda: smp.tp_register_with_module(torch.nn.Linear, None)),
+        "context": refusal(lambda: enter(smp.tensor_parallelism())),
+        "set": refusal(lambda: smp.set_tensor_parallelism(linear)),
+        "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
+        "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
+        "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
+        "delay": refusal(lambda: enter(smp.delay_param_initialization())),
+        "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
+        "recompute_import": refusal(import_checkpoint),
+        "fused": refusal(lambda: smp.optimizers.FusedLAMB),
+    }
+    # Switched off, they do nothing, and a default dtype is put back.
+    with (
+        smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True),
+        smp.delay_param_initialization(enabled=False),
+        smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, flash_attention=1),
+    ):
+        assert torch.nn.Linear(1, 1).weight.dtype is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+    smp.set_tensor_parallelism(linear, False)
+    assert not hasattr(smp, "no_such_name_of_smp")
+
+    model = smp.DistributedModel(torch.nn.Linear(2, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    missing = AttributeError
+    texts |= {
+        "clip": refusal(lambda: optimizer.clip_master_grads(1.0), missing),
+        "overflow": refusal(lambda: optimizer.overflow, missing),
+        "scale": refusal(lambda: optimizer.loss_scale, missing),
+        "norm": refusal(lambda: optimizer._global_grad_norm, missing),
+    }
+    assert not hasattr(optimizer, "overflow")
+    return texts
+
+
+FEATURES = {
+    "tensor parallelism": ("nn", "from", "translate", "register", "context", "set", "creation"),
+    "fp16 training": ("half", "clip", "overflow", "scale"),
+    "sharded data parallelism": ("sharded", "norm"),
+    "delayed parameter initialization": ("delay",),
+    "activation checkpointing": ("recompute", "recompute_import"),
+}
+
+
+def test_18_missing_features_are_named_with_the_line():
+    (texts,) = run_ranks(use_smp, 1)
+    for feature, names in FEATURES.items():
+        for name in names:
+            assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
+    assert "a fused CUDA kernel of apex" in texts["fused"]
+    for name in ("nn", "context", "half", "recompute"):
+        assert "test_missing_features.py:" in texts[name]
+    assert "smp.nn.DistributedTransformer(num_layers=2)" in texts["nn"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "feature"),
+    [
+        ("fp16", True, "fp16 training"),
+        ("tensor_parallel_degree", 2, "tensor parallelism"),
+        ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
+    ],
+)
+def test_18_configuration_of_missing_features(key, value, feature):
+    (text,) = run_ranks(initialize, 1, {key: value, "ddp": True})
+    assert f"{key}: {value} asks for {feature}, which mpxla does not have yet" in text
+
+
+def initialize(config):
+    from mpxla.compat.launcher import mapped
+
+    os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(config)
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        return refusal(smp.init, ConfigError)
+
+
+def move_the_model():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init()
+        linear = torch.nn.Linear(2, 2)
+        weight = linear.weight
+        model = smp.DistributedModel(linear)
+        assert model.to("cuda") is model and model.cuda() is model and model.to(0) is model
+        assert model.to(torch.float64).module.weight.dtype is torch.float64
+        return linear.weight is weight
+
+
+def test_moving_the_distributed_model_is_left_to_the_first_step():
+    assert run_ranks(move_the_model, 1) == [True]

@@ -1,0 +1,71 @@
+"""Which optimizers may be divided over replicas."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from mpxla.errors import ConfigError
+from mpxla.parallel.elementwise import check_elementwise
+
+pytestmark = pytest.mark.unit
+
+
+class SignDescent(optim.Optimizer):
+    """An elementwise optimizer of a user, with state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                seen = self.state[p].setdefault("seen", torch.zeros_like(p))
+                seen.add_(p.grad.abs())
+                p.sub_(group["lr"] * p.grad / seen)
+
+
+class NormedDescent(SignDescent):
+    """Divides by the norm of the whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+def parameters():
+    torch.manual_seed(0)
+    return list(nn.Linear(4, 3, bias=False).parameters())
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop, SignDescent])
+def test_elementwise_optimizers_pass(kind):
+    check_elementwise(kind(parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, optim.Muon, NormedDescent])
+def test_others_are_refused(kind):
+    text = rf"divides parameters over replicas, and {kind.__name__} needs whole tensors: .* SGD, or"
+    with pytest.raises(ConfigError, match=text):
+        check_elementwise(kind(parameters(), lr=0.1))
+
+
+def test_the_trial_leaves_the_optimizer_alone():
+    mine = parameters()
+    before = [p.detach().clone() for p in mine]
+    optimizer = SignDescent(mine)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    state = torch.random.get_rng_state()
+    check_elementwise(optimizer)
+    assert calls == []
+    assert not optimizer.state
+    assert all(torch.equal(p, b) for p, b in zip(mine, before, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    mine[0].grad = torch.ones_like(mine[0])
+    optimizer.step()
+    assert calls == ["hook"]
+    scheduler.step()

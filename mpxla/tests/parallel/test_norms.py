@@ -1,0 +1,105 @@
+"""Clipping by the norm of all gradients; over stages and shards also in `test_parity_replicas`."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ORDERS = (2.0, 1.0, 3.0, math.inf)
+
+
+class Tied(nn.Module):
+    """The first and the last layer share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.enter = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
+        self.leave = nn.Linear(6, 6)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.middle(torch.tanh(self.enter(x)))))
+
+
+def loss_of(model, x):
+    loss = model(x).square().sum()
+    model.backward(loss)
+    return loss
+
+
+def batch():
+    torch.manual_seed(6)
+    return torch.randn(4, 6)
+
+
+def clip(stages, is_sharded):
+    smp.init(
+        {
+            "ddp": True,
+            "pipeline_parallel_degree": stages,
+            "shard_optimizer_state": is_sharded,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    raw = Tied()
+    model = smp.DistributedModel(raw)
+    for layer in (raw.middle, raw.leave) if stages > 1 else ():
+        smp.set_partition(layer, stages - 1)
+    step, found = smp.step(loss_of), []
+    for order in ORDERS:
+        model.zero_grad()
+        step(model, batch())
+        norm = smp.clip_grad_norm_(model.parameters(), 0.5, order)
+        again = smp.clip_grad_norm_(model.parameters(), 1e9, order)
+        assert norm.device.type == "xla"
+        found.append((norm.item(), again.item()))
+    step(model, batch())
+    part = smp.clip_grad_norm_(raw.middle.parameters(), 1e9).item()
+    return found, part, refused(model, step)
+
+
+def refused(model, step):
+    step(model, torch.full((4, 6), math.inf))
+    try:
+        smp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "is_sharded"), [(1, 1, False), (2, 1, False), (2, 2, True)]
+)
+def test_the_norm_is_that_of_one_process(stages, replicas, is_sharded):
+    results = run_ranks(clip, stages * replicas, stages, is_sharded)
+    for found, part, text in results:
+        for order, (norm, again) in zip(ORDERS, found, strict=True):
+            model = Tied()
+            model(batch()).square().sum().backward()
+            expected = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+            assert norm == pytest.approx(expected.item(), rel=1e-5), order
+            assert again == pytest.approx(0.5, rel=1e-5), order
+        assert "the total norm of order 2.0 of the gradients is" in text
+        assert results[0][1] == part
+
+
+def clip_too_early():
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Tied())
+    try:
+        smp.clip_grad_norm_(model.parameters(), 1.0)
+    except smp.MpxlaError as error:
+        return str(error)
+
+
+def test_clipping_before_the_first_step():
+    for text in run_ranks(clip_too_early, 2):
+        assert "clip_grad_norm_ needs gradients: call it after the first call of a step" in text

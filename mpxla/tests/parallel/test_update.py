@@ -1,0 +1,182 @@
+"""Compiled updates against the same optimizer on the host."""
+
+import math
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class CountsInPython(torch.optim.Optimizer):
+    """Keeps its count of steps as a number, which a traced program would make a constant."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                    p.sub_(p.grad * (group["lr"] / self.state[p]["count"]))
+
+
+class Noisy(torch.optim.SGD):
+    """Draws random numbers, though not enough of them to move a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p) * 0)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "SGD dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "Python": CountsInPython,
+    "Noisy": lambda p: Noisy(p, lr=0.1),
+}
+LAZY = {
+    "Adagrad": "it reads values on the host",
+    "Python": "it keeps counts or values in Python",
+    "Noisy": "it draws random numbers",
+}
+SHAPES = [(4, 3), (3,), (2, 2, 2)]
+
+
+def make(device):
+    generator = torch.Generator().manual_seed(0)
+    host = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.nn.Parameter(value.to(device)) for value in host]
+
+
+def train(name, device, num_steps, compiled):
+    """Values after some steps; the second group has its own rate, its last parameter rests once."""
+    from mpxla.parallel.update import CompiledUpdate
+    from mpxla.stage.device import flush, make_ready
+
+    parameters = make(device)
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}]
+    optimizer = OPTIMIZERS[name](groups)
+    update = CompiledUpdate(optimizer) if compiled else None
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(num_steps):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
+        if step == 3:
+            parameters[-1].grad = None
+        if compiled:
+            make_ready(p.grad for p in parameters if p.grad is not None)
+            update.step()
+            flush()
+        else:
+            optimizer.step()
+        scheduler.step()
+    values = [p.detach().cpu() for p in parameters]
+    return values, (update.num_programs, update.reason) if compiled else None
+
+
+def train_both(names):
+    from mpxla.stage.device import current_device
+
+    device = current_device()
+    return {
+        name: (train(name, "cpu", 6, False)[0], *train(name, device, 6, True)) for name in names
+    }
+
+
+def test_updates_equal_those_on_the_host_whatever_the_optimizer():
+    (found,) = run_ranks(train_both, 1, list(OPTIMIZERS))
+    for name, (want, got, (num_programs, reason)) in found.items():
+        for a, b in zip(want, got, strict=True):
+            torch.testing.assert_close(
+                b, a, rtol=2e-6, atol=2e-7, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        assert reason == LAZY.get(name), name
+        # All parameters; all but one; after its rest, its count differs from the others'.
+        assert num_programs <= 3 and (num_programs > 0) == (reason is None), name
+
+
+def train_with_hooks():
+    from mpxla.parallel.update import CompiledUpdate
+    from mpxla.stage.compile import num_compilations
+    from mpxla.stage.device import current_device, make_ready
+
+    parameters = make(current_device())
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    seen = []
+
+    def note(name):
+        return lambda *_: seen.append((name, all(p.grad is not None for p in parameters)))
+
+    optimizer.register_step_pre_hook(note("before, early"))
+    update = CompiledUpdate(optimizer)
+    optimizer.register_step_pre_hook(note("before, late"))
+    optimizer.register_step_post_hook(note("after"))
+    counts = []
+    for step in range(4):
+        for p in parameters:
+            p.grad = torch.ones(p.shape).to(p.device)
+        make_ready(p.grad for p in parameters)
+        optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+        update.step()
+        counts.append(num_compilations())
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    update.step()
+    state = optimizer.state[parameters[0]]
+    return seen[:3], counts, num_compilations(), state["step"].item(), update.was_compiled
+
+
+def test_hooks_see_gradients_and_only_the_first_step_compiles():
+    ((seen, counts, at_end, step, was_compiled),) = run_ranks(train_with_hooks, 1)
+    assert seen == [("before, early", True), ("before, late", True), ("after", True)]
+    assert counts[0] == counts[-1]
+    assert step == 5 and was_compiled
+    assert math.isclose(at_end, counts[-1], abs_tol=1)  # loading may give counters a place each
+
+
+def cycle_momentum():
+    from mpxla.parallel.update import CompiledUpdate
+    from mpxla.stage.device import current_device, flush, make_ready
+
+    (parameter,) = parameters = make(current_device())[:1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    update = CompiledUpdate(optimizer)
+    for step in range(12):
+        parameter.grad = torch.ones(parameter.shape).to(parameter.device)
+        make_ready([parameter.grad])
+        optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * step
+        update.step()
+        flush()
+    return update.reason, parameter.detach().cpu()
+
+
+def test_settings_that_change_in_every_step_end_compilation():
+    ((reason, value),) = run_ranks(cycle_momentum, 1)
+    assert reason == "its settings change from step to step"
+    (expected,) = parameters = make("cpu")[:1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for step in range(12):
+        expected.grad = torch.ones(expected.shape)
+        optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * step
+        optimizer.step()
+    torch.testing.assert_close(value, expected.detach(), rtol=2e-6, atol=2e-7)

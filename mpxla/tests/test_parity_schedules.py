@@ -1,0 +1,76 @@
+"""Every schedule trains with the numbers of plain PyTorch, and holds what it promised to hold."""
+
+from itertools import product
+
+import pytest
+
+from mpxla.config import Config
+from mpxla.schedule.choice import custom_schedule, placement_of
+from mpxla.schedule.generate import generate
+from mpxla.schedule.timeline import stage_peaks
+from mpxla.testing import run_ranks
+from mpxla.tests.parity import Case, train, train_plainly
+from mpxla.tests.parity_checks import assert_parity
+
+# Only stage 0 splits its backwards, and finishes them late.
+OWN = """
+0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2
+1F0 1B0 1F1 1B1 1F2 1B2
+"""
+
+CASES = [
+    Case("gpt", 2, 4, "zero_bubble"),
+    Case("conv_net", 2, 4, "zero_bubble_v"),
+    Case("gpt", 2, 4, "interleaved", keys=(("virtual_pipeline_degree", 2),)),
+    Case("unet", 2, 3, "custom", keys=(("schedule", OWN),)),
+]
+SWEEP = [
+    Case(name, ranks, count, pipeline, keys=keys)
+    for ranks, name, count, (pipeline, keys) in product(
+        (2, 3),
+        ("gpt", "conv_net", "unet", "twice", "shared"),
+        (2, 6),
+        [
+            ("zero_bubble", ()),
+            ("zero_bubble_v", ()),
+            ("interleaved", (("virtual_pipeline_degree", 2),)),
+            ("zero_bubble", (("virtual_pipeline_degree", 2),)),
+            ("simple", (("virtual_pipeline_degree", 2),)),
+            ("zero_bubble", (("active_microbatches", 1),)),
+        ],
+    )
+]
+
+
+def check(case: Case) -> None:
+    observed = run_ranks(train, case.stages, case, timeout_s=200)
+    assert_parity(observed, train_plainly(case))
+    config = Config(**case.config())
+    placement = placement_of(config)
+    custom = custom_schedule(config)
+    lists = (
+        custom.lists
+        if custom is not None
+        else generate(
+            config.pipeline, config.microbatches, placement, config.active_microbatches, True
+        )
+    )
+    promised = stage_peaks(lists, len(placement))
+    assert max(promised) <= config.active_microbatches
+    for rank, found in enumerate(observed):
+        assert found.later_compilations == 0, f"rank {rank}"
+        assert found.placement == placement
+        assert found.peaks == {s: promised[s] for s, home in enumerate(placement) if home == rank}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_schedule_trains_as_in_one_process(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", SWEEP, ids=str)
+def test_schedule_trains_as_in_one_process_everywhere(case):
+    check(case)
