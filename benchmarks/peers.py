@@ -11,6 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from replica_peers import (
+    all_reduce,
+    ddp,
+    memory_of,
+    mpxla_grid,
+    mpxla_grid_without_overlap,
+    mpxla_replicas,
+    mpxla_sharded,
+)
+
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -59,7 +69,7 @@ def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
         optimizer.step()
         return total
 
-    return timed(step, warm_up, steps)
+    return timed(step, warm_up, steps) | memory_of(optimizer)
 
 
 def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
@@ -179,10 +189,24 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
     result["num_parameters"] = len(list(model.local_parameters()))
     if RANK == 0:
         result["partition"] = model.partition_report()
-    return result
+    return result | memory_of(optimizer)
 
 
-PEERS = {f.__name__: f for f in (eager, lazy_xla, torch_pipelining, mpxla)}
+PEERS = {
+    f.__name__: f
+    for f in (
+        eager,
+        lazy_xla,
+        torch_pipelining,
+        mpxla,
+        ddp,
+        mpxla_replicas,
+        mpxla_sharded,
+        mpxla_grid,
+        mpxla_grid_without_overlap,
+        all_reduce,
+    )
+}
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ _SOURCES = {
         "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
         "TopologyError",
     ),
+    "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
     "mpxla.parallel.model": ("DistributedModel",),
     "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
     from mpxla.checkpoint.save import save_checkpoint as save_checkpoint
     from mpxla.checkpoint.single import load as load
     from mpxla.checkpoint.single import save as save
+    from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
+    from mpxla.parallel.creation import model_creation as model_creation
     from mpxla.parallel.model import DistributedModel as DistributedModel
     from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -119,9 +119,9 @@ class Config:
     """Extension. The text of a schedule for `pipeline: "custom"`: a line per pipeline rank with
     actions such as `0F0 0F1 0B0 0B1` (stage, operation, microbatch; `mpxla/schedule/action.py`)."""
     transport: str = key("auto", word("auto", "host", "xla"))
-    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives inside
-    XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for the
-    device, which is `host` on CPU."""
+    """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
+    inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for
+    the device, which is `host` on CPU."""
     reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
     """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
     to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""

@@ -17,7 +17,6 @@ MISSING_FEATURES = {
     "fp16": "fp16 training",
     "bf16": "bf16 training",
     "offload_activations": "activation offloading",
-    "delayed_parameter_initialization": "delayed parameter initialization",
     "sharded_data_parallel_degree": "sharded data parallelism",
     "load_partition": "loading a partition decision",
     "partition_file": "saving a partition decision",

@@ -56,6 +56,8 @@ class LaunchEnv:
     """Host of rank 0."""
     master_port: int = _DEFAULT_MASTER_PORT
     """Port for the rendezvous on that host."""
+    attempt: int = 0
+    """How often torchrun has restarted the processes (`--max-restarts`)."""
     source: str = "none"
     """Who started the process: `"torchrun"`, `"mpirun"` or `"none"`."""
     smp_parameters: Mapping[str, Any] | None = None
@@ -132,6 +134,7 @@ def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _read_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
     names = _TORCHRUN | {"master_port": "MASTER_PORT"}
+    names |= {"attempt": "TORCHELASTIC_RESTART_COUNT"}
     groups = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
     has_groups = all(name in environ for name in groups.values())
     if has_groups:

@@ -30,6 +30,7 @@ from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
+from mpxla.stage.delayed import delay_all_models
 from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
@@ -143,6 +144,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     if owns_group:
         _start_process_group(env)
     _session = _connect(resolved, env, topology, device, owns_group)
+    delay_all_models(resolved.delayed_parameter_initialization)
     sys.excepthook = _reporting(sys.excepthook)
     _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(shutdown_if_started)
@@ -153,8 +155,9 @@ def _start_process_group(env: LaunchEnv) -> None:
     if env.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        # A store keeps the keys of an earlier session; all ranks count alike.
-        name = f"mpxla_session_{next(_session_numbers)}"
+        # A store keeps the keys of an earlier session, and torchrun's those of processes that it
+        # has restarted; all ranks count alike.
+        name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
         store = dist.PrefixStore(name, _launch_store(env))
     dist.init_process_group(
         "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
@@ -257,11 +260,13 @@ def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:
 def shutdown() -> None:
     """Ends mpxla in this process: waits for messages under way and drops the session.
 
-    Called by itself at the end of the process. Afterwards `init` may be called again.
+    Called by itself at the end of the process. Afterwards `init` may be called again. Replicas
+    wait for each other here.
 
     Raises:
         CheckpointError: a checkpoint that was being written in the background has failed.
         MpxlaError: `init` has not been called.
+        RankMismatch: replicas had different numbers of training steps.
     """
     current()
     shutdown_if_started()
@@ -274,11 +279,17 @@ def shutdown_if_started() -> None:
     if session is None:
         return
     atexit.unregister(shutdown_if_started)
+    delay_all_models(False)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
     try:
         if session.pending_checkpoint is not None:
             session.pending_checkpoint.wait()
+        if session.model is not None:
+            session.model.end_training()
+    except MpxlaError as error:
+        session.report_failure("the end of the session", error)
+        raise
     finally:
         session.transport.close()
         if session.lifeline is not None:

@@ -1,7 +1,9 @@
-"""torchrun --nproc_per_node 2 examples/mnist_mlp/train_smp.py [--manual] [--epochs 20]
+"""torchrun --nproc_per_node 2 examples/mnist_mlp/train_smp.py [--manual] [--dp 1] [--epochs 20]
 
 Trains a three-layer MLP on handwritten digits, split over all processes: each holds a part of the
-model on its XLA device, and microbatches flow through the parts. --manual: cut as MLP says.
+model on its XLA device, and microbatches flow through the parts. --manual: cut as MLP says;
+--dp N: N such models, each with its part of every batch.
+--checkpoint-dir: save there while training, and go on from what is there.
 """
 
 import argparse
@@ -65,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="folder with the four MNIST IDX files")
     parser.add_argument("--manual", action="store_true", help="cut the model as it says itself")
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--dp", type=int, default=1, help="replicas of the model")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save there, and resume from there")
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between saves")
     return parser.parse_args()
 
 
@@ -74,7 +79,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     smp.init(
         {
-            "pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", "1")),
+            "pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", "1")) // args.dp,
+            "ddp": args.dp > 1,
             "microbatches": args.microbatches,
             "auto_partition": not args.manual,
             "default_partition": 0,
@@ -89,16 +95,39 @@ def main() -> None:
     optimizer = smp.DistributedOptimizer(optimizer)
     log = TrainingLog(args.epochs, train_loader, test_loader, is_silent=smp.rank() != 0)
 
-    for _ in range(args.epochs):
+    first_epoch, losses_so_far = 0, []
+    if args.checkpoint_dir and (args.checkpoint_dir / "newest").exists():
+        position = smp.resume_from_checkpoint(args.checkpoint_dir)
+        first_epoch, losses_so_far = position["epoch"], list(position["losses"].to(device))
+        train_loader.generator.set_state(position["order"])
+        log.skip(first_epoch, len(losses_so_far))
+
+    for epoch in range(first_epoch, args.epochs):
         model.train()
-        losses = []
+        losses, losses_so_far = losses_so_far, []
+        order = train_loader.generator.get_state()
         for images, labels in log.batches():
-            images, labels = images.to(device), labels.to(device)
+            images, labels = (t.chunk(args.dp)[smp.dp_rank()].to(device) for t in (images, labels))
             optimizer.zero_grad()
             loss = train_step(model, images, labels)
             optimizer.step()
             losses.append(loss.reduce_mean())
-        log.end_training(torch.stack(losses).mean().item())
+            if args.checkpoint_dir and len(losses) % args.checkpoint_every == 0:
+                smp.save_checkpoint(
+                    args.checkpoint_dir,
+                    f"epoch{epoch + 1}_step{len(losses)}",
+                    model=model,
+                    optimizer=optimizer,
+                    user_content={
+                        "epoch": epoch,
+                        "losses": torch.stack(losses).cpu(),
+                        "order": order,
+                    },
+                    num_kept_partial_checkpoints=2,
+                    asynchronous=True,
+                )
+        loss = sum(smp.allgather(torch.stack(losses).mean().item(), smp.DP_GROUP)) / args.dp
+        log.end_training(loss)
 
         model.eval()
         losses, hits = [], []

@@ -4,6 +4,7 @@ Knows nothing of devices and ranks: a script that runs in several processes make
 silent.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -43,15 +44,23 @@ class TrainingLog:
             disable=is_silent,
             delay=1e-3,
         )
-        self._train_losses: list[float] = []
+        self._epoch = 0
+        self._num_skipped = 0
+        self._train_loss = 0.0
         self._durations_s: list[float] = []
         self._started_s = 0.0
         self._outcome = ""
 
+    def skip(self, num_epochs: int, num_batches: int) -> None:
+        """Goes on after so many epochs, and so many batches of the next one."""
+        self._epoch, self._num_skipped = num_epochs, num_batches
+        self._bar.update(num_epochs * len(self._train_loader) + num_batches)
+
     def batches(self) -> Iterator[list[torch.Tensor]]:
-        """Yields the training batches of one epoch and moves the bar after each."""
+        """Yields the training batches of one epoch that are left, and moves the bar after each."""
+        num_skipped, self._num_skipped = self._num_skipped, 0
         self._started_s = time.perf_counter()
-        for batch in self._train_loader:
+        for batch in itertools.islice(self._train_loader, num_skipped, None):
             yield batch
             self._bar.update()
 
@@ -63,12 +72,13 @@ class TrainingLog:
     def end_training(self, train_loss: float) -> None:
         """Notes the mean loss of the epoch and stops its clock."""
         self._durations_s.append(time.perf_counter() - self._started_s)
-        self._train_losses.append(train_loss)
+        self._epoch += 1
+        self._train_loss = train_loss
         self._bar.clear()
 
     def end_evaluation(self, test_loss: float, accuracy: float) -> None:
         """Prints the line of the epoch that just ended."""
-        epoch, train_loss = len(self._train_losses), self._train_losses[-1]
+        epoch, train_loss = self._epoch, self._train_loss
         result = f"test accuracy {100 * accuracy:.2f} %"
         self._outcome = f"final train loss {train_loss:.4f}, {result} of {self._num_test_samples}"
         self.write(
@@ -82,6 +92,8 @@ class TrainingLog:
         On XLA the first epoch holds the compilation, and the second can: hence the median epoch.
         """
         self._bar.close()
+        if not self._durations_s:
+            return  # every epoch had been trained before
         epoch_s = statistics.median(self._durations_s)
         self.write(
             f"throughput {len(self._train_loader) / epoch_s:.1f} iterations/s, "

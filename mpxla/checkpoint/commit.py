@@ -18,7 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpxla.checkpoint.files import FileRecord, check_file, replace_file, sync_folder, write_file
+from mpxla.checkpoint.files import (
+    FileRecord,
+    check_file,
+    remove_stale,
+    replace_file,
+    sync_folder,
+    write_file,
+)
 from mpxla.checkpoint.layout import (
     MANIFEST,
     NEWEST,
@@ -65,6 +72,7 @@ def prepare(path: Path, tag: str) -> None:
         os.rename(replaced, final)
     for state in ("writing", "replaced", "removed"):
         _remove(hidden_folder(path, tag, state))
+    remove_stale(path / NEWEST)
     hidden_folder(path, tag, "writing").mkdir()
     sync_folder(path)
 

@@ -7,6 +7,7 @@ caller says so. This module must not know ranks.
 """
 
 import contextlib
+import glob
 import io
 import os
 import pickle
@@ -26,6 +27,7 @@ __all__ = [
     "check_file",
     "check_zip",
     "load_object",
+    "remove_stale",
     "replace_file",
     "replace_files",
     "save_object",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _BLOCK_BYTES = 1 << 20
+_WRITING = ".writing"
 
 
 class FileRecord(NamedTuple):
@@ -131,22 +134,23 @@ def serialize(value: Any, what: str, **options: Any) -> bytes:
     return data
 
 
-def replace_file(path: Path, data: bytes, writer: str = "") -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Gives a file this content, in one step: a reader sees the old one or the new one."""
-    replace_files({path: lambda file: file.write(data)}, writer)
+    replace_files({path: lambda file: file.write(data)})
 
 
-def replace_files(contents: Mapping[Path, Callable[[Any], Any]], writer: str = "") -> None:
+def replace_files(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
     """As `replace_file`; first all new files are on the disk, then they take their names.
 
     Args:
         contents: by file of one folder: writes the content to the file object that it gets.
-        writer: tells apart processes that write the same file at the same time.
 
     Raises:
         OSError: naming the file; the old ones are as they were.
     """
-    temporary = {path: path.with_name(f".{writer}{path.name}.writing") for path in contents}
+    # Several ranks may write one file at once, as scripts do that save on all dp_rank 0 ranks.
+    ending = f"{os.getpid()}{_WRITING}"
+    temporary = {path: path.with_name(f".{path.name}.{ending}") for path in contents}
     try:
         for path, write in contents.items():
             with contextlib.suppress(FileNotFoundError):
@@ -160,6 +164,12 @@ def replace_files(contents: Mapping[Path, Callable[[Any], Any]], writer: str = "
                 path.unlink()
         raise
     sync_folder(next(iter(contents)).parent)
+
+
+def remove_stale(path: Path) -> None:
+    """Removes what killed processes left that were replacing a file."""
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*{_WRITING}"):
+        stale.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

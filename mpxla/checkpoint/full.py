@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mpxla.checkpoint.commit import record_newest
-from mpxla.checkpoint.files import check_zip, load_object, replace_files, serialize
+from mpxla.checkpoint.files import check_zip, load_object, remove_stale, replace_files, serialize
 from mpxla.checkpoint.layout import full_file, full_user_content
 from mpxla.checkpoint.together import Exchange, together
 from mpxla.errors import CheckpointError
@@ -44,6 +44,8 @@ def save_full(
         if session.rank != 0:
             return
         path.mkdir(parents=True, exist_ok=True)
+        for file in (full_file(path, tag), full_user_content(path, tag)):
+            remove_stale(file)
         content = serialize(user_content, "user_content")
         replace_files(
             {

@@ -292,11 +292,14 @@ class _PartialLoader:
         self._restore_partition()
 
         def load_values() -> None:
+            before = self._reader.num_bytes_read
             if self._manifest["has_model"]:
                 _copy_into(model, self._names, lambda n: self._reader.whole("model", n))
                 self._load_own_buffers()
             if load_optimizer and optimizer is not None:
                 optimizer.load_saved_state(_SavedOptimizer(self._reader, self._names))
+            num_bytes = self._reader.num_bytes_read - before
+            get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 
         _when_placed(model, load_values)
         self._restore_random_states()

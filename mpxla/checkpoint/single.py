@@ -45,7 +45,7 @@ def save(
     )
     target = Path(f"{path}{_suffixes(v3)[0]}") if partial else path
     # Scripts save a full file on all ranks of a replica, which then write it side by side.
-    replace_file(target, data, writer=f"{current().rank}.")
+    replace_file(target, data)
 
 
 def load(

@@ -4,7 +4,8 @@
     host.py        several processes, host memory, gloo
     loopback.py    one process: a world of one, or of threads
     xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
-                   programs), xla_device.py and xla_cpu.py (what runs them), recorder.py (the proof)
+                   programs), xla_device.py and xla_cpu.py with relay.py (what runs them),
+                   recorder.py (the proof of their order)
     objects.py     picklable objects on top of any transport
     lifeline.py    who is alive
 

@@ -32,8 +32,9 @@ from mpxla.comm.transport import (
     check_peer,
     check_source,
     check_summable,
+    not_made,
 )
-from mpxla.errors import RankMismatch, TopologyError
+from mpxla.errors import RankMismatch
 
 __all__ = ["HostTransport"]
 
@@ -368,11 +369,7 @@ class HostTransport:
         ranks = check_group(ranks, self.rank, self.world_size)
         collectives = self._collectives.get(ranks)
         if collectives is None:
-            known = ", ".join(map(str, self._collectives))
-            raise TopologyError(
-                f"rank {self.rank}: {name} over the ranks {ranks}, for which no group was made "
-                f"(made: {known}). Call make_groups with it on every rank first."
-            )
+            raise not_made(name, ranks, self.rank, self._collectives)
         others = tuple(rank for rank in ranks if rank != self.rank)
         about = f" of {describe([tensor])}" if tensor is not None else ""
         what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"

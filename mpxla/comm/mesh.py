@@ -1,8 +1,8 @@
 """Replica groups: which ranks a collective joins, and which other groups stand beside it.
 
 A collective inside an XLA program names all groups that run it at the same time, not only the
-caller's: a *mesh* of disjoint groups of one size, ranks ascending, over all ranks. Every member then
-has the same program text, and devices that set up communicators per mesh (Neuron) set up few.
+caller's: a *mesh* of disjoint groups of one size, ranks ascending, over all ranks. Every member
+then has the same program text, and devices that set up communicators per mesh (Neuron) set up few.
 
 A transfer between two stages is a collective over a group of two. Two transfers that share a rank
 cannot be in one mesh, so pairs are *coloured* by the distance of the stages and the parity of their
@@ -17,8 +17,8 @@ takes are paired with each other, across pipelines where a pipeline has an odd o
 odd number of ranks one stays alone; such a mesh is a program of the other ranks only, which devices
 whose processes form one fixed world cannot run (`Mesh.members`).
 
-Pure; it must not know tensors or transports. Colouring: neuronx-distributed forms the same pairs for
-even numbers of stages (pipeline/comm.py, parallel_layers/parallel_state.py).
+Pure; it must not know tensors or transports. neuronx-distributed forms the same pairs for even
+numbers of stages (pipeline/comm.py, parallel_layers/parallel_state.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -127,7 +127,7 @@ class Meshes:
                     taken.update(ends)
             alone = [rank for rank in pipeline if rank not in taken]
             while len(alone) > 1:
-                pairs.append(tuple(sorted((alone.pop(0), alone.pop()))))
+                pairs.append(tuple(sorted((alone.pop(0), alone.pop(0)))))
             left += alone
         pairs += [tuple(sorted(two)) for two in zip(left[::2], left[1::2], strict=False)]
         return complete(sorted(pairs), self._world_size)

@@ -153,8 +153,8 @@ def _explain(recordings: Sequence[Sequence[Event]], done: Sequence[int], whole_m
             there = _next(recordings, done, other)
             if there is None:
                 return (
-                    f"rank {rank}, event {done[rank]}: {event}, for which rank {other} never comes: "
-                    f"its recording has ended. Run the same programs on all members."
+                    f"rank {rank}, event {done[rank]}: {event}, for which rank {other} never "
+                    f"comes: its recording has ended. Run the same programs on all members."
                 )
             if (there.kind, there.program) == (event.kind, event.program):
                 continue
@@ -179,9 +179,9 @@ def _difference(one: tuple[int, int, Event], two: tuple[int, int, Event]) -> str
     else:
         what = "the order"
     return (
-        f"ranks {rank} and {other} disagree on {what}: rank {rank}, event {step}, comes to {event}; "
-        f"rank {other}, event {there}, comes to {met}. Run the same programs in the same order on "
-        f"all members."
+        f"ranks {rank} and {other} disagree on {what}: rank {rank}, event {step}, comes to "
+        f"{event}; rank {other}, event {there}, comes to {met}. Run the same programs in the same "
+        f"order on all members."
     )
 
 

@@ -14,7 +14,7 @@ only `xla` on an accelerator leaves them on the device, unless the operand was o
 `xla` is stricter where collectives inside programs are: see its module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_peer",
     "check_source",
     "check_summable",
+    "not_made",
 ]
 
 Group = tuple[int, ...]
@@ -129,8 +130,8 @@ class Transport(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...] over the ranks and keeps the own part.
 
-        Every rank of `ranks` calls it. The terms are added in the order of `ranks`, except by `xla`,
-        which leaves the order to the device.
+        Every rank of `ranks` calls it. The terms are added in the order of `ranks`, except by
+        `xla`, which leaves the order to the device.
 
         Returns:
             Handle of [...]: the sum of what every rank passed at the caller's index.
@@ -215,6 +216,14 @@ def check_source(src: int, ranks: Group) -> None:
             f"broadcast from rank {src} in the group {tuple(ranks)}: rank {src} is no member. Give "
             f"a member as the source."
         )
+
+
+def not_made(name: str, ranks: Group, rank: int, made: Iterable[Group]) -> TopologyError:
+    """The error of a collective over a group that `make_groups` was not called with."""
+    return TopologyError(
+        f"rank {rank}: {name} over the ranks {ranks}, for which no group was made (made: "
+        f"{', '.join(map(str, made))}). Call make_groups with it on every rank first."
+    )
 
 
 def check_parts(tensor: torch.Tensor, ranks: Group) -> None:

@@ -31,19 +31,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mpxla.comm.handle import Handle
-from mpxla.comm.host import HostTransport
 from mpxla.comm.mesh import Meshes
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import Spec, describe
 from mpxla.comm.recorder import Kind, Recorder
 from mpxla.comm.transport import (
     Group,
+    Transport,
     Use,
     check_group,
     check_parts,
     check_peer,
     check_source,
     check_summable,
+    not_made,
 )
 from mpxla.comm.xla_programs import Operand, Program, operand_of
 from mpxla.errors import MpxlaError
@@ -105,6 +106,7 @@ class _Loading(NamedTuple):
 
     handle: Handle[None]
     ranks: Group
+    text: str
     programs: list[Program]
 
 
@@ -113,7 +115,7 @@ class XlaTransport:
 
     def __init__(
         self,
-        host: HostTransport,
+        host: Transport,
         runner: Runner,
         pipelines: Sequence[Group] = (),
         recorder: Recorder | None = None,
@@ -135,6 +137,7 @@ class XlaTransport:
         self._world: Group = tuple(range(host.world_size))
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host)
+        self._made = {self._world, (self.rank,)}
         self._lowered: dict[Program, Any] = {}
         self._loaded: dict[Program, Any] = {}
         self._is_closed = False
@@ -226,6 +229,7 @@ class XlaTransport:
         """Makes groups usable for collectives; see `Transport.make_groups`."""
         self.host.make_groups(groups)
         self._meshes.add(groups)
+        self._made |= {tuple(group) for group in groups if self.rank in group}
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
@@ -276,6 +280,8 @@ class XlaTransport:
     ) -> Handle[Any]:
         """Queues a collective whose result has a shape; no operand means zeros."""
         ranks = check_group(ranks, self.rank, self.world_size)
+        if ranks not in self._made:
+            raise not_made(name, ranks, self.rank, sorted(self._made))
         dtype = spec.dtype
         others = ", ".join(str(rank) for rank in ranks if rank != self.rank) or "none"
         text = f"{name} of {describe([spec])} over the ranks {ranks}"
@@ -322,7 +328,8 @@ class XlaTransport:
         for program in here:
             self._lower(program)
         handle: Handle[None] = Handle(self.watch, f"the loading of {len(here)} programs", ranks)
-        self._queue.put(_Loading(handle, ranks, here))
+        text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
+        self._queue.put(_Loading(handle, ranks, text, here))
         handle.result()
 
     def _program_of(self, use: Use) -> Program | None:
@@ -387,9 +394,7 @@ class XlaTransport:
 
     def _load_together(self, job: _Loading) -> None:
         try:
-            names = "; ".join(map(str, job.programs))
-            text = f"the loading of {names}"
-            self._runner.meet(job.ranks, job.handle.what, f"came to {text}", text)
+            self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
             for program in job.programs:
                 self._load(program)
             job.handle.set_result(None)

@@ -1,8 +1,8 @@
 """Runs the `xla` transport's programs across CPU processes, by jaxlib's CPU client.
 
-torch_xla's own CPU client knows no other process. jaxlib's does, with gloo inside XLA, and takes the
-StableHLO that torch_xla makes of a program: so the very programs that an accelerator would get are
-executed by XLA's own collectives. Operands go device -> host -> jaxlib -> host.
+torch_xla's own CPU client knows no other process. jaxlib's does, with gloo inside XLA, and takes
+the StableHLO that torch_xla makes of a program: so the very programs that an accelerator would get
+are executed by XLA's own collectives. Operands go device -> host -> jaxlib -> host.
 
 A rank may come to a communication long after another (it compiles), but XLA's gloo gives up after
 half a minute and cannot be interrupted. So the members first meet on the host transport, where a
@@ -21,6 +21,7 @@ import torch
 
 from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects, dump, restore
+from mpxla.comm.relay import Relay
 from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import Program, trace
 from mpxla.errors import MpxlaError, RankMismatch
@@ -163,29 +164,33 @@ class CpuRunner:
         del self._client, self._device, self._devices
         if self._host.watch.failure is None and self._host.rank == 0:
             self._meet_at_the_end()
-        self._connection.shutdown()
+        if self._host.watch.failure is None:
+            self._connection.shutdown()
         if self._host.watch.failure is None and self._host.rank != 0:
             self._meet_at_the_end()
         if self._service is not None:
             self._service.shutdown()
+        self._relay.close()
 
     def _connect(self, address: str) -> None:
         """Starts the service by which the clients find each other, and the client."""
         jax, rank = self._jax, self._host.rank
-        place = ""
+        port = None
         if rank == 0:
-            place = f"{_bracketed(address)}:{_free_port(address)}"
+            port = _free_port(address)
             self._service = jax.xla.get_distributed_runtime_service(
-                place, self._host.world_size, heartbeat_timeout=_NEVER_S, recoverable=True
+                f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
+                self._host.world_size,
+                heartbeat_timeout=_NEVER_S,
+                recoverable=True,
             )
-        place = self._objects.allgather(place, self._world)[0]
+        self._relay = Relay(*self._objects.allgather((address, port), self._world)[0])
         self._connection = jax.xla.get_distributed_runtime_client(
-            place,
+            self._relay.address,
             rank,
             init_timeout=_START_S,
             shutdown_timeout=_END_S,
             heartbeat_timeout=_NEVER_S,
-            missed_heartbeat_callback=lambda *_: None,
             shutdown_on_destruction=False,
         )
         self._connection.connect()
@@ -246,10 +251,6 @@ def _free_port(address: str) -> int:
     with socket.socket(family) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

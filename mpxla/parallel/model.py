@@ -17,6 +17,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
@@ -26,6 +27,7 @@ from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState, load_into
 from mpxla.session import current
+from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
@@ -38,7 +40,8 @@ class DistributedModel(nn.Module):
 
     With several pipeline stages, the model is partitioned in the first call of a step function,
     and may be called only inside step functions. With one, it moves to the device at once, and
-    plain calls and `loss.backward()` work as well.
+    plain calls and `loss.backward()` work as well; over replicas, such a backward reduces the
+    gradients before it returns.
 
     Args:
         module: the model; its parameters stay the same `Parameter` objects.
@@ -83,6 +86,7 @@ class DistributedModel(nn.Module):
                 "DistributedModel(gradient_as_bucket_view=True) has no effect: gradients are "
                 "results of the stages' programs, each with memory of its own.",
             )
+        delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__()
         self.module = module
         self._state = ModelState(module)
@@ -110,6 +114,8 @@ class DistributedModel(nn.Module):
         session.model = self
         if self._is_single:
             self._engine.adopt_single_stage()
+            if session.topology.dp_size > 1:
+                self._plain_backward = PlainBackward(self._reducer)
 
     def _make_reducer(self, link: PipelineLink, options: ReductionOptions) -> GradientReducer:
         session = current()
@@ -292,13 +298,19 @@ class DistributedModel(nn.Module):
         """
         if args or kwargs:
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        order = list(self.module.state_dict())
+        own = self.module.state_dict()
         if not self.partitioned:
-            return to_host(self.module.state_dict())
+            delayed = [name for name, value in own.items() if is_delayed(value)]
+            if delayed:
+                raise MpxlaError(
+                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
+                    f"values yet (smp.delay_param_initialization); call it after the first step."
+                )
+            return to_host(own)
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), order)
+        return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -323,7 +335,12 @@ class DistributedModel(nn.Module):
             values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
         elif PARTIAL_KEY in state_dict:
             strict = False
-        result = load_into(self.module, values, strict)
+        try:
+            result = load_into(self.module, values, strict)
+        finally:
+            accept_changes()
+        if not self.partitioned and any(is_delayed(p) for p in self.module.parameters()):
+            self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         flush()
         return result
 
@@ -446,17 +463,33 @@ class DistributedModel(nn.Module):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Uneven numbers of batches over replicas: not available yet.
+        """Around the training loop: lets replicas have different numbers of batches.
+
+        Replicas that run out take part in the others' reductions with zeros: means stay means over
+        all replicas, as in torch's DDP. At the end, all take over parameters, buffers and optimizer
+        state of a replica that trained longest. All ranks must enter it; the ranks of one replica
+        have equal numbers of batches. (SMP API reference, "join".)
 
         Raises:
-            ConfigError: there are several replicas.
+            ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        if current().topology.dp_size > 1:
-            raise ConfigError(
-                "model.join() is not available yet; give all replicas the same number of batches "
-                "(DistributedSampler with drop_last=True)."
-            )
-        yield
+        if current().topology.dp_size == 1:
+            yield
+            return
+        self._reducer.enter_join()
+        is_orderly = False
+        try:
+            yield
+            is_orderly = True
+        finally:
+            source = self._reducer.leave_join(is_orderly)
+        if source is not None:
+            for optimizer in self._optimizers:
+                optimizer.take_over(source)
+
+    def end_training(self) -> None:
+        """Called when the session ends: all replicas have to have trained equally long."""
+        self._reducer.attendance.leave()
 
 
 def _check_options(

@@ -227,6 +227,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._deferred = state_dict
 
+    def take_over(self, source: int) -> None:
+        """Replicas take the optimizer state of one of them. Collective over the replicas.
+
+        Args:
+            source: index of that replica.
+        """
+        session = current()
+        group = session.topology.dp_group(session.rank)
+        own = self.local_state_dict() if session.rank == group[source] else None
+        state = session.objects.allgather(own, group)[source]
+        if own is None:
+            self._load_local(state)
+
     def _load_local(self, full: dict[str, Any]) -> None:
         if self._pieces is not None:
             full = self._pieces.cut(full)

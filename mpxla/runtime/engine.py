@@ -172,14 +172,15 @@ class StepEngine:
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
         if not self._state.is_placed:
-            self._settle(_with_unused(cut, self._state))
+            self._settle(_with_unused(cut, self._state, self._parameter_ranks))
         if self.first_cut is None:
             self.first_cut = cut
         self._provide_missing(cut)
         self._note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config, count)
-        plan = compile_stages(cut, schedule, self._pp_rank, device)
+        is_for_speed = self._session.config.optimize == "speed"
+        plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
@@ -239,7 +240,7 @@ class StepEngine:
         objects, world = self._session.objects, self._session.topology.world_group()
         model = [f"the first step function is {function}", *self._state.description()]
         check_agreement(objects, world, model, "have another model or script")
-        ranks = _with_unused(cut, self._state)
+        ranks = _with_unused(cut, self._state, self._parameter_ranks)
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
@@ -313,15 +314,17 @@ def _announced(error: MpxlaError) -> MpxlaError:
     return kind(*error.args)
 
 
-def _with_unused(cut: CutStep, state: ModelState) -> dict[str, tuple[int, ...]]:
+def _with_unused(
+    cut: CutStep, state: ModelState, restored: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Ranks of all parameters and buffers.
 
-    What this step does not read lives with the rest of its module (an evaluation step reads batch
-    norm's statistics and not its counter), or on rank 0.
+    What this step does not read lives where a checkpoint says it did, or with the rest of its
+    module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
     """
     ranks = cut.parameter_ranks()
     of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
     return {
-        name: ranks.get(name) or of_module.get(name.rpartition(".")[0], (0,))
+        name: ranks.get(name) or restored.get(name) or of_module.get(name.rpartition(".")[0], (0,))
         for name in (*state.parameters, *state.buffers)
     }

@@ -28,7 +28,8 @@ __all__ = ["CompiledStage", "Executor", "StageLink", "StepRun"]
 class CompiledStage:
     """A stage that this rank runs: its lowering and its executables.
 
-    A backward is one program, or two if the schedule splits it.
+    A backward is one program, or two if the schedule splits it. `prepare` gives the transposes of
+    weights that the forward takes last, and `finish` turns transposed accumulators round.
     """
 
     lowered: LoweredStage
@@ -37,11 +38,14 @@ class CompiledStage:
     split: SplitBackward | None = None
     input_part: Executable | None = None
     weight_part: Executable | None = None
+    prepare: Executable | None = None
+    finish: Executable | None = None
 
     @property
     def programs(self) -> tuple[Executable, ...]:
         """All executables."""
         found = (self.forward, self.backward, self.input_part, self.weight_part)
+        found += (self.prepare, self.finish)
         return tuple(program for program in found if program is not None)
 
 
@@ -70,6 +74,7 @@ class StepRun:
         zeros: gives a zero accumulator for a spec.
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
+        prepared: transposed weights, by stage.
         dispatch_s: CPU seconds of the dispatching thread for forwards and backwards. (Wall time
             would count the device's work where both share a core.)
         num_tasks: how many of them were started.
@@ -82,6 +87,7 @@ class StepRun:
     zeros: Callable[[TensorSpec], torch.Tensor]
     accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     values: LiveValues = field(default_factory=LiveValues)
     dispatch_s: float = 0.0
     num_tasks: int = 0
@@ -157,6 +163,8 @@ class Executor:
                 arguments.append(step.inputs[microbatch][port.leaf])
             else:
                 arguments.append(step.values.take(port.name, spec.index, microbatch))
+        if stage.prepare is not None:
+            arguments += self._prepared(stage, step)
         outputs = stage.forward(arguments, step.seeds.get((spec.index, microbatch)))
         self._deliver_outputs(stage, microbatch, outputs, step)
         if stage.lowered.backward is not None:
@@ -166,6 +174,15 @@ class Executor:
                 for s in stage.lowered.saved
             ]
             step.values.save(spec.index, microbatch, saved)
+
+    def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
+        """Transposed weights of a stage, computed at its first forward of a step."""
+        index = stage.lowered.spec.index
+        if index not in step.prepared:
+            names = stage.lowered.spec.parameters
+            weights = [step.tensors[names[i]] for i in stage.lowered.transposed_weights]
+            step.prepared[index] = stage.prepare(weights)
+        return step.prepared[index]
 
     def _deliver_outputs(
         self, stage: CompiledStage, microbatch: int, outputs: list[torch.Tensor], step: StepRun
@@ -266,6 +283,13 @@ class Executor:
         step.values.expect(names, action.stage, action.microbatch, arrival)
 
     def _reduce(self, action: Action, step: StepRun) -> None:
+        stage = self._stages[action.stage]
+        if stage.finish is not None and action.stage in step.accumulators:
+            accumulators = step.accumulators[action.stage]
+            turned = stage.lowered.transposed_gradients
+            results = stage.finish([accumulators[i] for i in turned])
+            for position, value in zip(turned, results, strict=True):
+                accumulators[position] = value
         self._on_reduce(action.stage, step)
 
 

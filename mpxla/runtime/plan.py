@@ -28,6 +28,7 @@ from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
 from mpxla.stage.compile import Executable, compile_graph
+from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import split_backward
@@ -230,8 +231,16 @@ def compile_stages(
     schedule: tuple[tuple[Action, ...], ...],
     pp_rank: int,
     device: torch.device,
+    for_speed: bool = False,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
+
+    Args:
+        cut: the step in stages.
+        schedule: actions of every pipeline rank.
+        pp_rank: this rank.
+        device: this rank's device, with its index.
+        for_speed: whether faster programs may take more memory (the key `optimize`).
 
     Raises:
         LoweringError: an operator has no XLA lowering.
@@ -241,7 +250,8 @@ def compile_stages(
     for stage in cut.stages:
         if cut.placement[stage.index] == pp_rank:
             split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
-            programs[stage.index] = _compile_stage(stage, cut.step.is_training, device, split)
+            lowered = lower_stage(stage, cut.step.is_training, device, for_speed)
+            programs[stage.index] = _compile_stage(lowered, device, split)
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -254,11 +264,8 @@ def compile_stages(
     )
 
 
-def _compile_stage(
-    stage: StageSpec, is_training: bool, device: torch.device, splits: bool
-) -> CompiledStage:
-    lowered = lower_stage(stage, is_training, device)
-    name = f"stage {stage.index}"
+def _compile_stage(lowered: LoweredStage, device: torch.device, splits: bool) -> CompiledStage:
+    name = f"stage {lowered.spec.index}"
     forward = compile_graph(f"{name} forward", lowered.forward, lowered.forward_inputs, device)
     backward = None
     if lowered.backward is not None and splits:
@@ -267,7 +274,20 @@ def _compile_stage(
         backward = compile_graph(
             f"{name} backward", lowered.backward, lowered.backward_inputs, device
         )
-    return CompiledStage(lowered, forward, backward)
+    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, device))
+
+
+def _compile_layout(
+    name: str, lowered: LoweredStage, device: torch.device
+) -> dict[str, Executable]:
+    """The programs at the ends of a step that change layouts, where there is something to do."""
+    weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
+    gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
+    return {
+        which: compile_graph(f"{name} {which}", Transposition(), specs, device)
+        for which, specs in (("prepare", weights), ("finish", gradients))
+        if specs
+    }
 
 
 def _compile_split(
@@ -281,7 +301,8 @@ def _compile_split(
         else None
         for what, part in (("input", split.input_part), ("weight", split.weight_part))
     ]
-    return CompiledStage(lowered, forward, None, split, *parts)
+    layout = _compile_layout(name, lowered, device)
+    return CompiledStage(lowered, forward, None, split, *parts, **layout)
 
 
 def constant_tensors(cut: CutStep) -> dict[str, torch.Tensor]:

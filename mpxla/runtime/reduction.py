@@ -7,24 +7,28 @@ the cut of every training step once, and tells it when a stage's gradients are c
 from collections.abc import Mapping
 from typing import Protocol
 
-from mpxla.runtime.executor import StepRun
+import torch
+
 from mpxla.runtime.plan import CutStep
 
 __all__ = ["Reducer", "StepReduction"]
 
 
 class StepReduction(Protocol):
-    """The reduction of one training step's gradients, prepared once and used in every call."""
+    """The reduction of one training step's gradients, prepared once and used in every call.
+
+    Gradients are those of this rank: by stage, in the order of the stage's trained parameters.
+    """
 
     def begin(self) -> None:
         """Called before the first action of every call."""
         ...
 
-    def start(self, stage: int, run: StepRun) -> None:
+    def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
         """Called when a stage's gradients are complete; must not wait for them."""
         ...
 
-    def finish(self, run: StepRun) -> None:
+    def finish(self, gradients: Mapping[int, list[torch.Tensor]]) -> None:
         """Called after the last action: leaves the gradients where optimizers look for them."""
         ...
 

@@ -93,7 +93,7 @@ class PlanRunner:
             for name in program.lowered.spec.new_buffers:
                 self._state.set_buffer(name, run.tensors[name])
         if self._reduction is not None:
-            self._reduction.finish(run)
+            self._reduction.finish(run.accumulators)
             run.accumulators.clear()
         returned = build_outputs(
             cut.step.result_leaves, cut.step.result_spec, num_microbatches, fetch
@@ -102,7 +102,7 @@ class PlanRunner:
 
     def _reduce(self, stage: int, run: StepRun) -> None:
         assert self._reduction is not None, "only training steps have reductions"
-        self._reduction.start(stage, run)
+        self._reduction.start(stage, run.accumulators)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = dict(self._state.local_parameters())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
+from mpxla.stage.delayed import forget, materialize
 
 __all__ = ["ModelState", "load_into"]
 
@@ -83,11 +84,15 @@ class ModelState:
             MpxlaError: a parameter is still part of an autograd graph.
         """
         self.local_names = frozenset(local_names)
+        delayed = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
         for name, parameter in self.parameters.items():
             _exchange(name, parameter, device if name in self.local_names else torch.device("meta"))
         for name, buffer in self.buffers.items():
-            target = device if name in self.local_names else torch.device("meta")
-            self.set_buffer(name, buffer.to(target))
+            is_local = name in self.local_names
+            self.set_buffer(
+                name, materialize(name, buffer).to(device) if is_local else buffer.to("meta")
+            )
+        forget(delayed)
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values.
@@ -138,7 +143,8 @@ def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:
         return
     gradient = parameter.grad
     parameter.grad = None
-    moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    value = parameter.detach() if device.type == "meta" else materialize(name, parameter)
+    moved = nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
     if gradient is not None and device.type != "meta":
         moved.grad = gradient.to(device)
     try:

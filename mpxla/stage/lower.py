@@ -17,7 +17,7 @@ This module must not know about ranks, schedules or how graphs are executed.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS
+from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import StageSpec, TensorSpec
 
 __all__ = ["LoweredStage", "SavedValue", "lower_stage"]
@@ -59,6 +60,8 @@ class LoweredStage:
         backward: graph module, or None where nothing receives a gradient.
         backward_inputs: specs of its arguments (accumulators first, seed last).
         grad_ports: (output index, consumer stage) of every gradient argument, in order.
+        transposed_weights: parameters whose transposes are the forward's last arguments.
+        transposed_gradients: accumulators that hold the transpose of a gradient.
     """
 
     spec: StageSpec
@@ -70,6 +73,8 @@ class LoweredStage:
     backward: fx.GraphModule | None
     backward_inputs: tuple[TensorSpec, ...]
     grad_ports: tuple[tuple[int, int], ...]
+    transposed_weights: tuple[int, ...] = ()
+    transposed_gradients: tuple[int, ...] = ()
 
     @property
     def num_accumulators(self) -> int:
@@ -77,19 +82,22 @@ class LoweredStage:
         return len(self.spec.trained)
 
 
-def lower_stage(spec: StageSpec, is_training: bool, device: torch.device) -> LoweredStage:
+def lower_stage(
+    spec: StageSpec, is_training: bool, device: torch.device, for_speed: bool = False
+) -> LoweredStage:
     """Lowers a stage for a device.
 
     Args:
         spec: the stage.
         is_training: whether to derive a backward.
         device: device with its index, for instance `xla:0`.
+        for_speed: whether to lay out weights and gradients anew, see `layout`.
     """
     placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
     inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
     if not (is_training and spec.has_backward):
         return _lower_forward_only(spec, inputs, device)
-    return _lower_joint(spec, inputs, device)
+    return _lower_joint(spec, inputs, device, for_speed)
 
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:
@@ -178,7 +186,7 @@ def _lower_forward_only(
 
 
 def _lower_joint(
-    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device
+    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device, for_speed: bool
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
     arguments = _fake_arguments(inputs, differentiated, device)
@@ -191,7 +199,13 @@ def _lower_joint(
     )
     _recompute_views(forward, backward, num_plain + spec.num_objectives)
     saved, saved_nodes = _route_saved(forward, num_plain, spec.num_objectives)
-    return _assemble(spec, inputs, forward, backward, saved, saved_nodes, differentiated)
+    weights: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    if for_speed:
+        weights = transpose_weights(forward, len(spec.parameters))
+        gradients = transpose_gradients(backward, differentiated[: len(spec.trained)])
+    lowered = _assemble(spec, inputs, forward, backward, saved, saved_nodes, differentiated)
+    return _lay_out(lowered, weights, gradients)
 
 
 def _outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
@@ -317,6 +331,25 @@ def _assemble(
         backward=wrapped,
         backward_inputs=(*accumulators, *all_saved, *grads, seed),
         grad_ports=grad_ports,
+    )
+
+
+def _lay_out(
+    lowered: LoweredStage, weights: tuple[int, ...], gradients: tuple[int, ...]
+) -> LoweredStage:
+    """Adapts the specs of arguments to what `layout` has changed."""
+    arguments = list(lowered.backward_inputs)
+    for position in gradients:
+        arguments[position] = transposed(arguments[position])
+    return replace(
+        lowered,
+        forward_inputs=(
+            *lowered.forward_inputs,
+            *(transposed(lowered.forward_inputs[index]) for index in weights),
+        ),
+        backward_inputs=tuple(arguments),
+        transposed_weights=weights,
+        transposed_gradients=gradients,
     )
 
 

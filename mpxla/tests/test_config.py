@@ -401,7 +401,6 @@ def test_wrong_values_do_not_cause_further_noise():
         ("fp16", True, "fp16 training"),
         ("bf16", True, "bf16 training"),
         ("offload_activations", True, "activation offloading"),
-        ("delayed_parameter_initialization", True, "delayed parameter initialization"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
         ("load_partition", True, "loading a partition decision"),
         ("partition_file", "cuts.json", "saving a partition decision"),

@@ -52,6 +52,12 @@ def test_no_variables_mean_one_process():
     assert (LaunchEnv().rank, LaunchEnv().world_size, LaunchEnv().source) == (0, 1, "none")
 
 
+def test_torchrun_tells_how_often_it_restarted():
+    assert read_environment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+    text = refused(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"})
+    assert "TORCHELASTIC_RESTART_COUNT=x must be an integer" in text
+
+
 def test_a_rendezvous_address_alone_is_no_launcher():
     assert read_environment({"MASTER_ADDR": "x", "MASTER_PORT": "1"}).source == "none"
 

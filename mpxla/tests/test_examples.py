@@ -17,7 +17,7 @@ import torch
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "mnist_mlp"
-SCRIPTS = ("train_cpu.py", "train.py", "train_smp.py")
+SCRIPTS = ("train_cpu.py", "train.py", "train_smp.py", "train_torchrun.py")
 
 EPOCH_LOSS_TOLERANCE = 1e-3
 """Absolute, on losses printed with four digits; rounding grows by training, so for early epochs."""
@@ -73,9 +73,9 @@ def run(*command: str, timeout_s: float = 120) -> str:
     return output
 
 
-def run_ranks_script(num_ranks: int, *arguments: str) -> str:
+def run_ranks_script(num_ranks: int, *arguments: str, script: str = "train_smp.py") -> str:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}")
-    return run(*torchrun, str(EXAMPLE / "train_smp.py"), *arguments)
+    return run(*torchrun, str(EXAMPLE / script), *arguments)
 
 
 def epoch_losses(output: str) -> list[tuple[float, float]]:
@@ -240,6 +240,19 @@ def test_log_reports_epochs_and_the_throughput_of_the_median_epoch(
     ]
 
 
+def test_log_goes_on_where_an_earlier_run_ended(capsys: pytest.CaptureFixture[str]):
+    log = make_log(num_epochs=3)
+    log.skip(1, 12)
+    assert [len(list(log.batches())) for _ in range(2)] == [2, 14]
+    log.end_training(0.5)
+    log.end_evaluation(0.25, 0.5)
+    assert capsys.readouterr().out.startswith("epoch 2/3: train loss 0.5000")
+    finished = make_log(num_epochs=1)
+    finished.skip(1, 0)
+    finished.close()
+    assert capsys.readouterr().out == ""
+
+
 def test_silent_log_prints_nothing(capfd: pytest.CaptureFixture[str]):
     log = make_log(num_epochs=1, is_silent=True)
     assert len(list(log.batches())) == 14
@@ -309,9 +322,29 @@ def test_smp_script_learns_the_digits_on_two_ranks():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments"), [(2, []), (2, ["--manual"]), (3, ["--manual", "--microbatches=2"])]
+    ("num_ranks", "arguments"),
+    [
+        (2, []),
+        (2, ["--manual"]),
+        (3, ["--manual", "--microbatches=2"]),
+        (4, ["--dp=2", "--microbatches=2"]),
+    ],
 )
 def test_smp_script_follows_the_plain_script(num_ranks: int, arguments: list[str]):
     expected = epoch_losses(run(str(EXAMPLE / "train_cpu.py"), "--epochs", "3"))
     actual = epoch_losses(run_ranks_script(num_ranks, "--epochs", "3", *arguments))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+
+
+@pytest.mark.ranks
+def test_data_parallel_workers_learn_the_digits(tmp_path: Path):
+    path = tmp_path / "weights.pt"
+    output = run_ranks_script(2, "--checkpoint", str(path), script="train_torchrun.py")
+    assert len(epoch_losses(output)) == 20
+    assert final_accuracy(output) >= 95
+    digits, weights = digits_data.load_digits(), torch.load(path)
+    hidden = digits.test_images
+    for name in ("fc1", "fc2", "fc3"):
+        hidden = hidden if name == "fc1" else hidden.relu()
+        hidden = hidden @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    assert (hidden.argmax(dim=1) == digits.test_labels).float().mean() >= 0.95

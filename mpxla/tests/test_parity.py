@@ -17,27 +17,29 @@ NAMES = [*SUBJECTS, "gpt2", "llama", "bert"]
 
 # Per model, each as "stages x microbatches", then S(imple) or I(nterleaved); m places by hand.
 TABLE = {
-    "mlp": "1x1I 2x1Sm 3x5S 4x4I",
-    "conv_net": "1x3S 2x2Im 3x4I 4x2S",
-    "parameterless": "1x1S 2x4I 3x3Im 4x2S",
-    "gpt": "2x2I 2x4Sm 3x2I 4x8I",
-    "vit": "1x2I 2x1Im 3x3S 4x6I",
-    "unet": "1x1I 2x4Im 3x2S 4x4S",
-    "twice": "1x4I 2x2Sm 3x5I 4x3I",
-    "nested": "2x1I 2x4Sm 3x3I 4x4S",
-    "shared": "1x2S 2x4Im 3x3S 4x3I",
-    "gpt2": "2x2Sm 4x5I",
-    "llama": "2x4Im 3x2S",
-    "bert": "2x1Sm 3x3I",
+    "mlp": "1x1I 2x1Sm 3x5S+ 4x4I",
+    "conv_net": "1x3S+ 2x2Im 3x4I 4x2S",
+    "parameterless": "1x1S 2x4I+ 3x3Im+ 4x2S",
+    "gpt": "2x2I 2x4Sm+ 3x2I+ 4x8I",
+    "vit": "1x2I+ 2x1Im 3x3S 4x6I+",
+    "unet": "1x1I 2x4Im+ 3x2S 4x4S",
+    "twice": "1x4I 2x2Sm 3x5I+ 4x3I",
+    "nested": "2x1I+ 2x4Sm 3x3I 4x4S+",
+    "shared": "1x2S 2x4Im+ 3x3S 4x3I",
+    "gpt2": "2x2Sm 4x5I+",
+    "llama": "2x4Im 3x2S+",
+    "bert": "2x1Sm+ 3x3I",
 }
 PIPELINES = {"S": "simple", "I": "interleaved"}
 MANUAL_STAGES = {"parameterless": 3}
 
 
 def case_of(name: str, text: str) -> Case:
+    keys = (("optimize", "speed"),) if text.endswith("+") else ()
+    text = text.removesuffix("+")
     is_manual = text.endswith("m")
     stages, rest = text.removesuffix("m").split("x")
-    return Case(name, int(stages), int(rest[:-1]), PIPELINES[rest[-1]], is_manual)
+    return Case(name, int(stages), int(rest[:-1]), PIPELINES[rest[-1]], is_manual, keys)
 
 
 def covering_cases() -> list[Case]:
@@ -80,12 +82,14 @@ def test_default_cases_cover_all_pairs():
         "microbatches": relation,
         "pipeline": lambda case: case.pipeline,
         "placing": lambda case: case.manual,
+        "speed": lambda case: bool(case.keys),
     }
     values = {
         "stages": {1, 2, 3, 4},
         "microbatches": {"below", "equal", "above"},
         "pipeline": {"simple", "interleaved"},
         "placing": {True, False},
+        "speed": {True, False},
     }
     impossible = {(1, "below"), (1, True), (4, True)}
     for first, second in product(traits, traits):
@@ -94,7 +98,7 @@ def test_default_cases_cover_all_pairs():
             pairs = set(product(values[first], values[second]))
             turned = {(b, a) for a, b in impossible}
             assert pairs - found - impossible - turned == set(), (first, second)
-    for trait in ("microbatches", "pipeline", "placing"):
+    for trait in ("microbatches", "pipeline", "placing", "speed"):
         names = SUBJECTS if trait == "microbatches" else NAMES
         found = {(case.subject, traits[trait](case)) for case in cases}
         assert set(product(names, values[trait])) - found == set(), trait

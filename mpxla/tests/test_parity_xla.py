@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,31 +21,36 @@ from mpxla.tests.tolerances import LOSS, PARAMETER, ROUNDING, assert_close_by_no
 
 pytestmark = pytest.mark.ranks
 
-XLA = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
-
 
 def recorded(function, *args):
-    """Runs a script on this rank -> (what it returns, what its transport did)."""
-    recorder, original = Recorder(), session.XlaTransport
-    session.XlaTransport = functools.partial(XlaTransport, recorder=recorder)
-    try:
+    """Runs a script over `xla` on this rank -> (what it returns, what its transport did)."""
+    recorder = Recorder()
+    transport = functools.partial(XlaTransport, recorder=recorder)
+    launcher = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
+    with patch.object(session, "XlaTransport", transport), patch.dict(os.environ, launcher):
         return function(*args), recorder.events
-    finally:
-        session.XlaTransport = original
 
 
 def run(function, world_size, *args):
-    results = run_ranks(recorded, world_size, function, *args, timeout_s=200, env=XLA)
+    results = run_ranks(recorded, world_size, function, *args, timeout_s=200)
     return [value for value, _ in results], [events for _, events in results]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt", 2, 4),
-        Case("unet", 3, 2, "simple"),
+        Case("mlp", 2, 4),
         Case("shared", 3, 5),
-        Case("mlp", 4, 4),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                Case("gpt", 2, 4),
+                Case("bert", 2, 3, "simple"),
+                Case("unet", 3, 2, "simple"),
+                Case("nested", 4, 6),
+                Case("mlp", 4, 4, "simple"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -90,7 +97,9 @@ def train_union(case, dp):
     return losses, {n: v.detach().clone() for n, v in model.module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("dp", "stages"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "stages"), [(2, 1), (2, 2), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 def test_replicas_train_as_one_process(dp, stages):
     case = Case("mlp", stages, 2)
     results, recordings = run(train_replica, dp * stages, case, dp)

@@ -30,7 +30,8 @@ NAMES = {
     *("broadcast", "send", "recv_from", "allgather", "barrier", "dp_barrier", "mp_barrier"),
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
-    *("partition", "set_partition", "clip_grad_norm_"),
+    *("partition", "set_partition", "delay_param_initialization", "model_creation"),
+    "clip_grad_norm_",
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -56,6 +57,8 @@ SIGNATURES = {
     "partition": "index",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "delay_param_initialization": "enabled=True",
+    "model_creation": "tensor_parallelism=False, dtype=None, **tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
     "weights_only=True, **pickle_load_args",
     "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "

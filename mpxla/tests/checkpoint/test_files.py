@@ -98,7 +98,7 @@ def test_replacing_leaves_the_old_file_if_it_fails(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*x\.writing"):
+        with pytest.raises(OSError, match=r"File too large: .*x\.\d+\.writing"):
             files.replace_files(
                 {
                     tmp_path / "y": lambda file: file.write(b"y"),
@@ -109,6 +109,15 @@ def test_replacing_leaves_the_old_file_if_it_fails(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    for name in (".x.77.writing", ".x[1].77.writing", "x"):
+        (tmp_path / name).touch()
+    files.remove_stale(tmp_path / "x")
+    assert sorted(os.listdir(tmp_path)) == [".x[1].77.writing", "x"]
+    files.remove_stale(tmp_path / "x[1]")
     assert os.listdir(tmp_path) == ["x"]
 
 

@@ -145,7 +145,7 @@ ERRORS = {
     "mixed partial": r"called with partial True on rank 0 and False on rank 1",
     "disk full": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too large",
     "disk full later": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too la",
-    "disk full, whole": r"saving full checkpoint 'whole' .* on rank 0: .*whole.writing: File too",
+    "disk full, whole": r"saving full checkpoint 'whole' .* on rank 0: .*whole\.\d+\.writing: File",
     "no permission": r"saving .* failed on rank 0: .*checkpoints\d+.*: Permission denied",
     "wrong tag": r"the tag 'a/b' cannot name a checkpoint",
     "wrong kept": r"num_kept_partial_checkpoints is 0; keep at least 1",

@@ -52,7 +52,7 @@ def clip(stages, is_sharded):
     )
     raw = Tied()
     model = smp.DistributedModel(raw)
-    for layer in (raw.middle, raw.leave):
+    for layer in (raw.middle, raw.leave) if stages > 1 else ():
         smp.set_partition(layer, stages - 1)
     step, found = smp.step(loss_of), []
     for order in ORDERS:

@@ -1,0 +1,148 @@
+"""Peers of the benchmark of data parallelism: replicas of the benchmark's GPT.
+
+Each replica takes its part of one batch, so that all peers with as many replicas train alike.
+"""
+
+import contextlib
+import os
+import resource
+import time
+from typing import Any
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def memory_of(optimizer: Any) -> dict[str, int]:
+    """Bytes of an optimizer's tensors, and the process's peak."""
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "element_size")
+    ]
+    return {
+        "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def ddp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """torch's DistributedDataParallel over gloo; reduces in the last microbatch only."""
+    import torch
+    import torch.distributed as dist
+    from models import language_loss
+    from peers import timed
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(case.model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, targets = (t.chunk(WORLD)[RANK] for t in case.batch(num_microbatches * WORLD))
+    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for number, (x, y) in enumerate(parts):
+            is_last = number == num_microbatches - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = language_loss(model(x), y) / num_microbatches
+                loss.backward()
+            total += loss.item()
+        optimizer.step()
+        return total
+
+    return timed(step, warm_up, steps) | memory_of(optimizer)
+
+
+def train(
+    case: Any,
+    num_microbatches: int,
+    warm_up: int,
+    steps: int,
+    config: dict[str, Any],
+    **options: Any,
+) -> dict[str, Any]:
+    """mpxla with a configuration, in replicas of one or two stages."""
+    import torch
+    from models import language_loss
+    from peers import timed
+
+    import mpxla as smp
+    from mpxla.stage.device import wait
+
+    smp.init({"ddp": True, "microbatches": num_microbatches, "memory_weight": 0.0, **config})
+    model = smp.DistributedModel(case.model(), **options)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    count = smp.rdp_size()
+    batch = case.batch(num_microbatches * count)
+    ids, targets = (t.chunk(count)[smp.rdp_rank()] for t in batch)
+
+    @smp.step
+    def train_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = language_loss(model(ids), targets)
+        model.backward(loss)
+        return loss
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = train_step(model, ids, targets)
+        optimizer.step()
+        wait()
+        return loss.reduce_mean().item()
+
+    return timed(step, warm_up, steps) | memory_of(optimizer)
+
+
+def mpxla_replicas(*args: Any) -> dict[str, Any]:
+    """Two replicas."""
+    return train(*args, {})
+
+
+def mpxla_sharded(*args: Any) -> dict[str, Any]:
+    """Two replicas that divide the updates."""
+    return train(*args, {"shard_optimizer_state": True})
+
+
+def mpxla_grid(*args: Any) -> dict[str, Any]:
+    """Two replicas of two stages."""
+    return train(*args, {"pipeline_parallel_degree": 2})
+
+
+def mpxla_grid_without_overlap(*args: Any) -> dict[str, Any]:
+    """The same, reduced at the end of the step."""
+    return train(*args, {"pipeline_parallel_degree": 2}, overlapping_allreduce=False)
+
+
+def all_reduce(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """One all-reduce as large as the gradients: by gloo on the host, and by mpxla's transport."""
+    import torch
+    import torch.distributed as dist
+
+    import mpxla as smp
+    from mpxla.session import current
+    from mpxla.stage.device import to_device
+
+    smp.init({"ddp": True})
+    session = current()
+    host = torch.ones(sum(p.numel() for p in case.model().parameters()))
+    group = session.topology.dp_group(session.rank)
+
+    def seconds(call: Any) -> float:
+        times = []
+        for _ in range(warm_up + steps):
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return sorted(times[warm_up:])[steps // 2]
+
+    (tensor,) = to_device([host], session.device)
+    bare_s = seconds(lambda: dist.all_reduce(host))
+    step_s = seconds(lambda: session.transport.all_reduce(tensor, group).result())
+    megabytes = host.numel() * 4 / 1e6
+    return {
+        "step_s": step_s,
+        "first_s": step_s,
+        "mb_per_s": megabytes / step_s,
+        "gloo_mb_per_s": megabytes / bare_s,
+    }

@@ -1,0 +1,102 @@
+"""Whether all replicas are still training: no wait for one that has had its last step.
+
+Every replica counts its reductions. When a session ends, each rank tells the others of its group
+how many it had, and waits for theirs; a rank whose reduction does not complete looks whether such a
+message has come. So different numbers of batches are an error on all ranks that names the numbers,
+and not a hang. This file must not know what is reduced.
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from mpxla.comm.handle import Handle
+from mpxla.comm.transport import Transport
+from mpxla.errors import PeerFailure, RankMismatch
+
+__all__ = ["Attendance"]
+
+_CHANNEL = "attendance"
+_FIRST_LOOK_S = 1.0
+_LONGEST_S = 64.0
+"""Longer than the time after which a wait is logged."""
+
+
+class Attendance:
+    """Counts the reductions of one rank and knows when the others of its group have left.
+
+    Args:
+        transport: the session's transport.
+        group: global ranks that reduce together.
+    """
+
+    def __init__(self, transport: Transport, group: Sequence[int]):
+        self._transport = transport
+        self._group = tuple(group)
+        self._others = [rank for rank in group if rank != transport.rank]
+        self._farewells: dict[int, Handle[torch.Tensor]] = {
+            rank: transport.recv(None, rank, _CHANNEL) for rank in self._others
+        }
+        self._num_steps = 0
+
+    def count_step(self) -> None:
+        """Counts a reduction, before it starts."""
+        self._num_steps += 1
+
+    def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
+        """The result of a collective of the group.
+
+        Raises:
+            RankMismatch: another rank has left after fewer reductions than this one started.
+        """
+        patience_s = _FIRST_LOOK_S
+        while True:
+            try:
+                return handle.result(timeout_s=patience_s)
+            except TimeoutError:
+                self._look_around()
+                patience_s = min(2 * patience_s, _LONGEST_S)
+
+    def _look_around(self) -> None:
+        for rank, farewell in self._farewells.items():
+            if farewell.done():
+                steps = _number(farewell.result())
+                if steps < self._num_steps:
+                    raise RankMismatch(self._text(rank, f"ended after {steps}"))
+
+    def leave(self) -> None:
+        """Tells the others that this rank's training is over, and waits until theirs is.
+
+        Raises:
+            RankMismatch: they had other numbers of reductions.
+            PeerFailure: one of them failed.
+        """
+        if self._transport.watch.failure is not None:
+            return
+        own = torch.tensor([self._num_steps], dtype=torch.int64).view(torch.uint8)
+        for rank in self._others:
+            self._transport.send(own, rank, _CHANNEL)
+        for rank, farewell in self._farewells.items():
+            try:
+                steps = _number(farewell.result())
+            except PeerFailure as failure:
+                raise PeerFailure(
+                    f"{failure} This rank ended after {self._num_steps} training steps."
+                ) from failure
+            if steps != self._num_steps:
+                with contextlib.suppress(PeerFailure):
+                    self._transport.barrier(self._group).result()  # all know it before one ends
+                raise RankMismatch(self._text(rank, f"ended after {steps}"))
+
+    def _text(self, rank: int, what: str) -> str:
+        return (
+            f"replicas have different numbers of training steps: rank {self._transport.rank} has "
+            f"{self._num_steps}, and rank {rank} {what}. Give all replicas the same number of "
+            f"batches (DistributedSampler with drop_last=True), or train inside `with "
+            f"model.join():`."
+        )
+
+
+def _number(message: torch.Tensor) -> int:
+    return int(message.view(torch.int64).item())

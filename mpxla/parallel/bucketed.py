@@ -1,0 +1,280 @@
+"""Gradients over replicas: packed as soon as they are complete, reduced in the background.
+
+A bucket starts when the last stage that contributes to it has had its last backward; the others of
+the pipeline may still be in their cool-down then. At the end of the step the results are unpacked
+to `param.grad`, or to the pieces of parameters that this replica updates.
+
+    REDUCE of stage 1   start:   pack program -> transport (copies and sums in threads)
+    REDUCE of stage 0   start:   ...
+    after the actions   finish:  wait, add over the holders of tied parameters, unpack
+
+Tied parameters are reduced over replicas first, by each pipeline rank that holds them, and added
+over those ranks afterwards in one fixed order, so that all copies stay equal bit for bit.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpxla.comm.handle import Handle
+from mpxla.errors import StepError
+from mpxla.parallel.buckets import Bucket, Packer, fill_buckets, shared_names
+from mpxla.parallel.join import Collective
+from mpxla.parallel.replica import Replica, store
+from mpxla.runtime.gradients import sum_over_holders
+from mpxla.runtime.plan import CutStep
+from mpxla.stage.device import make_ready, to_device
+from mpxla.stage.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from mpxla.parallel.reducer import GradientReducer
+
+__all__ = ["BucketedReduction", "GradientFlow"]
+
+Accumulators = Mapping[int, list[torch.Tensor]]
+"""Gradients of this rank's stages, in the order of each stage's trained parameters."""
+
+
+@dataclass(frozen=True)
+class GradientFlow:
+    """Which gradients a step gives, and where.
+
+    Attributes:
+        sources: this rank's: name -> (stage, place among its accumulators).
+        trained: parameters that get a gradient on any pipeline rank.
+        shared: those of them that this and other pipeline ranks hold, by the ranks.
+        changed: buffers that this rank's stages change.
+    """
+
+    sources: Mapping[str, Sequence[tuple[int, int]]]
+    trained: frozenset[str]
+    shared: Mapping[tuple[int, ...], Sequence[str]]
+    changed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cut: CutStep, pp_rank: int) -> "GradientFlow":
+        """The flow of a captured step."""
+        sources: dict[str, list[tuple[int, int]]] = {}
+        changed: set[str] = set()
+        for stage in cut.stages:
+            if cut.placement[stage.index] == pp_rank:
+                changed.update(stage.new_buffers)
+                for place, name in enumerate(stage.trained):
+                    sources.setdefault(name, []).append((stage.index, place))
+        trained = frozenset(cut.trained_stages())
+        return cls(sources, trained, shared_names(cut, pp_rank), tuple(sorted(changed)))
+
+
+class BucketedReduction:
+    """The reduction of one training step; see `runtime.reduction.StepReduction`.
+
+    Args:
+        reducer: of this rank.
+        flow: the gradients of the step.
+    """
+
+    def __init__(self, reducer: "GradientReducer", flow: GradientFlow):
+        self._reducer = reducer
+        self._replica = reducer.replica
+        self._shards = reducer.shards
+        self._flow = flow
+        self._sources = flow.sources
+        self._buckets = self._form_buckets()
+        self._packers = [self._make_packer(bucket) for bucket in self._buckets]
+        bucketed = {name for bucket in self._buckets for name in bucket.names}
+        self._direct = [name for name in self._sources if name not in bucketed]
+        self._reduces = True
+        self._source = 0
+        self._waiting: dict[int, set[int]] = {}
+        self._under_way: dict[int, Handle[torch.Tensor]] = {}
+
+    # --- preparation ----------------------------------------------------------------------------
+
+    def _form_buckets(self) -> list[Bucket]:
+        """Buckets of what is reduced or shared, in the order in which they are complete."""
+        if self._shards is not None:
+            for name in self._sources:
+                if name not in self._shards:
+                    raise StepError(
+                        f"the step trains the parameter {name}, which did not require a gradient "
+                        f"when the model was partitioned. With shard_optimizer_state: True, set "
+                        f"requires_grad before, and freeze parameters by giving them no gradient."
+                    )
+            return [b for b in self._shards.buckets if not self._flow.trained.isdisjoint(b.names)]
+        capacity = self._reducer.options.capacity_bytes
+        parameters = self._replica.state.parameters
+        shared = self._flow.shared
+        is_shared = {name for names in shared.values() for name in names}
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]] = {}
+        if self._reducer.transfers:
+            # Backwards come to the last stage first.
+            for name, sources in sorted(self._sources.items(), key=lambda item: -item[1][0][0]):
+                if name not in is_shared:
+                    stages = tuple(stage for stage, _ in sources)
+                    key = stages, (self._replica.pp_rank,)
+                    groups[key] = [*groups.get(key, ()), name]
+        for holders, names in sorted(shared.items()):
+            groups[(), holders] = names
+        buckets: list[Bucket] = []
+        for (_, holders), names in groups.items():
+            specs = {name: TensorSpec.of(parameters[name]) for name in names}
+            buckets += fill_buckets(specs, holders, capacity)
+        return buckets
+
+    def _make_packer(self, bucket: Bucket) -> Packer | None:
+        present = self._present(bucket)
+        dtype = self._reducer.options.transfer_dtype if self._replica.count > 1 else None
+        dtype = dtype or bucket.dtype
+        shape = (-1,) if self._shards is None else (bucket.parts, -1)
+        return Packer(bucket, present, dtype, self._replica.device, shape) if present else None
+
+    def _present(self, bucket: Bucket) -> list[str]:
+        return [name for name in bucket.names if name in self._sources]
+
+    # --- every call -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Counts the pass, and inside `join` agrees with the replicas that still have batches."""
+        self._reduces = self._reducer.next_pass_reduces()
+        self._source = self._reducer.meet(self._outline()) if self._reduces else 0
+        self._under_way.clear()
+        self._waiting = {
+            index: {stage for name in self._present(bucket) for stage, _ in self._sources[name]}
+            for index, bucket in enumerate(self._buckets)
+        }
+
+    def _outline(self) -> list[Collective]:
+        """The collectives of one call, for replicas that have to take part without a step."""
+        dtype = self._reducer.options.transfer_dtype
+        outline = [
+            Collective("all_reduce", (bucket.num_elements,), dtype or bucket.dtype)
+            for bucket in self._buckets
+        ]
+        buffers = self._replica.state.buffers
+        if self._broadcasts_buffers:
+            outline += [
+                Collective("broadcast", tuple(buffers[name].shape), buffers[name].dtype)
+                for name in self._flow.changed
+            ]
+        return outline
+
+    def start(self, stage: int, gradients: Accumulators) -> None:
+        """Starts the buckets that were waiting for this stage."""
+        if not (self._reduces and self._reducer.options.is_overlapping):
+            return
+        for index, stages in self._waiting.items():
+            if stage in stages:
+                stages.remove(stage)
+                if not stages:
+                    self._launch(index, gradients)
+
+    def finish(self, gradients: Accumulators) -> None:
+        """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere."""
+        if not self._reduces:
+            self._accumulate((name, self._gradient(name, gradients)) for name in self._sources)
+            return
+        for index in range(len(self._buckets)):
+            if index not in self._under_way:
+                self._launch(index, gradients)
+        buffers = self._start_buffers()
+        direct = [(name, self._gradient(name, gradients)) for name in self._direct]
+        self._accumulate(direct, is_total=True)
+        # In the order of the list, which pipeline ranks have in common for what they share.
+        for index, bucket in enumerate(self._buckets):
+            flat = self._reducer.wait(self._under_way[index]).to(bucket.dtype)
+            if len(bucket.holders) > 1:
+                replica = self._replica
+                flat = sum_over_holders(flat, bucket.holders, replica.pp_rank, replica.link)
+            if self._shards is not None:
+                self._shards.receive_gradients(bucket, flat, self._flow.trained)
+                continue
+            views = bucket.split(flat)
+            arrived = to_device(list(views.values()), self._replica.device)
+            self._accumulate(zip(views, arrived, strict=True), is_total=True)
+        self._under_way.clear()
+        for name, handle in buffers.items():
+            store(
+                self._replica, [name], to_device([self._reducer.wait(handle)], self._replica.device)
+            )
+
+    def _launch(self, index: int, gradients: Accumulators) -> None:
+        bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
+        present = self._present(bucket)
+        scale = 1.0 if hook is not None else 1.0 / self._replica.count
+        if packer is None:
+            flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
+        else:
+            flat = packer(
+                [self._gradient(name, gradients, earlier=True) for name in present], scale
+            )
+        if self._shards is not None:
+            flat = flat.view(bucket.parts, -1) if packer is None else flat
+            for name in present:
+                self._replica.state.parameters[name].grad = None
+        if hook is not None:
+            parameters = [self._replica.state.parameters[name] for name in bucket.names]
+            is_last = len(self._under_way) == len(self._buckets) - 1
+            number = len(self._under_way)
+            self._under_way[index] = hook.submit(bucket, flat, number, is_last, parameters)
+        elif self._shards is not None:
+            transport = self._replica.transport
+            self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
+        elif self._replica.count > 1:
+            self._under_way[index] = self._replica.transport.all_reduce(flat, self._replica.group)
+        else:
+            self._under_way[index] = _done(self._replica, flat)
+
+    def _gradient(self, name: str, gradients: Accumulators, earlier: bool = False) -> torch.Tensor:
+        """Sum over this rank's stages, and over earlier passes that were not reduced."""
+        terms = [gradients[stage][place] for stage, place in self._sources[name]]
+        before = self._replica.state.parameters[name].grad
+        if earlier and self._accumulates_locally and before is not None:
+            terms.insert(0, before)
+        if len(terms) == 1:
+            return terms[0]
+        total = reduce(torch.add, terms)
+        make_ready([total])
+        return total
+
+    @property
+    def _accumulates_locally(self) -> bool:
+        """Whether `param.grad` holds earlier passes of this replica alone."""
+        return self._replica.count > 1 and self._reducer.options.backward_passes_per_step > 1
+
+    def _accumulate(
+        self, gradients: Iterable[tuple[str, torch.Tensor]], is_total: bool = False
+    ) -> None:
+        """Adds to `param.grad`; totals of several passes already hold what is there."""
+        changed: list[torch.Tensor] = []
+        for name, value in gradients:
+            parameter = self._replica.state.parameters[name]
+            if parameter.grad is None or (is_total and self._accumulates_locally):
+                parameter.grad = value
+            else:
+                parameter.grad = parameter.grad + value
+            changed.append(parameter.grad)
+        make_ready(changed)
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        return self._replica.count > 1 and self._reducer.options.broadcasts_buffers
+
+    def _start_buffers(self) -> dict[str, Handle[torch.Tensor]]:
+        replica = self._replica
+        if not self._broadcasts_buffers:
+            return {}
+        buffers = replica.state.buffers
+        source = replica.group[self._source]
+        return {
+            name: replica.transport.broadcast(buffers[name], source, replica.group)
+            for name in self._flow.changed
+        }
+
+
+def _done(replica: Replica, value: torch.Tensor) -> Handle[torch.Tensor]:
+    handle: Handle[torch.Tensor] = Handle(replica.transport.watch, "nothing")
+    handle.set_result(value)
+    return handle

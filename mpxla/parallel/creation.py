@@ -1,0 +1,75 @@
+"""How models are created: `smp.delay_param_initialization` and `smp.model_creation`."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mpxla.errors import ConfigError
+from mpxla.stage.delayed import build_delayed
+
+__all__ = ["delay_param_initialization", "model_creation"]
+
+_TENSOR_PARALLEL_SETTINGS = frozenset(
+    {
+        *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
+        *("attention_in_fp32", "query_key_layer_scaling", "fp32_residual_addition", "use_alibi"),
+        *("alibi_bias_max", "distribute_embedding", "zero_init"),
+    }
+)
+
+
+@contextlib.contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """A model built in this block takes no memory; every rank then makes only its own parameters.
+
+    They get the values that they would have without the block, under the same seed, and random
+    generators are afterwards where they would be. What the block cannot do: take values of a
+    parameter to NumPy, move parameters to a device, and let code after the block initialize them.
+    (SMP API reference, "smp.delay_param_initialization".)
+
+    Args:
+        enabled: whether to delay; False changes nothing.
+    """
+    with build_delayed() if enabled else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    **tensor_parallel_config: Any,
+) -> Iterator[None]:
+    """`delay_param_initialization`, with another default dtype while the model is built.
+
+    (SMP API reference, "smp.model_creation".)
+
+    Args:
+        tensor_parallelism: not available yet.
+        dtype: of floating point parameters; None keeps torch's default.
+        **tensor_parallel_config: settings of tensor parallelism; without it they have no effect.
+
+    Raises:
+        ConfigError: tensor parallelism was asked for, or a setting is unknown.
+    """
+    if tensor_parallelism:
+        raise ConfigError(
+            "smp.model_creation(tensor_parallelism=True): tensor parallelism is not available yet; "
+            "leave it False."
+        )
+    unknown = sorted(set(tensor_parallel_config) - _TENSOR_PARALLEL_SETTINGS)
+    if unknown:
+        raise ConfigError(
+            f"smp.model_creation has no argument {unknown[0]!r}; its arguments are "
+            f"tensor_parallelism, dtype and {', '.join(sorted(_TENSOR_PARALLEL_SETTINGS))}."
+        )
+    before = torch.get_default_dtype()
+    if dtype is not None:
+        torch.set_default_dtype(dtype)
+    try:
+        with build_delayed():
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,97 @@
+"""Uneven numbers of batches: replicas without any stay and take part in the others' reductions.
+
+Before every reduction, the replicas that have a batch tell the collectives that follow; those that
+do not take part with zeros, so that means are still over all replicas (torch's DDP, `Join`). When
+nobody has a batch any more, everyone takes over the values of a replica that trained longest.
+
+    replica 0   meet  reduce    meet  reduce    meet  reduce    stay ...  take over
+    replica 1   meet  reduce    stay: meet, zeros     zeros          ...  take over
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpxla.errors import RankMismatch
+from mpxla.parallel.attendance import Attendance
+from mpxla.parallel.replica import Replica
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["Collective", "Join"]
+
+
+class Collective(NamedTuple):
+    """What one rank of a group does together with the others."""
+
+    kind: str
+    """`all_reduce`, or `broadcast` from the first replica that has a batch."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    dtype: torch.dtype
+    """Of the tensor."""
+
+
+class Join:
+    """One `with model.join():` on one rank.
+
+    Args:
+        replica: this rank among the replicas.
+        attendance: counts reductions.
+    """
+
+    def __init__(self, replica: Replica, attendance: Attendance):
+        self._replica = replica
+        self._attendance = attendance
+        self._num_steps = 0
+
+    def meet(self, outline: Sequence[Collective]) -> int:
+        """Before a reduction of this replica; all others meet as well, or stay.
+
+        Returns:
+            Index of the first replica that has a batch.
+
+        Raises:
+            RankMismatch: replicas reduce different things.
+        """
+        self._num_steps += 1
+        outlines = self._exchange(list(outline))
+        active = [index for index, other in enumerate(outlines) if isinstance(other, list)]
+        for index in active:
+            if outlines[index] != list(outline):
+                raise RankMismatch(
+                    f"rank {self._replica.rank} reduces {len(outline)} tensors in this step, and "
+                    f"rank {self._replica.group[index]} others. Call the same step functions in "
+                    f"the same order on all replicas, inside model.join() too."
+                )
+        return active[0]
+
+    def stay(self) -> int | None:
+        """Takes part with zeros until no replica has a batch.
+
+        Returns:
+            Index of a replica that had most batches; None if all had as many.
+        """
+        while True:
+            outlines = self._exchange(self._num_steps)
+            active = [index for index, other in enumerate(outlines) if isinstance(other, list)]
+            if not active:
+                most = max(outlines)
+                return None if min(outlines) == most else outlines.index(most)
+            self._attendance.count_step()
+            self._take_part(outlines[active[0]], self._replica.group[active[0]])
+
+    def _take_part(self, outline: Sequence[Collective], source: int) -> None:
+        transport, group = self._replica.transport, self._replica.group
+        under_way = [
+            transport.all_reduce(torch.zeros(one.shape, dtype=one.dtype), group)
+            if one.kind == "all_reduce"
+            else transport.broadcast(TensorSpec(one.shape, one.dtype), source, group)
+            for one in outline
+        ]
+        for handle in under_way:
+            handle.result()
+
+    def _exchange(self, own: list[Collective] | int) -> list[list[Collective] | int]:
+        """An outline of every replica with a batch, the number of steps of every other."""
+        return self._replica.objects.allgather(own, self._replica.group)

@@ -1,0 +1,59 @@
+"""Gradients of a plain `loss.backward()`, outside step functions, over replicas.
+
+With one stage a script may call the model and differentiate as it always did. Autograd tells when a
+parameter has its gradient; when the whole backward is over, all of them are reduced as those of a
+step function are.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
+from mpxla.parallel.reducer import GradientReducer
+from mpxla.stage.device import flush
+
+__all__ = ["PlainBackward"]
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+class PlainBackward:
+    """Reduces after every backward that autograd runs on the model's parameters.
+
+    Args:
+        reducer: of this rank, whose parameters are placed.
+    """
+
+    def __init__(self, reducer: GradientReducer):
+        self._reducer = reducer
+        self._state = reducer.replica.state
+        self._touched: set[str] = set()
+        self._reductions: dict[tuple[str, ...], BucketedReduction] = {}
+        for name, parameter in self._state.local_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+
+    def _note(self, name: str, _parameter: nn.Parameter) -> None:
+        if not self._touched:
+            _engine.queue_callback(self._reduce)
+        self._touched.add(name)
+
+    def _reduce(self) -> None:
+        names = tuple(n for n, _ in self._state.local_parameters() if n in self._touched)
+        self._touched.clear()
+        parameters = [self._state.parameters[name] for name in names]
+        flush()  # also the loss: an update in place would take the parameters' memory from it
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        reduction = self._reductions.get(names)
+        if reduction is None:
+            sources = {name: [(0, place)] for place, name in enumerate(names)}
+            buffers = tuple(sorted(self._state.buffers))
+            flow = GradientFlow(sources, frozenset(names), {}, buffers)
+            reduction = self._reductions[names] = BucketedReduction(self._reducer, flow)
+        reduction.begin()
+        reduction.start(0, {0: gradients})
+        reduction.finish({0: gradients})
