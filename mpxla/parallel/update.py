@@ -37,6 +37,7 @@ _MAX_PROGRAMS = 8
 # Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
 # in the first step. Neuron has no such numbers.
 _WIDE = torch.float64
+_NEXT_TO_ZERO = 1e-30
 _Groups = Sequence[Mapping[str, Any]]
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
@@ -360,6 +361,15 @@ class _Slots:
                     state[key] = new[state_place]
 
 
+def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
+    """A rate of 0 (the first of a warm-up) as one that moves nothing that is larger than 1e-30.
+
+    Adam with `capturable` divides by the rate: 0 / 0 where a gradient was never other than 0, as in
+    rows of an embedding (torch 2.9).
+    """
+    return torch.where(rate == 0, _NEXT_TO_ZERO, rate)
+
+
 def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a program holds as constants: all settings but the learning rate."""
     skipped = ("params", "lr", "initial_lr")
@@ -403,7 +413,7 @@ class _Tracer(torch.nn.Module):
                 stand_ins.append(stand_in)
             settings = {**group, "params": stand_ins, "foreach": False, "fused": False}
             if rate is not None:
-                settings["lr"] = rates[rate]
+                settings["lr"] = _away_from_zero(rates[rate])
             if "capturable" in group:
                 settings["capturable"] = self._is_capturable
             groups.append({k: v for k, v in settings.items() if k in group})

@@ -76,8 +76,8 @@ def functions():
 
 
 def test_every_change_has_its_test():
-    named = [test for *_, test in rows("What changes")]
+    named, known = [test for *_, test in rows("What changes")], functions()
     assert len(named) >= 15
     for test in named:
         assert re.fullmatch(r"`test_\w+`", test), test
-        assert test.strip("`") in functions(), test
+        assert test.strip("`") in known, test

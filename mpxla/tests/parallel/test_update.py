@@ -180,3 +180,29 @@ def test_settings_that_change_in_every_step_end_compilation():
         optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * step
         optimizer.step()
     torch.testing.assert_close(value, expected.detach(), rtol=2e-6, atol=2e-7)
+
+
+def step_with_rate_zero(name):
+    """An embedding of which one row is never read, warmed up from 0."""
+    from mpxla.parallel.update import CompiledUpdate
+    from mpxla.stage.device import flush
+
+    values = []
+    for device in ("cpu", "xla"):
+        weight = torch.nn.Parameter(torch.tensor([0.5, 0.0, -1.0]).to(device))
+        optimizer = OPTIMIZERS[name]([weight])
+        update = CompiledUpdate(optimizer) if device == "xla" else optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+        for _ in range(3):
+            weight.grad = torch.tensor([1.0, -2.0, 0.0]).to(device)
+            update.step()
+            scheduler.step()
+            flush()
+            values.append(weight.detach().cpu().clone())
+    return values
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Adam amsgrad", "AdamW fused", "NAdam"])
+def test_a_rate_of_zero_moves_nothing(name):
+    (values,) = run_ranks(step_with_rate_zero, 1, name)
+    torch.testing.assert_close(values[3:], values[:3], rtol=1e-5, atol=1e-20)

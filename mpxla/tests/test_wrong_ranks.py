@@ -1,0 +1,144 @@
+"""Ranks that do different things end with a text that says so, on all ranks."""
+
+import pytest
+from torch import nn
+
+import mpxla as smp
+from mpxla.errors import (
+    RankMismatch,
+)
+from mpxla.testing import run_ranks
+from mpxla.tests.wrong_uses import REPLICAS, TWO, Net, batch, check, evaluate, made, refused, train
+
+pytestmark = pytest.mark.ranks
+
+
+# Ranks that differ.
+
+
+def differ_in_configuration():
+    import os
+
+    smp.init({**TWO, "microbatches": 2 + int(os.environ["RANK"]), "pipeline": "simple"})
+
+
+def test_different_configurations():
+    check(
+        differ_in_configuration,
+        RankMismatch,
+        r"ranks 0 and 1 were started with different configurations:\n"
+        r"microbatches: 2 on rank 0, 3 on rank 1\n",
+    )
+
+
+def differ_in_width():
+    smp.init(TWO)
+    train(smp.DistributedModel(Net(6 + 2 * smp.rank())), batch())
+
+
+def test_different_models():
+    check(
+        differ_in_width,
+        RankMismatch,
+        r"ranks \[1\] have another model or script than rank 0:\n"
+        r"  first\.weight: float32\[6, 5\] on rank 0\n"
+        r"  first\.weight: float32\[8, 5\] on rank 1\nStart the same script",
+    )
+
+
+def replicas_differ_in_width():
+    smp.init(REPLICAS)
+    model = smp.DistributedModel(Net(6 + 2 * smp.rank()))
+    train(model, batch())
+
+
+def test_different_models_of_replicas():
+    pattern = r"ranks \[1\] have another model than rank 0:\n.*\[6, 5\] on rank 0\n.*\[8, 5\] on"
+    check(replicas_differ_in_width, RankMismatch, pattern)
+
+
+def differ_in_step():
+    model = made()
+
+    @smp.step
+    def function(model, x):
+        y = model(x)
+        return y.relu() if smp.rank() else y.sigmoid()
+
+    function(model, batch())
+
+
+def test_different_bodies_of_a_step():
+    check(
+        differ_in_step,
+        RankMismatch,
+        r"ranks \[1\] captured another step than rank 0:\n[^\n]*sigmoid[^\n]* on rank 0\n"
+        r"[^\n]*relu[^\n]* on rank 1\n",
+    )
+
+
+def differ_in_function():
+    model = made()
+    (evaluate if smp.rank() else train)(model, batch())
+
+
+def test_different_step_functions():
+    first, _ = check(
+        differ_in_function,
+        RankMismatch,
+        r"pp_rank 0 calls the step function \S*train while rank 1 \(pp_rank 1\) calls \S*evaluate",
+        at=[1],
+    )
+    assert first[0] == "PeerFailure"
+    assert "rank 1 raised RankMismatch" in first[1]
+
+
+def differ_in_objects():
+    model = made()
+    step = smp.step(lambda model, x, criterion: criterion(model(x)))
+    step(model, batch(), nn.ReLU() if smp.rank() == 0 else None)
+
+
+def test_different_arguments():
+    first, _ = check(
+        differ_in_objects,
+        RankMismatch,
+        r"pp_rank 0 passes a ReLU at \[0\]\[2\], and this rank passes none there",
+        at=[1],
+    )
+    assert first[0] == "PeerFailure"
+
+
+def differ_in_mode():
+    model = made()
+    if smp.rank() == 1:
+        model.eval()
+    train(model, batch())
+
+
+def test_different_modes():
+    first, _ = check(
+        differ_in_mode,
+        RankMismatch,
+        r"train/eval mode of the model on rank 1 differs from pp_rank 0\. Call model\.train\(\)",
+        at=[1],
+    )
+    assert first[0] == "PeerFailure"
+
+
+def differ_in_mode_later():
+    model = made()
+    train(model, batch())
+    return differ_in_mode_of(model)
+
+
+def differ_in_mode_of(model):
+    if smp.rank() == 1:
+        model.eval()
+    return refused(lambda: train(model, batch()).reduce_mean().item())
+
+
+def test_different_modes_in_a_later_step():
+    first, second = run_ranks(differ_in_mode_later, 2)
+    assert second[0] == "RankMismatch"
+    assert first[0] == "PeerFailure"
