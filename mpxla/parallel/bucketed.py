@@ -153,7 +153,7 @@ class BucketedReduction:
     def begin(self) -> None:
         """Counts the pass, and inside `join` agrees with the replicas that still have batches."""
         self._reduces = self._reducer.next_pass_reduces()
-        self._source = self._reducer.meet(self._outline()) if self._reduces else 0
+        self._source = self._reducer.meet(self._outline) if self._reduces else 0
         self._under_way.clear()
         self._waiting = {
             index: {stage for name in self._present(bucket) for stage, _ in self._sources[name]}

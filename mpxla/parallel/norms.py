@@ -82,7 +82,7 @@ class _Powers(nn.Module):
 
 
 class _Scaling(nn.Module):
-    """Sums of all ranks [n, 1], the limit, and gradients to the norm and the scaled gradients."""
+    """Sums of all ranks [n, 1] or [1], a limit and gradients to the norm and scaled gradients."""
 
     def __init__(self, order: float):
         super().__init__()
@@ -129,9 +129,10 @@ class GradientNorm:
         if counted:
             (powers,) = self._program(_Powers, order, counted)(counted)
         group = self._pipeline if shards is None else self._world
-        gathered = replica.transport.all_gather(powers, group).result()
-        (gathered,) = to_device([gathered], replica.device)
-        arguments = [gathered, self._limit(max_norm), *gradients]
+        if len(group) > 1:
+            powers = replica.transport.all_gather(powers, group).result()
+        (powers,) = to_device([powers], replica.device)
+        arguments = [powers, self._limit(max_norm), *gradients]
         norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
         for owner, gradient in zip(with_gradient, scaled, strict=True):

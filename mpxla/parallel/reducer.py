@@ -112,17 +112,17 @@ class GradientReducer:
             self, GradientFlow.of(cut, self.replica.pp_rank, self.parameter_ranks)
         )
 
-    def meet(self, outline: Sequence[Collective]) -> int:
+    def meet(self, outline: Callable[[], Sequence[Collective]]) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.
 
         Args:
-            outline: the collectives of the reduction.
+            outline: gives the collectives of the reduction.
 
         Returns:
             Index of the replica whose buffers count.
         """
         self.attendance.count_step()
-        return 0 if self.join is None else self.join.meet(outline)
+        return 0 if self.join is None else self.join.meet(outline())
 
     def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
         """The result of a collective; an error if another replica has had its last step.

@@ -63,16 +63,22 @@ def expected_of(counts):
             momentum = {n: s["momentum_buffer"].clone() for n, s in states}
         optimizer.zero_grad()
         start = {n: b.clone() for n, b in model.named_buffers()}
-        for position, replica in enumerate(reversed(present)):
+        for replica in reversed(present):
             for name, buffer in model.named_buffers():
                 buffer.copy_(start[name])  # those of the first replica that has a batch count
-            del position
             (model(batch(replica, number)).square().mean() / len(counts)).backward()
         optimizer.step()
     return model.state_dict(), momentum
 
 
-@pytest.mark.parametrize(("stages", "counts"), [(1, (2, 4)), (2, (3, 1)), (1, (2, 2))])
+@pytest.mark.parametrize(
+    ("stages", "counts"),
+    [
+        (1, (2, 4)),
+        pytest.param(2, (3, 1), marks=pytest.mark.slow),
+        pytest.param(1, (2, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_may_run_out_of_batches(stages, counts):
     results = run_ranks(train_unevenly, len(counts) * stages, stages, counts)
     weights, momentum = expected_of(counts)
@@ -136,6 +142,7 @@ def disagree_in_join():
         (train if smp.rank() == 0 else train_a_part)(model, batch(0, 0))
 
 
+@pytest.mark.slow
 def test_different_steps_in_join_are_named():
     results = run_ranks_unpooled(disagree_in_join, 2)
     assert all(result.exit_code == 1 for result in results)
@@ -151,7 +158,7 @@ def stop_early(ends_itself):
         smp.shutdown()
 
 
-@pytest.mark.parametrize("ends_itself", [True, False])
+@pytest.mark.parametrize("ends_itself", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_join_the_numbers_are_named_on_all_ranks(ends_itself):
     """No hang, whether the scripts end with smp.shutdown() or just end."""
     first, second = run_ranks_unpooled(stop_early, 2, ends_itself, timeout_s=60)

@@ -117,7 +117,10 @@ def resume(how, stages):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("how", "stages"), [("full", 1), ("partial", 2), ("share", 2)])
+@pytest.mark.parametrize(
+    ("how", "stages"),
+    [("full", 1), pytest.param("partial", 2, marks=pytest.mark.slow), ("share", 2)],
+)
 def test_training_resumes_from_gathered_and_from_own_state(how, stages):
     results = run_ranks(resume, 2 * stages, how, stages)
     assert sum(sum(sizes) for sizes, _ in results) == 5 * 7 + 7 + 7 * 3 + 3
@@ -145,7 +148,7 @@ def resume_from_file(path, is_sharded):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("is_sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_checkpoints_hold_whole_state(tmp_path, is_sharded):
     expected = run_ranks(save_in_between, 2, str(tmp_path))[0]
     for found in run_ranks(resume_from_file, 2, str(tmp_path), is_sharded):
