@@ -29,7 +29,7 @@ from models import GPTCase, language_loss
 from pipeline import free_port, spread
 
 RANKS = 2
-_CASE = '{"width": 512, "num_blocks": 8, "num_heads": 8, "length": 16, "microbatch_size": 1}'
+_CASE = '{"width": 1024, "num_blocks": 2, "num_heads": 8, "length": 16, "microbatch_size": 1}'
 
 
 def peak_mib(reset: bool = False) -> float:
