@@ -41,8 +41,8 @@ lint: $(INSTALLED) ## check style and spelling
 types: $(INSTALLED) ## check types
 	$(BIN)/pyright
 
-bench: .venv/.installed-benchmarks ## measure the pipeline against torch.distributed.pipelining
-	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+bench: .venv/.installed-benchmarks ## measure training speed against the alternatives, as ratios
+	$(BIN)/python benchmarks/suite.py $(ARGS)
 
 clean: ## remove caches and builds; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -70,6 +70,15 @@ class GPTCase:
         ids, targets = torch.randint(0, self.vocabulary, shape, generator=generator)
         return ids, targets
 
+    def cuts(self, num_stages: int) -> list[str]:
+        """Names of the modules before which stages begin, with equal numbers of blocks."""
+        return [f"blocks.{i * self.num_blocks // num_stages}" for i in range(1, num_stages)]
+
+    @staticmethod
+    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy of scores [B, T, V] against ids [B, T]."""
+        return language_loss(scores, targets)
+
 
 def language_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of scores [B, T, V] against ids [B, T]."""

@@ -1,6 +1,7 @@
-"""One process of one peer: trains the benchmark's GPT and prints its step times as JSON.
+"""One process of one peer: trains one case and prints its step times as JSON.
 
-Started by `pipeline.py`, once per rank and repetition; one core per rank.
+Started by `pipeline.py` and `data_parallel.py` once per rank and repetition, by `suite.py` once per
+rank; one core per rank.
 """
 
 import argparse
@@ -8,9 +9,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from cases import CASES
 from replica_peers import (
     all_reduce,
     ddp,
@@ -20,6 +22,7 @@ from replica_peers import (
     mpxla_replicas,
     mpxla_sharded,
 )
+from timing import timed
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -30,29 +33,9 @@ def pin_to_core() -> None:
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
 
 
-def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]:
-    """Runs and times steps; every rank of a peer takes part."""
-    import torch.distributed as dist
-
-    started = time.perf_counter()
-    step()
-    first_s = time.perf_counter() - started
-    for _ in range(warm_up - 1):
-        step()
-    times, loss = [], float("nan")
-    for _ in range(steps):
-        if dist.is_initialized():
-            dist.barrier()
-        started = time.perf_counter()
-        loss = step()
-        times.append(time.perf_counter() - started)
-    return {"first_s": first_s, "step_s": statistics.median(times), "times_s": times, "loss": loss}
-
-
 def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
     """Plain PyTorch, one process."""
     import torch
-    from models import language_loss
 
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -63,7 +46,7 @@ def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
         optimizer.zero_grad()
         total = 0.0
         for x, y in parts:
-            loss = language_loss(model(x), y) / num_microbatches
+            loss = case.loss(model(x), y) / num_microbatches
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -77,7 +60,6 @@ def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
-    from models import language_loss
 
     device = torch_xla.device()
     model = case.model().to(device)
@@ -89,7 +71,7 @@ def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict
         optimizer.zero_grad()
         losses = []
         for x, y in parts:
-            loss = language_loss(model(x), y) / num_microbatches
+            loss = case.loss(model(x), y) / num_microbatches
             loss.backward()
             losses.append(loss.detach())
             torch_xla.sync()
@@ -105,22 +87,20 @@ def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int)
     """torch.distributed.pipelining with Schedule1F1B over gloo, equal numbers of blocks."""
     import torch
     import torch.distributed as dist
-    from models import language_loss
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
     dist.init_process_group("gloo")
     model = case.model()
     ids, targets = case.batch(num_microbatches)
-    cuts = [i * case.num_blocks // WORLD for i in range(1, WORLD)]
     pipe = pipeline(
         model,
         (ids[: case.microbatch_size],),
-        split_spec={f"blocks.{cut}": SplitPoint.BEGINNING for cut in cuts},
+        split_spec={name: SplitPoint.BEGINNING for name in case.cuts(WORLD)},
     )
     stage = pipe.build_stage(RANK, torch.device("cpu"))
     # torch 2.9 probes its neighbours with mismatched dtypes, which gloo refuses.
     stage._get_init_p2p_neighbors_ops = lambda: []
-    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=language_loss)
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=case.loss)
     optimizer = torch.optim.AdamW(stage.submod.parameters())
 
     def step() -> float:
@@ -143,7 +123,6 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
     """This library, automatic partition by compute."""
     import torch
     import torch.distributed as dist
-    from models import language_loss
 
     import mpxla as smp
     from mpxla.stage.device import wait
@@ -162,18 +141,21 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
 
     @smp.step
     def train_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = language_loss(model(ids), targets)
+        loss = case.loss(model(ids), targets)
         model.backward(loss)
         return loss
 
     shares: list[float] = []
     dispatch: list[float] = []
+    updates: list[float] = []
 
     def step() -> float:
         started = time.perf_counter()
         optimizer.zero_grad()
         loss = train_step(model, ids, targets)
+        dispatching = time.thread_time()
         optimizer.step()
+        updates.append(time.thread_time() - dispatching)
         wait()
         elapsed = time.perf_counter() - started
         run = model.last_run
@@ -186,6 +168,7 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
     result = timed(step, warm_up, steps)
     result["wait_share"] = statistics.median(shares[-steps:])
     result["dispatch_ms"] = statistics.median(dispatch[-steps:]) * 1e3
+    result["update_ms"] = statistics.median(updates[-steps:]) * 1e3
     result["num_parameters"] = len(list(model.local_parameters()))
     if RANK == 0:
         result["partition"] = model.partition_report()
@@ -216,7 +199,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--case", default="{}", help="fields of GPTCase as JSON")
+    parser.add_argument("--name", choices=sorted(CASES), default="gpt", help="the model")
+    parser.add_argument("--case", default="{}", help="fields of the case as JSON")
     args = parser.parse_args()
     pin_to_core()
     os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -224,9 +208,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from models import GPTCase
-
-    case = GPTCase(**json.loads(args.case))
+    case = replace(CASES[args.name](), **json.loads(args.case))
     result = PEERS[args.peer](case, args.microbatches, args.warm_up, args.steps)
     print("RESULT " + json.dumps({"rank": RANK, **result}), flush=True)
     os._exit(0)  # peers leave threads behind that would delay the end

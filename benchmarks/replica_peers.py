@@ -9,6 +9,8 @@ import resource
 import time
 from typing import Any
 
+from timing import timed
+
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -30,8 +32,6 @@ def ddp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str,
     """torch's DistributedDataParallel over gloo; reduces in the last microbatch only."""
     import torch
     import torch.distributed as dist
-    from models import language_loss
-    from peers import timed
 
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(case.model())
@@ -45,7 +45,7 @@ def ddp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str,
         for number, (x, y) in enumerate(parts):
             is_last = number == num_microbatches - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = language_loss(model(x), y) / num_microbatches
+                loss = case.loss(model(x), y) / num_microbatches
                 loss.backward()
             total += loss.item()
         optimizer.step()
@@ -64,8 +64,6 @@ def train(
 ) -> dict[str, Any]:
     """mpxla with a configuration, in replicas of one or two stages."""
     import torch
-    from models import language_loss
-    from peers import timed
 
     import mpxla as smp
     from mpxla.stage.device import wait
@@ -79,7 +77,7 @@ def train(
 
     @smp.step
     def train_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = language_loss(model(ids), targets)
+        loss = case.loss(model(ids), targets)
         model.backward(loss)
         return loss
 

@@ -36,6 +36,7 @@ _SOURCES = {
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
     "mpxla.runtime.outputs": ("StepOutput",),
+    "mpxla.runtime.profile": ("profile",),
     "mpxla.runtime.step": ("step",),
     "mpxla.session": ("init", "is_initialized", "shutdown"),
     "mpxla.topology": ("CommGroup", "RankType"),
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition
     from mpxla.runtime.outputs import StepOutput as StepOutput
+    from mpxla.runtime.profile import profile as profile
     from mpxla.runtime.step import step as step
     from mpxla.session import init as init
     from mpxla.session import is_initialized as is_initialized

@@ -106,9 +106,10 @@ class Config:
     sdp_gradient_clipping: float = key(1.0, number(above=0))
     """Gradient norm to clip at under sharded data parallelism."""
     load_partition: bool = key(False, boolean())
-    """Load the partition decision from `partition_file`."""
+    """Load the partition decision from `partition_file` instead of making one."""
     partition_file: str | None = key(None, text(is_nullable=True))
-    """Where the partition decision is kept."""
+    """JSON file that keeps the partition decision: global rank 0 writes it when the first step is
+    partitioned, or every rank reads it with `load_partition`."""
     contiguous: bool = key(True, boolean())
     """Ignored."""
     horovod: bool = key(False, boolean())
@@ -126,7 +127,8 @@ class Config:
     """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
     to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
     stall_timeout_s: float = key(300.0, number(above=0))
-    """Extension, reserved. Seconds without progress after which a stall is an error."""
+    """Extension. If no action of a step completes for so many seconds, the job ends with a table of
+    what every rank is doing."""
 
     sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
     """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""

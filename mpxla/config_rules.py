@@ -18,8 +18,6 @@ MISSING_FEATURES = {
     "bf16": "bf16 training",
     "offload_activations": "activation offloading",
     "sharded_data_parallel_degree": "sharded data parallelism",
-    "load_partition": "loading a partition decision",
-    "partition_file": "saving a partition decision",
 }
 """Key -> the feature that any value but the default asks for. A finished feature loses its row."""
 
@@ -47,6 +45,17 @@ _RULES = (
         lambda v, given: (v["default_partition"] or 0) >= v["pipeline_parallel_degree"],
         "default_partition: {default_partition} must be below pipeline_parallel_degree: "
         "{pipeline_parallel_degree}",
+    ),
+    Rule(
+        ("load_partition", "partition_file"),
+        lambda v, given: v["load_partition"] and not v["partition_file"],
+        "load_partition: True needs partition_file, the file to load the decision from",
+    ),
+    Rule(
+        ("load_partition", "auto_partition"),
+        lambda v, given: v["load_partition"] and not v["auto_partition"],
+        "load_partition: True takes the decision from partition_file, and auto_partition: False "
+        "from smp.partition; remove one of them",
     ),
     Rule(
         ("pipeline", "schedule"),

@@ -22,10 +22,12 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Transport
-from mpxla.comm.xla import Runner, XlaTransport
+from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.comm.xla_device import DeviceRunner, is_device_world
+from mpxla.comm.xla_queue import Runner
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
@@ -60,6 +62,8 @@ class Session:
         model: the distributed model, once there is one.
         pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
+        progress: what this rank is doing, for the table when nothing moves.
+        recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
     """
 
@@ -74,6 +78,8 @@ class Session:
     model: "DistributedModel | None" = None
     pending_checkpoint: Any = None
     owns_default_group: bool = True
+    progress: Progress = field(default_factory=Progress)
+    recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
@@ -182,13 +188,20 @@ def _launch_store(env: LaunchEnv) -> dist.Store:
 def _connect(
     config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
 ) -> Session:
+    progress = Progress()
     if env.world_size == 1:
         transport: Any = LoopbackTransport()
         lifeline = None
         objects = Objects(transport)
     else:
         store = dist.distributed_c10d._get_default_store()
-        lifeline = Lifeline(env.rank, env.world_size, store)
+        lifeline = Lifeline(
+            env.rank,
+            env.world_size,
+            store,
+            progress=progress,
+            stall_timeout_s=config.stall_timeout_s,
+        )
         host = HostTransport(env.rank, env.world_size, lifeline, host_view)
         objects = Objects(host)
         _check_configs(config, env, objects)
@@ -197,7 +210,15 @@ def _connect(
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
     session = Session(
-        config, env, topology, device, transport, objects, lifeline, owns_default_group=owns_group
+        config,
+        env,
+        topology,
+        device,
+        transport,
+        objects,
+        lifeline,
+        owns_default_group=owns_group,
+        progress=progress,
     )
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)

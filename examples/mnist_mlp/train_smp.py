@@ -113,16 +113,14 @@ def main() -> None:
             optimizer.step()
             losses.append(loss.reduce_mean())
             if args.checkpoint_dir and len(losses) % args.checkpoint_every == 0:
+                replicas = smp.allgather(torch.stack(losses), smp.DP_GROUP)
+                means = torch.stack(replicas).mean(dim=0)
                 smp.save_checkpoint(
                     args.checkpoint_dir,
                     f"epoch{epoch + 1}_step{len(losses)}",
                     model=model,
                     optimizer=optimizer,
-                    user_content={
-                        "epoch": epoch,
-                        "losses": torch.stack(losses).cpu(),
-                        "order": order,
-                    },
+                    user_content={"epoch": epoch, "losses": means, "order": order},
                     num_kept_partial_checkpoints=2,
                     asynchronous=True,
                 )

@@ -33,7 +33,7 @@ from mpxla.checkpoint.layout import (
     rank_info,
     read_newest,
 )
-from mpxla.checkpoint.random_state import set_random_states
+from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
 from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
@@ -332,7 +332,7 @@ class _PartialLoader:
             return
         own = self._own_file(replica, 0) or self._own_file(0, 0)
         if own is not None:
-            torch.set_rng_state(own["random"]["torch"])
+            set_random_states_of_another_rank(own["random"])
 
     def _load_own_buffers(self) -> None:
         """Buffers of this replica, where replicas are as they were."""
@@ -362,6 +362,10 @@ class _SavedOptimizer:
     def keys(self, name: str) -> Sequence[str]:
         """See `SavedState`."""
         return self._reader.index.keys("optimizer", self._saved(name))
+
+    def shape(self, name: str, key: str) -> tuple[int, ...]:
+        """See `SavedState`."""
+        return self._reader.index.shape("optimizer", self._saved(name), key)
 
     def whole(self, name: str, key: str) -> torch.Tensor:
         """See `SavedState`."""

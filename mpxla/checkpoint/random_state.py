@@ -14,7 +14,7 @@ import torch
 from mpxla.runtime.seeds import generator_state, set_generator_state
 from mpxla.stage.device import random_state, set_random_state
 
-__all__ = ["get_random_states", "set_random_states"]
+__all__ = ["get_random_states", "set_random_states", "set_random_states_of_another_rank"]
 
 
 def get_random_states() -> dict[str, Any]:
@@ -37,4 +37,10 @@ def set_random_states(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     set_random_state(states["device"])
-    set_generator_state(states.get("steps"))
+    set_generator_state(states["steps"])
+
+
+def set_random_states_of_another_rank(states: dict[str, Any]) -> None:
+    """Takes over what does not belong to one process: torch's host generator and steps' seeds."""
+    torch.set_rng_state(states["torch"])
+    set_generator_state(states["steps"])

@@ -7,6 +7,7 @@ what the eye sees first.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpxla.cli.drawing import import_pyplot
 from mpxla.schedule.action import Op
@@ -75,7 +76,7 @@ def draw_timelines(
     pyplot.close(figure)
 
 
-def _draw(axis: object, timeline: Timeline, scale: float, end: float) -> None:
+def _draw(axis: Any, timeline: Timeline, scale: float, end: float) -> None:
     num_ranks = len(timeline.spans)
     for rank, spans in enumerate(timeline.spans):
         first_stage = min((s.action.stage for s in spans if s.action.op.is_compute), default=0)
@@ -91,7 +92,7 @@ def _draw(axis: object, timeline: Timeline, scale: float, end: float) -> None:
 
 
 def _draw_span(
-    axis: object, span: Span, rank: int, first_stage: int, scale: float, end: float
+    axis: Any, span: Span, rank: int, first_stage: int, scale: float, end: float
 ) -> None:
     action, start, width = span.action, span.start * scale, (span.end - span.start) * scale
     if action.op.is_transfer:

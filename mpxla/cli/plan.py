@@ -2,14 +2,20 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpxla.cli.drawing import save_timeline
-from mpxla.cli.schedule import Commands, schedule_keys, schedule_options
+from mpxla.cli.schedule import schedule_keys, schedule_options
+from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_report, format_size
+from mpxla.schedule.choice import placement_of
 from mpxla.schedule.render import render_text
-from mpxla.schedule.search import Candidate, candidates, search
+from mpxla.schedule.search import Candidate, StepCosts, candidates, search
+
+if TYPE_CHECKING:
+    from mpxla.runtime.forecast import Forecast
 
 __all__ = ["add_parser"]
 
@@ -19,7 +25,7 @@ _SHOWN = 8
 """Rows of the search's table."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "plan",
@@ -46,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     # These import torch and torch_xla, which the other commands do without.
     from mpxla.cli.factory import capture_factory, load_factory
     from mpxla.graph.cost import MachineModel
-    from mpxla.runtime.forecast import Forecast, forecast
+    from mpxla.runtime.forecast import forecast
     from mpxla.runtime.plan import cut_step
 
     keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
@@ -54,12 +60,9 @@ def run(options: argparse.Namespace) -> None:
     step = capture_factory(*load_factory(options.factory))
     machine = MachineModel()
 
-    def predict(config: Config) -> Forecast:
-        return forecast(cut_step(step, config, {}, None), config, machine)
-
     if options.search:
-        config = _search(config, predict, options.memory_limit)
-    found = predict(config)
+        config = _search(config, step, machine, options.memory_limit)
+    found = forecast(cut_step(step, config, {}, None), config, machine)
     print(format_report(found.cut.partition, flops=found.cut.problem.total_flops))
     print()
     print(_memory(found))
@@ -79,28 +82,28 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {options.output}")
 
 
-def _memory(found: "object") -> str:
+def _memory(found: "Forecast") -> str:
     rows = [("rank", "parameters", "activations", "together")]
     for rank, (fixed, saved) in enumerate(
         zip(found.costs.fixed_bytes, found.activation_bytes, strict=True)
     ):
         rows.append((str(rank), format_size(fixed), format_size(saved), format_size(fixed + saved)))
-    lines = ["Memory per rank (parameters with gradients and optimizer state):", *_table(rows)]
+    lines = ["Memory per rank (parameters with gradients and optimizer state):", *table(rows)]
     lines += [
         f"link {a} -> {b}: {format_size(size)} per step" for (a, b), size in found.links.items()
     ]
     return "\n".join(lines)
 
 
-def _programs(found: "object") -> str:
+def _programs(found: "Forecast") -> str:
     rows = [("rank", "program", "operations", "arguments")]
     for program in sorted(found.programs, key=lambda p: p.rank):
         size = format_size(program.argument_bytes)
         rows.append((str(program.rank), program.name, str(program.num_operations), size))
-    return "\n".join([f"{len(found.programs)} programs:", *_table(rows)])
+    return "\n".join([f"{len(found.programs)} programs:", *table(rows)])
 
 
-def _timeline(found: "object") -> str:
+def _timeline(found: "Forecast") -> str:
     timeline = found.timeline
     text = render_text(timeline, max_columns=_COLUMNS)
     grid, _, _ = text.rpartition("\n")
@@ -114,13 +117,16 @@ def _timeline(found: "object") -> str:
     )
 
 
-def _search(config: Config, predict: "object", limit_gib: float | None) -> Config:
+def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) -> Config:
     """The best candidate's configuration; prints the best few."""
-    ranks, count = config.pipeline_parallel_degree, config.microbatches
-    tried = candidates(ranks, [count])
-    predictions: dict[tuple[str, int], object] = {}
+    from mpxla.runtime.forecast import predict_costs
+    from mpxla.runtime.plan import cut_step
 
-    def keys_of(candidate: Candidate) -> dict[str, object]:
+    ranks = config.pipeline_parallel_degree
+    tried = candidates(ranks, [config.microbatches])
+    known: dict[tuple[int, ...], StepCosts] = {}
+
+    def keys_of(candidate: Candidate) -> dict[str, Any]:
         return {
             "pipeline_parallel_degree": ranks,
             "microbatches": candidate.num_microbatches,
@@ -130,12 +136,12 @@ def _search(config: Config, predict: "object", limit_gib: float | None) -> Confi
             "memory_weight": config.memory_weight,
         }
 
-    def costs_of(candidate: Candidate) -> "object":
-        # Cuts depend on the placement, and what is kept on whether backwards are split.
-        key = (candidate.pipeline, candidate.stages_per_rank)
-        if key not in predictions:
-            predictions[key] = predict(Config(**keys_of(candidate)))
-        return predictions[key].costs
+    def costs_of(candidate: Candidate) -> StepCosts:
+        one = Config(**keys_of(candidate))
+        placement = placement_of(one)
+        if placement not in known:
+            known[placement] = predict_costs(cut_step(step, one, {}, None), machine)
+        return known[placement]
 
     limit = None if limit_gib is None else int(limit_gib * 2**30)
     best = search(ranks, tried, costs_of, limit)
@@ -143,13 +149,5 @@ def _search(config: Config, predict: "object", limit_gib: float | None) -> Confi
     for row in best[:_SHOWN]:
         step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))
         rows.append((step_ms, f"{100 * row.bubble:.1f}", size, str(row.candidate)))
-    print("\n".join([f"Best of {len(tried)} schedules ({len(best)} fit):", *_table(rows)]) + "\n")
+    print("\n".join([f"Best of {len(tried)} schedules ({len(best)} fit):", *table(rows)]) + "\n")
     return Config(**keys_of(best[0].candidate))
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

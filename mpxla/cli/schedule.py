@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from mpxla.cli.drawing import save_timeline
 from mpxla.config import Config
@@ -16,10 +17,8 @@ from mpxla.schedule.timeline import Timeline
 
 __all__ = ["add_parser", "schedule_keys", "schedule_options"]
 
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "schedule",
@@ -52,9 +51,9 @@ def schedule_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def schedule_keys(options: argparse.Namespace) -> dict[str, object]:
+def schedule_keys(options: argparse.Namespace) -> dict[str, Any]:
     """The configuration keys that these options stand for."""
-    keys: dict[str, object] = {
+    keys: dict[str, Any] = {
         "pipeline_parallel_degree": options.stages,
         "microbatches": options.microbatches,
         "pipeline": options.pipeline,

@@ -4,10 +4,10 @@
     host.py        several processes, host memory, gloo
     loopback.py    one process: a world of one, or of threads
     xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
-                   programs), xla_device.py and xla_cpu.py with relay.py (what runs them),
-                   recorder.py (the proof of their order)
+                   programs), xla_queue.py (their order), xla_device.py and xla_cpu.py with relay.py
+                   (what runs them), recorder.py (the proof of the order)
     objects.py     picklable objects on top of any transport
-    lifeline.py    who is alive
+    lifeline.py    who is alive, and stall.py: what all are doing when nothing moves
 
 Nothing here knows stages, schedules, configuration or the session.
 """

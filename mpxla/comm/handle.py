@@ -120,6 +120,7 @@ class FailureWatch:
         self._left: dict[int, float] = {}
         self._callbacks: list[Callable[[Failure], Any]] = []
         self._owner = threading.current_thread()
+        self._waiting: Handle[Any] | None = None  # what the owner waits for
         self.noticed = threading.Event()
         """Set once the thread that made the watch knows of the failure."""
         self.is_closing = False
@@ -204,6 +205,15 @@ class FailureWatch:
 
     def wait_for(self, handle: Handle[Any], timeout_s: float | None) -> None:
         """Blocks until `handle` is complete; see `Handle.result`."""
+        if threading.current_thread() is self._owner:
+            self._waiting = handle
+        try:
+            self._wait_for(handle, timeout_s)
+        finally:
+            if self._waiting is handle:
+                self._waiting = None
+
+    def _wait_for(self, handle: Handle[Any], timeout_s: float | None) -> None:
         start = time.monotonic()
         next_warning = start + self._stall_warning_s
         deadline = float("inf") if timeout_s is None else start + timeout_s
@@ -223,8 +233,13 @@ class FailureWatch:
                 if now >= next_warning:
                     self._warn_of_stall(handle, now - start)
                     next_warning = now + (now - start)
-                wake = min(settled[0], deadline, next_warning) - now
+                next_question = self._ask_about_stall(now)
+                wake = min(settled[0], deadline, next_warning, next_question) - now
                 self.changed.wait(min(wake, threading.TIMEOUT_MAX))
+
+    def _ask_about_stall(self, now: float) -> float:
+        """Asks the others what they do if nothing has moved for long; returns when to ask next."""
+        return float("inf")
 
     def notice(self, error: BaseException) -> None:
         """Notes that an error reaches the caller, so that the process need not be ended for it."""

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mpxla.comm.handle import Failure, FailureWatch
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
+from mpxla.comm.stall import Progress
 from mpxla.errors import PeerFailure
 
 __all__ = ["Lifeline"]
@@ -54,6 +55,8 @@ class Lifeline(FailureWatch):
         grace_s: float = 10.0,
         connect_timeout_s: float = 300.0,
         stall_warning_s: float = 60.0,
+        progress: Progress | None = None,
+        stall_timeout_s: float = float("inf"),
     ) -> None:
         """Connects; to be called by every rank, and returns when all have.
 
@@ -67,12 +70,19 @@ class Lifeline(FailureWatch):
                 ended.
             connect_timeout_s: How long to wait for the other ranks.
             stall_warning_s: A wait as long as this is logged.
+            progress: What this process is doing.
+            stall_timeout_s: If no rank completes an action for that long while one waits inside a
+                step, the job ends with a table of what all ranks are doing.
 
         Raises:
             PeerFailure: Ranks did not connect in time, or one failed meanwhile.
         """
         super().__init__(rank, world_size, stall_warning_s=stall_warning_s)
         self._grace_s = grace_s
+        self._progress = progress or Progress()
+        self._stall_timeout_s = stall_timeout_s
+        self._asked = 0.0
+        self._sending = threading.Lock()
         self._pid = os.getpid()
         self._closed = threading.Event()
         self._ready = threading.Event()
@@ -226,10 +236,24 @@ class Lifeline(FailureWatch):
             self.set_failure(Failure(int(str(message["rank"])), str(message["text"])))
         elif message["type"] == "bye":
             self.set_left(int(str(message["rank"])))
+        elif message["type"] == "describe":
+            waiting = self._waiting
+            peers, what = (waiting.peers, waiting.what) if waiting is not None else ((), "")
+            self._tell(encode(type="status", **self._progress.status(peers, what)))
         elif message["type"] == "ready":
             self._ready.set()
             with self.changed:
                 self.changed.notify_all()
+
+    def _ask_about_stall(self, now: float) -> float:
+        if not self._progress.is_running or threading.current_thread() is not self._owner:
+            return float("inf")
+        due = max(self._progress.since, self._asked) + self._stall_timeout_s
+        if now < due:
+            return due
+        self._asked = now
+        self._tell(encode(type="stall", timeout_s=self._stall_timeout_s))
+        return now + self._stall_timeout_s
 
     def _spread(self, failure: Failure) -> None:
         if self._connection is None or not self._tell(encode(type="report", text=failure.text)):
@@ -242,7 +266,8 @@ class Lifeline(FailureWatch):
     def _tell(self, data: bytes) -> bool:
         assert self._connection is not None
         try:
-            self._connection.sendall(data)
+            with self._sending:
+                self._connection.sendall(data)
         except OSError:
             return False
         return True

@@ -3,11 +3,13 @@
 One line of JSON per message, over one TCP connection per rank (rank 0 has one to itself):
 
     from a rank:  hello (rank, token, where it runs) | report (text) | bye
-    to a rank:    ready (all said hello) | failure (rank, text) | bye (rank)
+                  stall (timeout) | status (what it is doing)
+    to a rank:    ready (all said hello) | failure (rank, text) | bye (rank) | describe
 
 The kernel closes the connection of a process that dies, however it dies, so an end of file without
 a bye is a death. Keepalive probes find hosts that vanish without a word. The first failure stays
-and is repeated to ranks that connect later.
+and is repeated to ranks that connect later. A rank that finds that nothing moves has all ranks
+describe what they are doing, and `stall` judges their answers.
 
 This file knows no tensors, no torch and nothing of what the ranks do.
 """
@@ -18,9 +20,11 @@ import selectors
 import socket
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpxla.comm.handle import Failure
+from mpxla.comm.stall import LEFT, explain_stall
 
 __all__ = ["LifelineServer", "decode", "encode", "set_keepalive"]
 
@@ -29,6 +33,7 @@ _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
 _SEND_TIMEOUT_S = 1.0
 _MAX_LINE_BYTES = 1 << 20
+_ANSWER_S = 3.0
 
 
 def encode(**message: Any) -> bytes:
@@ -76,6 +81,15 @@ class _Member:
         self.said_bye = False
 
 
+@dataclass
+class _Inquiry:
+    """What ranks answer to the question what they are doing."""
+
+    timeout_s: float
+    deadline: float
+    statuses: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
 class LifelineServer:
     """Listens from construction on, in a daemon thread."""
 
@@ -103,6 +117,7 @@ class LifelineServer:
         self._greeted: set[int] = set()
         self._ended: set[int] = set()
         self._stop_at = float("inf")
+        self._inquiry: _Inquiry | None = None
         self._thread = threading.Thread(target=self._run, name="mpxla-lifeline-server", daemon=True)
         self._thread.start()
 
@@ -120,7 +135,8 @@ class LifelineServer:
 
     def _run(self) -> None:
         while not self._is_over():
-            left_s = self._stop_at - time.monotonic()
+            until = min(self._stop_at, self._inquiry.deadline if self._inquiry else float("inf"))
+            left_s = max(until - time.monotonic(), 0.0)
             for key, _ in self._selector.select(left_s if left_s < 3600 else None):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -128,6 +144,7 @@ class LifelineServer:
                     self._wake_read.recv(64)
                 else:
                     self._read(key.data)
+            self._judge()
         self._selector.close()
         for connection in self.sockets():
             connection.close()
@@ -177,10 +194,32 @@ class LifelineServer:
         assert member.rank is not None
         if message["type"] == "report":
             self._fail(Failure(member.rank, message["text"]))
+        elif message["type"] == "stall":
+            if self._inquiry is None:
+                self._inquiry = _Inquiry(message["timeout_s"], time.monotonic() + _ANSWER_S)
+                self._tell_all(type="describe")
+        elif message["type"] == "status":
+            if self._inquiry is not None:
+                self._inquiry.statuses[member.rank] = message
         elif message["type"] == "bye":
             member.said_bye = True
             self._ended.add(member.rank)
             self._tell_all(type="bye", rank=member.rank)
+
+    def _judge(self) -> None:
+        """Ends the inquiry when all have answered, or when it is too late for that."""
+        inquiry = self._inquiry
+        if inquiry is None:
+            return
+        answered = inquiry.statuses.keys() | self._ended
+        if len(answered) < self._world_size and time.monotonic() < inquiry.deadline:
+            return
+        self._inquiry = None
+        for rank in self._ended:
+            inquiry.statuses.setdefault(rank, LEFT)
+        found = explain_stall(inquiry.statuses, self._world_size, inquiry.timeout_s)
+        if found is not None:
+            self._fail(Failure(*found))
 
     def _drop(self, member: _Member) -> None:
         if member not in self._members:

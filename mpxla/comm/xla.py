@@ -13,20 +13,14 @@ the order in which this rank called. Callers must therefore call in orders that 
     - the orders of all ranks must have a common order. Schedules have one: the simulator proves it,
       with the same semantics, and replicas run equal lists (`recorder.check` proves a recording).
 
-Programs are lowered by the calling thread, because the tracer is not made for several at a time.
-They are loaded all at once by `prepare`, in one order on all ranks, or at their first use, by their
-members together. What executes them is a runner: `xla_device` on an accelerator, `xla_cpu` between
-CPU processes.
+Programs are loaded all at once by `prepare`, in one order on all ranks, or at their first use, by
+their members together.
 
 This file must not know stages, schedules or the session, nor torch_xla.
 """
 
-import contextlib
-import threading
-import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -34,7 +28,7 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.mesh import Meshes
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import Spec, describe
-from mpxla.comm.recorder import Kind, Recorder
+from mpxla.comm.recorder import Recorder
 from mpxla.comm.transport import (
     Group,
     Transport,
@@ -47,67 +41,12 @@ from mpxla.comm.transport import (
     not_made,
 )
 from mpxla.comm.xla_programs import Operand, Program, operand_of
-from mpxla.errors import MpxlaError
+from mpxla.comm.xla_queue import Job, ProgramQueue, Runner
 
-__all__ = ["STREAMS", "Runner", "XlaTransport"]
-
-_ABORT_S = 2.0
+__all__ = ["STREAMS", "XlaTransport"]
 
 STREAMS = frozenset({"forward", "backward"})
 """Channels whose messages are programs. Both ends know the specs of all their messages."""
-
-
-class Runner(Protocol):
-    """Executes programs on the device of this process."""
-
-    def meet(self, ranks: Group, what: str, purpose: str, text: str) -> None:
-        """Waits for all ranks to come to the same communication, if they can tell."""
-        ...
-
-    def lower(self, program: Program) -> Any:
-        """Makes what `load` takes. Runs in the calling thread."""
-        ...
-
-    def fetch(self, operand: torch.Tensor) -> torch.Tensor:
-        """Brings an operand to where `execute` takes it; may wait until it is computed."""
-        ...
-
-    def load(self, lowered: Any) -> Any:
-        """Makes what `execute` takes. May wait until all members of the mesh load it."""
-        ...
-
-    def execute(
-        self, loaded: Any, operands: Sequence[torch.Tensor | None], to_host: bool
-    ) -> list[torch.Tensor]:
-        """Runs a program; an operand of None is zeros."""
-        ...
-
-    def close(self) -> None:
-        """Disconnects. Every rank calls it, after its last execution."""
-        ...
-
-
-class _Job(NamedTuple):
-    """A communication in order: *fetch* its operands, *meet* the other members, *execute*,
-    and *finish* its result."""
-
-    handle: Handle[Any]
-    ranks: Group
-    purpose: str
-    text: str
-    program: Program | None
-    operands: Sequence[torch.Tensor | None]
-    finish: Callable[[list[torch.Tensor]], Any]
-    to_host: bool
-
-
-class _Loading(NamedTuple):
-    """Programs to load together."""
-
-    handle: Handle[None]
-    ranks: Group
-    text: str
-    programs: list[Program]
 
 
 class XlaTransport:
@@ -132,18 +71,11 @@ class XlaTransport:
         self.rank = host.rank
         self.world_size = host.world_size
         self.watch = host.watch
-        self.recorder = recorder
-        self._runner = runner
         self._world: Group = tuple(range(host.world_size))
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host)
         self._made = {self._world, (self.rank,)}
-        self._lowered: dict[Program, Any] = {}
-        self._loaded: dict[Program, Any] = {}
-        self._is_closed = False
-        self._queue: SimpleQueue[_Job | _Loading | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
-        self._thread.start()
+        self._queue = ProgramQueue(host.rank, host.watch, runner, recorder)
         # Communicators of some devices have to be set up by all ranks before a subset uses any.
         self.barrier(self._world).result()
 
@@ -159,7 +91,7 @@ class XlaTransport:
             return self.host.send_many(tensors, dst, channel)
         check_peer(dst, self.rank, self.world_size)
         full = [tensor for tensor in tensors if tensor.numel()]
-        return self._submit(
+        job = Job(
             Handle(self.watch, f"the delivery of a {channel!r} message to rank {dst}", (dst,)),
             (self.rank, dst),
             f"sent {describe(tensors)} to rank {dst} on channel {channel!r}",
@@ -169,6 +101,7 @@ class XlaTransport:
             lambda results: None,
             to_host=False,
         )
+        return self._queue.submit(job)
 
     def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
         """Receives one tensor, or (not on a stream) any message as bytes; see `Transport.recv`."""
@@ -205,7 +138,7 @@ class XlaTransport:
                 ]
             )
 
-        return self._submit(
+        job = Job(
             Handle(self.watch, f"a {channel!r} message from rank {src}", (src,)),
             (src, self.rank),
             f"expected {describe(specs)} from rank {src} on channel {channel!r}",
@@ -215,6 +148,7 @@ class XlaTransport:
             finish,
             to_host=False,
         )
+        return self._queue.submit(job)
 
     def _transfer(self, specs: Sequence[Spec], src: int, dst: int) -> Program | None:
         """The program of a message; None if it has no bytes."""
@@ -294,7 +228,7 @@ class XlaTransport:
                 return unpack(torch.zeros(shape, dtype=dtype))
             return unpack(operand.detach().reshape(shape).clone())
 
-        return self._submit(
+        job = Job(
             Handle(
                 self.watch,
                 f"{name} of {describe([spec])} with rank {others}",
@@ -308,6 +242,7 @@ class XlaTransport:
             finish,
             to_host=not isinstance(spec, torch.Tensor) or spec.device.type != "xla",
         )
+        return self._queue.submit(job)
 
     def _collective_program(self, name: str, spec: Spec, ranks: Group) -> Program | None:
         """The program of a collective; None if there is nothing to move."""
@@ -324,13 +259,7 @@ class XlaTransport:
         own = {program for use in uses if (program := self._program_of(use)) is not None}
         everyone = self._objects.allgather(own, ranks)
         programs = sorted(set[Program]().union(*everyone), key=str)
-        here = [program for program in programs if self.rank in program.mesh.members]
-        for program in here:
-            self._lower(program)
-        handle: Handle[None] = Handle(self.watch, f"the loading of {len(here)} programs", ranks)
-        text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
-        self._queue.put(_Loading(handle, ranks, text, here))
-        handle.result()
+        self._queue.load(programs, ranks).result()
 
     def _program_of(self, use: Use) -> Program | None:
         if use.op == "message":
@@ -338,106 +267,10 @@ class XlaTransport:
         (spec,) = use.specs
         return self._collective_program(use.op, spec, tuple(use.ranks))
 
-    def _lower(self, program: Program) -> None:
-        if program not in self._lowered:
-            self._lowered[program] = self._runner.lower(program)
-
-    def _submit(
-        self,
-        handle: Handle[Any],
-        ranks: Group,
-        purpose: str,
-        text: str,
-        program: Program | None,
-        operands: Sequence[torch.Tensor | None],
-        finish: Callable[[list[torch.Tensor]], Any],
-        *,
-        to_host: bool,
-    ) -> Handle[Any]:
-        assert not self._is_closed, "the transport is closed"
-        if program is not None:
-            self._lower(program)
-        self._queue.put(_Job(handle, ranks, purpose, text, program, operands, finish, to_host))
-        return handle
-
-    # --- the thread -----------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            if isinstance(job, _Loading):
-                self._load_together(job)
-            else:
-                self._do(job)
-            del job  # its tensors are not needed while the thread waits for the next one
-
-    def _do(self, job: _Job) -> None:
-        try:
-            operands = [None if t is None else self._runner.fetch(t) for t in job.operands]
-        except BaseException as error:  # the other ranks wait for this one: they have to be told
-            job.handle.set_error(error)
-            self.watch.report(f"computing the operand of {job.handle.what}", error)
-            return
-        try:
-            self._runner.meet(job.ranks, job.handle.what, job.purpose, job.text)
-            results = self._execute(job, operands)
-            job.handle.set_result(job.finish(results))
-        except Exception as error:  # the thread goes on; the caller gets it
-            job.handle.set_error(self._explained(error, job.handle))
-
-    def _execute(self, job: _Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        program = job.program
-        if program is None:
-            return []
-        self._load(program)
-        self._note(Kind.EXECUTE, program)
-        return self._runner.execute(self._loaded[program], operands, job.to_host)
-
-    def _load_together(self, job: _Loading) -> None:
-        try:
-            self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
-            for program in job.programs:
-                self._load(program)
-            job.handle.set_result(None)
-        except Exception as error:  # the thread goes on; the caller gets it
-            job.handle.set_error(self._explained(error, job.handle))
-
-    def _load(self, program: Program) -> None:
-        if program not in self._loaded:
-            self._note(Kind.LOAD, program)
-            self._loaded[program] = self._runner.load(self._lowered[program])
-
-    def _note(self, kind: Kind, program: Program) -> None:
-        if self.recorder is not None:
-            self.recorder.note(kind, program, program.mesh.group_of(self.rank))
-
     def close(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread after what is queued, then the runner and the host transport.
-
-        After a failure, nothing is waited for; see `Transport.close`.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._queue.put(None)
-        deadline = time.monotonic() + timeout_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            if self.watch.failure is not None:
-                self._thread.join(_ABORT_S)
-                break
-            self._thread.join(0.01)
-        self._loaded.clear()
-        if not self._thread.is_alive():
-            with contextlib.suppress(RuntimeError, TimeoutError):  # the others are gone already
-                self._runner.close()
+        """Ends the queue, the runner and the host transport; see `Transport.close`."""
+        self._queue.close(timeout_s)
         self.host.close(timeout_s)
-
-    def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
-        if isinstance(error, MpxlaError):
-            return error
-        if isinstance(error, RuntimeError | ValueError):
-            return self.watch.explain(error, handle.peers, handle.what)
-        self.watch.report(handle.what, error)
-        return error
 
 
 def _message_text(specs: Sequence[Spec], src: int, dst: int, channel: str) -> str:

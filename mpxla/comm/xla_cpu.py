@@ -114,7 +114,7 @@ class CpuRunner:
     def lower(self, program: Program) -> _Lowered:
         """Makes the program's text."""
         traced = trace(program)
-        sources = [s if type(s) is int else s.cpu().numpy() for s in traced.sources()]
+        sources = [s if isinstance(s, int) else s.cpu().numpy() for s in traced.sources()]
         return _Lowered(program, traced.stablehlo(), sources)
 
     def fetch(self, operand: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class CpuRunner:
             _to_numpy(torch.zeros(k.shape, dtype=k.dtype) if t is None else t.view(k.shape))
             for t, k in zip(operands, kinds, strict=True)
         ]
-        buffers = [self._upload(arrays[s] if type(s) is int else s) for s in sources]
+        buffers = [self._upload(arrays[s] if isinstance(s, int) else s) for s in sources]
         results = loaded.executable.execute_sharded(buffers)
         return [
             _to_torch(np.asarray(shards[0]))

@@ -77,10 +77,10 @@ class DeviceRunner:
         """The operand as it is, perhaps still computing."""
         return operand.detach()
 
-    def load(self, compiled: _Compiled) -> _Compiled:
+    def load(self, lowered: _Compiled) -> _Compiled:
         """Runs a program once on zeros, which is when a device loads it."""
-        self.execute(compiled, [None] * len(compiled.zeros), to_host=True)
-        return compiled
+        self.execute(lowered, [None] * len(lowered.zeros), to_host=True)
+        return lowered
 
     def execute(
         self, loaded: _Compiled, operands: Sequence[torch.Tensor | None], to_host: bool
@@ -94,7 +94,7 @@ class DeviceRunner:
         """
         given = [self._place(t, z) for t, z in zip(operands, loaded.zeros, strict=True)]
         _xla._xla_sync_multi(given, [], False, True)  # what is lazy of them
-        buffers = [given[s] if type(s) is int else s for s in loaded.sources]
+        buffers = [given[s] if isinstance(s, int) else s for s in loaded.sources]
         results = _xla._run_cached_graph(loaded.graph_hash, buffers)
         return [result.cpu() for result in results] if to_host else list(results)
 

@@ -73,7 +73,7 @@ class Traced(NamedTuple):
         index_of = {_xla._xla_get_tensor_id(t): index for index, t in enumerate(self.inputs)}
         ids, values = _xla._get_tensors_xla_device_data_node(self.outputs)
         pairs = zip(ids, values, strict=True)
-        return [index_of.get(tensor_id, value) for tensor_id, value in pairs]
+        return [index_of[i] if i in index_of else value for i, value in pairs]
 
     def hlo(self) -> str:
         """The program as HLO text."""

@@ -67,7 +67,10 @@ class PartitionProblem:
 
 
 def build_problem(
-    step: StepGraph, machine: MachineModel, stateful: frozenset[str] = frozenset()
+    step: StepGraph,
+    machine: MachineModel,
+    stateful: frozenset[str] = frozenset(),
+    measured_s: Mapping[str, float] | None = None,
 ) -> PartitionProblem:
     """Describes a step to the partitioner.
 
@@ -76,8 +79,11 @@ def build_problem(
         machine: rates of the target.
         stateful: buffers that some step changes, so that they stay where they are, as parameters
             do; other buffers can be held by several ranks.
+        measured_s: seconds of the forward of nodes by name, where they were measured; they take
+            the place of estimates.
     """
     flops = _count_flops(step)
+    times = _Times(flops, machine, measured_s or {})
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
     owned = {
         role.name
@@ -100,9 +106,7 @@ def build_problem(
         else:
             units[node] = len(members)
             members.append([node])
-    nodes = tuple(
-        _unit(group, units, roles, owned, new_buffers, flops, machine) for group in members
-    )
+    nodes = tuple(_unit(group, units, roles, owned, new_buffers, times) for group in members)
     parameter_bytes = {
         role.name: _num_bytes(node) * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
         for node, role in roles.items()
@@ -116,7 +120,7 @@ def build_problem(
         tuple(
             sum(int(flops[n] * _derivatives(n)) for n in group if n in flops) for group in members
         ),
-        tuple(_forward_s(group, roles, flops, machine) for group in members),
+        tuple(times.forward_s(group, roles) for group in members),
     )
 
 
@@ -126,8 +130,7 @@ def _unit(
     roles: Mapping[fx.Node, object],
     owned: set[str],
     new_buffers: Mapping[fx.Node, str],
-    flops: Mapping[fx.Node, int],
-    machine: MachineModel,
+    times: "_Times",
 ) -> GraphNode:
     head = group[0]
     sources = [s for s in head.all_input_nodes]
@@ -136,12 +139,8 @@ def _unit(
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
     output_bytes = sum(_num_bytes(n) for n in values)
     needs_grad = any(n.meta["val"].requires_grad for n in values)
-    forward_s = _forward_s(group, roles, flops, machine)
-    factor = 0.0
-    if needs_grad:
-        counted = [_derivatives(n) for n in group if n in flops]
-        factor = max(counted, default=_BACKWARD_FACTOR)
-    backward_s = factor * max(forward_s - machine.task_s, 0.0)
+    forward_s = times.forward_s(group, roles)
+    backward_s = times.backward_s(group, roles) if needs_grad else 0.0
     if is_input:
         kind = NodeKind.INPUT
     else:
@@ -163,20 +162,36 @@ def _unit(
     )
 
 
-def _forward_s(
-    group: list[fx.Node],
-    roles: Mapping[fx.Node, object],
-    flops: Mapping[fx.Node, int],
-    machine: MachineModel,
-) -> float:
-    """Seconds of the unit's forward; nothing for inputs and views."""
-    head = group[0]
-    if head in roles or _is_free(head):
-        return 0.0
-    values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
-    moved_bytes = sum(_num_bytes(n) for n in (*head.all_input_nodes, *values))
-    arithmetic_s = sum(flops.get(n, 0) for n in group) / machine.flops_per_s
-    return machine.task_s + max(arithmetic_s, moved_bytes / machine.memory_bytes_per_s)
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of units, estimated or measured."""
+
+    flops: Mapping[fx.Node, int]
+    machine: MachineModel
+    measured_s: Mapping[str, float]
+
+    def forward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
+        """Of the unit's forward; nothing for inputs and views."""
+        if group[0] in roles or _is_free(group[0]):
+            return 0.0
+        return self.machine.task_s + self._work_s(group)
+
+    def backward_s(self, group: list[fx.Node], roles: Mapping[fx.Node, object]) -> float:
+        """Of its derivatives."""
+        if group[0] in roles or _is_free(group[0]):
+            return 0.0
+        counted = [_derivatives(n) for n in group if n in self.flops]
+        return max(counted, default=_BACKWARD_FACTOR) * self._work_s(group)
+
+    def _work_s(self, group: list[fx.Node]) -> float:
+        """The larger of arithmetic and memory traffic, or what was measured."""
+        head = group[0]
+        if head.name in self.measured_s:
+            return self.measured_s[head.name]
+        values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
+        moved_bytes = sum(_num_bytes(n) for n in (*head.all_input_nodes, *values))
+        arithmetic_s = sum(self.flops.get(n, 0) for n in group) / self.machine.flops_per_s
+        return max(arithmetic_s, moved_bytes / self.machine.memory_bytes_per_s)
 
 
 def _derivatives(node: fx.Node) -> float:

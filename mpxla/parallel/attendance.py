@@ -7,6 +7,7 @@ and not a hang. This file must not know what is reduced.
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,10 @@ __all__ = ["Attendance"]
 
 _CHANNEL = "attendance"
 _FIRST_LOOK_S = 1.0
-_LONGEST_S = 64.0
+_LONGEST_LOOK_S = 64.0
 """Longer than the time after which a wait is logged."""
+_FAREWELL_S = 10.0
+"""How long a rank stays for the others' farewells. One may wait for it elsewhere, by mistake."""
 
 
 class Attendance:
@@ -54,9 +57,11 @@ class Attendance:
         while True:
             try:
                 return handle.result(timeout_s=patience_s)
-            except TimeoutError:
+            except (PeerFailure, TimeoutError) as error:
                 self._look_around()
-                patience_s = min(2 * patience_s, _LONGEST_S)
+                if isinstance(error, PeerFailure):
+                    raise
+                patience_s = min(2 * patience_s, _LONGEST_LOOK_S)
 
     def _look_around(self) -> None:
         for rank, farewell in self._farewells.items():
@@ -66,7 +71,7 @@ class Attendance:
                     raise RankMismatch(self._text(rank, f"ended after {steps}"))
 
     def leave(self) -> None:
-        """Tells the others that this rank's training is over, and waits until theirs is.
+        """Tells the others that this rank's training is over, and waits a while until theirs is.
 
         Raises:
             RankMismatch: they had other numbers of reductions.
@@ -77,9 +82,13 @@ class Attendance:
         own = torch.tensor([self._num_steps], dtype=torch.int64).view(torch.uint8)
         for rank in self._others:
             self._transport.send(own, rank, _CHANNEL)
+        deadline = time.monotonic() + _FAREWELL_S
         for rank, farewell in self._farewells.items():
             try:
-                steps = _number(farewell.result())
+                left_s = max(deadline - time.monotonic(), 0.0)
+                steps = _number(farewell.result(timeout_s=left_s))
+            except TimeoutError:
+                return  # it is busy; should it wait for this rank, it will know the numbers
             except PeerFailure as failure:
                 raise PeerFailure(
                     f"{failure} This rank ended after {self._num_steps} training steps."

@@ -21,7 +21,7 @@ import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.errors import StepError
-from mpxla.parallel.buckets import Bucket, Packer, fill_buckets, shared_names
+from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica, store
 from mpxla.runtime.gradients import sum_over_holders
@@ -55,8 +55,17 @@ class GradientFlow:
     changed: tuple[str, ...]
 
     @classmethod
-    def of(cls, cut: CutStep, pp_rank: int) -> "GradientFlow":
-        """The flow of a captured step."""
+    def of(
+        cls, cut: CutStep, pp_rank: int, parameter_ranks: Mapping[str, tuple[int, ...]]
+    ) -> "GradientFlow":
+        """The flow of a captured step.
+
+        Args:
+            cut: the step in stages.
+            pp_rank: this rank.
+            parameter_ranks: pipeline ranks that hold each parameter; a step need not read it on all
+                of them.
+        """
         sources: dict[str, list[tuple[int, int]]] = {}
         changed: set[str] = set()
         for stage in cut.stages:
@@ -65,7 +74,12 @@ class GradientFlow:
                 for place, name in enumerate(stage.trained):
                     sources.setdefault(name, []).append((stage.index, place))
         trained = frozenset(cut.trained_stages())
-        return cls(sources, trained, shared_names(cut, pp_rank), tuple(sorted(changed)))
+        shared: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted(trained):
+            holders = parameter_ranks[name]
+            if len(holders) > 1 and pp_rank in holders:
+                shared.setdefault(holders, []).append(name)
+        return cls(sources, trained, shared, tuple(sorted(changed)))
 
 
 class BucketedReduction:

@@ -16,12 +16,11 @@ from math import prod
 import torch
 from torch import nn
 
-from mpxla.runtime.plan import CutStep
 from mpxla.stage.compile import Executable, compile_graph
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Bucket", "Packer", "fill_buckets", "shared_names"]
+__all__ = ["Bucket", "Packer", "fill_buckets"]
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,6 @@ def fill_buckets(
         Bucket(tuple(names), tuple(specs[name] for name in names), holders, parts)
         for names in groups
     ]
-
-
-def shared_names(cut: CutStep, pp_rank: int) -> dict[tuple[int, ...], list[str]]:
-    """Trained parameters that this and other pipeline ranks hold, by the ranks that hold them."""
-    holders_of = cut.parameter_ranks()
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(cut.trained_stages()):
-        holders = holders_of[name]
-        if len(holders) > 1 and pp_rank in holders:
-            groups.setdefault(holders, []).append(name)
-    return groups
 
 
 class _Concatenation(nn.Module):

@@ -74,12 +74,14 @@ class Join:
         """
         while True:
             outlines = self._exchange(self._num_steps)
-            active = [index for index, other in enumerate(outlines) if isinstance(other, list)]
-            if not active:
-                most = max(outlines)
-                return None if min(outlines) == most else outlines.index(most)
-            self._attendance.count_step()
-            self._take_part(outlines[active[0]], self._replica.group[active[0]])
+            for index, other in enumerate(outlines):
+                if isinstance(other, list):
+                    self._attendance.count_step()
+                    self._take_part(other, self._replica.group[index])
+                    break
+            else:
+                steps = [other for other in outlines if isinstance(other, int)]
+                return None if min(steps) == max(steps) else steps.index(max(steps))
 
     def _take_part(self, outline: Sequence[Collective], source: int) -> None:
         transport, group = self._replica.transport, self._replica.group

@@ -46,7 +46,8 @@ class DistributedModel(nn.Module):
     Args:
         module: the model; its parameters stay the same `Parameter` objects.
         trace_device: where SMP traced the model; capture here needs no device, so it is ignored.
-        trace_execution_times: not available yet.
+        trace_execution_times: time operators on the device and partition by that, instead of by
+            operation counts. Times vary, so that another run may be cut in another way.
         overlapping_allreduce: reduce gradients over replicas as they become ready.
         backward_passes_per_step: step calls to accumulate before that reduction.
         average_grads_across_microbatches: mean (or sum) of gradients over microbatches.
@@ -109,6 +110,7 @@ class DistributedModel(nn.Module):
             lambda: partition_pins(self.module, "model"),
             self._when_placed,
             lambda link: self._make_reducer(link, options),
+            trace_execution_times,
         )
         self._is_single = session.config.pipeline_parallel_degree == 1
         session.model = self
@@ -510,10 +512,6 @@ def _check_options(
         raise ConfigError(f"trace_device is {trace_device!r}; use 'gpu' or 'cpu'.")
     if trace_execution_times and trace_device == "cpu":
         raise ConfigError("trace_execution_times=True does not go with trace_device='cpu'.")
-    if trace_execution_times:
-        raise ConfigError(
-            "trace_execution_times=True is not available yet; costs come from operation counts."
-        )
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ConfigError(
             f"backward_passes_per_step is {backward_passes_per_step!r}; use an integer from 1."

@@ -243,6 +243,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _load_local(self, full: dict[str, Any]) -> None:
         if self._pieces is not None:
             full = self._pieces.cut(full)
+        self._load_picked(full)
+
+    def _load_picked(self, full: dict[str, Any]) -> None:
+        """Loads the states of what this rank updates, which are cut as it is."""
         kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
 
@@ -253,17 +257,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = current().model
         assert model is not None, "an optimizer is made after the model"
         names = {id(p): name for name, p in model.module.named_parameters()}
-        return {
-            position: names.get(ident, f"parameter {position} of the optimizer")
-            for ident, position in self._positions.items()
-        }
+        found: dict[int, str] = {}
+        for ident, position in self._positions.items():  # pieces come after their parameters
+            found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
+        return found
+
+    def _range_of(self, parameter: torch.nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
+        """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
+        ranges = {} if self._pieces is None else self._pieces.ranges()
+        found = ranges.get(self._positions[id(parameter)])
+        return None if found is None else (*found[0], found[1])
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """State that this rank holds, by parameter name. Values are not copied."""
         names = self._names()
         for parameter in _parameters_of(self.optimizer):
+            name, part = names[self._positions[id(parameter)]], self._range_of(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                yield StatePiece(names[self._positions[id(parameter)]], key, value)
+                is_tensor = isinstance(value, torch.Tensor)
+                if part is not None and is_tensor and value.shape == parameter.shape:
+                    yield StatePiece(name, key, value, part[2], part[0])
+                else:
+                    yield StatePiece(name, key, value)
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
@@ -298,12 +313,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state: dict[int, Any] = {}
         for parameter in _parameters_of(self.optimizer):
             position = self._positions[id(parameter)]
-            name = names[position]
-            entry = {key: saved.whole(name, key) for key in saved.keys(name)}
+            name, part = names[position], self._range_of(parameter)
+            entry: dict[str, Any] = {}
+            for key in saved.keys(name):
+                if part is not None and saved.shape(name, key) == part[2] != ():
+                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0])
+                else:
+                    entry[key] = saved.whole(name, key)
             entry.update(saved.numbers(name))
             if entry:
                 state[position] = entry
-        self._load_local({"state": state, "param_groups": self.optimizer.param_groups})
+        self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""

@@ -16,7 +16,8 @@ from mpxla.stage.device import flush
 
 __all__ = ["PlainBackward"]
 
-_engine = torch.autograd.Variable._execution_engine
+# What torch's own DDP uses to learn that a backward is over.
+_engine = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
 
 
 class PlainBackward:

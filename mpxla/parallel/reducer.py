@@ -108,7 +108,9 @@ class GradientReducer:
     def prepare(self, cut: CutStep) -> BucketedReduction:
         """Makes the reduction of a training step."""
         self._is_prepared = True
-        return BucketedReduction(self, GradientFlow.of(cut, self.replica.pp_rank))
+        return BucketedReduction(
+            self, GradientFlow.of(cut, self.replica.pp_rank, self.parameter_ranks)
+        )
 
     def meet(self, outline: Sequence[Collective]) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.

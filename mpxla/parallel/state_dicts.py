@@ -57,6 +57,10 @@ class SavedState(Protocol):
         """State keys of the tensors of a parameter."""
         ...
 
+    def shape(self, name: str, key: str) -> tuple[int, ...]:
+        """Shape of a whole tensor."""
+        ...
+
     def whole(self, name: str, key: str) -> torch.Tensor:
         """A tensor, on the host; to be copied, not to be written to."""
         ...

@@ -152,10 +152,12 @@ class _Shard:
                 names.append(piece.name)
                 parts.append(flat[start : start + size])
             start += size
+        changed: list[torch.Tensor] = []
         for name, value in zip(names, to_device(parts, self._replica.device), strict=True):
             parameter = self.pieces[name].parameter
             parameter.grad = value if parameter.grad is None else parameter.grad + value
-        make_ready(self.pieces[name].parameter.grad for name in names)
+            changed.append(parameter.grad)
+        make_ready(changed)
 
 
 class ShardedParameters:

@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
@@ -20,7 +21,15 @@ from mpxla.runtime.executor import StepRun
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
-from mpxla.runtime.plan import CutStep, StepPlan, compile_stages, cut_step, schedule_step
+from mpxla.runtime.partition_store import write_decision
+from mpxla.runtime.plan import (
+    CutStep,
+    StepPlan,
+    compile_stages,
+    cut_step,
+    describe_plan,
+    schedule_step,
+)
 from mpxla.runtime.reduction import Reducer
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
@@ -35,6 +44,7 @@ from mpxla.runtime.signature import (
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
+from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepEngine"]
 
@@ -48,6 +58,7 @@ class StepEngine:
         pins: gives module path -> pipeline rank at the time of partitioning.
         on_placed: called once parameters are on their ranks.
         make_reducer: makes the reduction of gradients over replicas.
+        measures_times: whether operators are timed before a step is partitioned.
     """
 
     def __init__(
@@ -57,11 +68,13 @@ class StepEngine:
         pins: Callable[[], Mapping[str, int]],
         on_placed: Callable[[], None],
         make_reducer: Callable[[PipelineLink], Reducer],
+        measures_times: bool = False,
     ):
         self._session = session
         self._state = state
         self._pins = pins
         self._on_placed = on_placed
+        self._measures_times = measures_times
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._link = PipelineLink(session.transport, self._group, session.device)
@@ -89,15 +102,33 @@ class StepEngine:
             signature, tensors, objects, seed = self._agree(name, rule, args, kwargs)
             runner = self._plans.get(signature.key)
             if runner is None:
-                runner = self._build(signature, rule.function, objects)
+                with self._session.progress.busy():
+                    runner = self._build(signature, rule.function, objects)
                 seed = self._agree_on_seed(runner.plan)
-            returned, self.last_run = runner.run(tensors, signature.num_microbatches, seed)
-            return returned
+            return self._run(runner, signature, tensors, seed)
         except (PeerFailure, _Announced):
             raise
         except BaseException as error:
             self._session.report_failure(f"step function {name}", error)
             raise
+
+    def _run(
+        self,
+        runner: PlanRunner,
+        signature: Signature,
+        tensors: list[list[torch.Tensor]],
+        seed: int,
+    ) -> Any:
+        if self._session.lifeline is not None:
+            self._session.lifeline.check()  # all messages may be there, and their sender gone
+        recorder, progress = self._session.recorder, self._session.progress
+        if recorder is not None:
+            recorder.begin_step(signature.function, describe_plan(runner.plan, self._group))
+        count = signature.num_microbatches
+        returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
+        if recorder is not None:
+            recorder.end_step()
+        return returned
 
     # --- announce -------------------------------------------------------------------------------
 
@@ -175,6 +206,7 @@ class StepEngine:
             self._settle(_with_unused(cut, self._state, self._parameter_ranks))
         if self.first_cut is None:
             self.first_cut = cut
+            self._write_decision(cut)
         self._provide_missing(cut)
         self._note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
@@ -230,7 +262,23 @@ class StepEngine:
         finally:
             self.is_tracing = False
         fixed = self._parameter_ranks or None
-        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful)
+        measured_s = self._measure(step)
+        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful, measured_s)
+
+    def _measure(self, step: StepGraph) -> dict[str, float] | None:
+        """Seconds of the step's operators, the same on all ranks of the pipeline."""
+        if not self._measures_times:
+            return None
+        if self._pp_rank > 0:
+            return self._control.follow()
+        measured_s = measure_operators(step, self._session.device)
+        self._control.announce(measured_s)
+        return measured_s
+
+    def _write_decision(self, cut: CutStep) -> None:
+        config = self._session.config
+        if self._session.rank == 0 and config.partition_file and not config.load_partition:
+            write_decision(config, cut.problem, cut.partition)
 
     def _follow_first_replica(self, cut: CutStep, function: str) -> CutStep:
         """The step cut so that parameters live where the first replica puts them.

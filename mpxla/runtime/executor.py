@@ -6,6 +6,7 @@ for messages that have not arrived when a program needs them.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from mpxla.comm.stall import Progress
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
+from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op
 from mpxla.stage.compile import Executable
 from mpxla.stage.lower import LoweredStage
@@ -56,8 +59,20 @@ class StageLink(Protocol):
         """Starts sending the tensors of one message; returns at once."""
         ...
 
-    def receive(self, transfer: Transfer, channel: str) -> Callable[[], list[torch.Tensor]]:
-        """Expects one message; the returned function waits for it and gives device tensors."""
+    def receive(self, transfer: Transfer, channel: str) -> "Arrival":
+        """Expects one message; the returned object waits for it when it is called."""
+        ...
+
+
+class Arrival(Protocol):
+    """A message under way; called, it waits and gives device tensors."""
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Waits for the message."""
+        ...
+
+    def when_arrived(self) -> float:
+        """Waits for the message, and tells the monotonic time when it was there on the host."""
         ...
 
 
@@ -78,6 +93,8 @@ class StepRun:
         dispatch_s: CPU seconds of the dispatching thread for forwards and backwards. (Wall time
             would count the device's work where both share a core.)
         num_tasks: how many of them were started.
+        recorder: notes what runs when, while a profile is taken.
+        progress: knows the running action, for the case that nothing moves any more.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -91,6 +108,8 @@ class StepRun:
     values: LiveValues = field(default_factory=LiveValues)
     dispatch_s: float = 0.0
     num_tasks: int = 0
+    recorder: Recorder | None = None
+    progress: Progress = field(default_factory=Progress)
 
 
 class Executor:
@@ -140,12 +159,18 @@ class Executor:
             MpxlaError: with a note that names the action that failed.
         """
         self._held = {}
-        for action in actions:
+        step.progress.begin(actions, self._describe)
+        for index, action in enumerate(actions):
+            step.progress.at(index)
             with _blame(action):
-                if action.op.is_compute:
+                if step.recorder is not None:
+                    handler = functools.partial(self._handlers[action.op], action, step)
+                    step.recorder.run(action, handler)
+                elif action.op.is_compute:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
+        step.progress.end()
 
     def _run_timed(self, action: Action, step: StepRun) -> None:
         started = time.thread_time()
@@ -265,7 +290,7 @@ class Executor:
 
     def _receive_forward(self, action: Action, step: StepRun) -> None:
         transfer = self._forward[action.peer, action.stage]
-        arrival = self._link.receive(transfer, "forward")
+        arrival = _observed(self._link.receive(transfer, "forward"), action, step.recorder)
         step.values.expect(transfer.names, action.stage, action.microbatch, arrival)
 
     def _send_backward(self, action: Action, step: StepRun) -> None:
@@ -278,9 +303,20 @@ class Executor:
 
     def _receive_backward(self, action: Action, step: StepRun) -> None:
         transfer = self._backward[action.peer, action.stage]
-        arrival = self._link.receive(transfer, "backward")
+        arrival = _observed(self._link.receive(transfer, "backward"), action, step.recorder)
         names = tuple(_grad_name(name, action.peer) for name in transfer.names)
         step.values.expect(names, action.stage, action.microbatch, arrival)
+
+    def _describe(self, action: Action) -> str:
+        """An action with the shapes of what it moves."""
+        edge, other = (action.stage, action.peer), (action.peer, action.stage)
+        is_forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
+        transfers = self._forward if is_forward else self._backward
+        transfer = transfers.get(edge if action.op.is_send else other)
+        if transfer is None:
+            return str(action)
+        shapes = ", ".join(str(list(spec.shape)) for spec in transfer.specs)
+        return f"{action} {shapes}"
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]
@@ -291,6 +327,21 @@ class Executor:
             for position, value in zip(turned, results, strict=True):
                 accumulators[position] = value
         self._on_reduce(action.stage, step)
+
+
+def _observed(arrival: Arrival, action: Action, recorder: Recorder | None) -> Arrival:
+    """The same wait for a message, noted by the recorder if there is one."""
+    if recorder is None:
+        return arrival
+
+    def wait() -> list[torch.Tensor]:
+        begin = time.monotonic()
+        arrived = arrival.when_arrived()
+        values = arrival()
+        recorder.note_wait(Wait(action.peer, begin, arrived, time.monotonic()))
+        return values
+
+    return wait
 
 
 def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:

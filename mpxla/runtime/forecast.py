@@ -11,7 +11,7 @@ import torch
 
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
-from mpxla.runtime.plan import CutStep, schedule_step
+from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
@@ -20,7 +20,7 @@ from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
-__all__ = ["Forecast", "Program", "forecast", "forecast_timeline", "step_costs"]
+__all__ = ["Forecast", "Program", "forecast", "predict_costs"]
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel) -> Forecast:
         ScheduleError: the schedule cannot run.
     """
     schedule = schedule_step(cut, config, config.microbatches)
-    lowered = lower_all(cut)
+    lowered = _lower_all(cut)
     splits = {
         stage: split_backward(lowered[stage], _DEVICE)
         for stage in {a.stage for actions in schedule for a in actions}
         if _is_split(stage, schedule) and lowered[stage].backward is not None
     }
-    costs = step_costs(cut, machine, lowered, splits)
+    costs = _step_costs(cut, machine, lowered, splits)
     num_bytes = {(t.source, t.target): t.num_bytes for t in (*cut.forward, *cut.backward)}
     return Forecast(
         cut,
         schedule,
-        forecast_timeline(cut, schedule, costs.costs),
+        _timeline(cut, schedule, costs.costs),
         costs,
         peak_bytes(schedule, costs.saved_bytes, costs.kept_bytes),
         link_bytes(schedule, cut.placement, num_bytes),
@@ -100,9 +100,23 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel) -> Forecast:
     )
 
 
-def forecast_timeline(
-    cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs
-) -> Timeline:
+def predict_costs(cut: CutStep, machine: MachineModel) -> StepCosts:
+    """What a step takes and keeps under any schedule, with whole or split backwards.
+
+    Args:
+        cut: the step in stages.
+        machine: rates of the target.
+    """
+    lowered = _lower_all(cut)
+    splits = {
+        index: split_backward(stage, _DEVICE)
+        for index, stage in enumerate(lowered)
+        if stage.backward is not None
+    }
+    return _step_costs(cut, machine, lowered, splits)
+
+
+def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:
     """When every action would run, in seconds, if messages do not hold ranks."""
     forward = {(t.source, t.target) for t in cut.forward}
     backward = {(t.source, t.target) for t in cut.backward}
@@ -113,7 +127,7 @@ def forecast_timeline(
 _DEVICE = torch.device("xla:0")
 
 
-def lower_all(cut: CutStep) -> list[LoweredStage]:
+def _lower_all(cut: CutStep) -> list[LoweredStage]:
     """Lowers every stage of a step, on any rank."""
     return [lower_stage(stage, cut.step.is_training, _DEVICE) for stage in cut.stages]
 
@@ -122,7 +136,7 @@ def _is_split(stage: int, schedule: tuple[tuple[Action, ...], ...]) -> bool:
     return any(Action(stage, Op.INPUT_GRADIENT, 0) in actions for actions in schedule)
 
 
-def step_costs(
+def _step_costs(
     cut: CutStep,
     machine: MachineModel,
     lowered: list[LoweredStage],
@@ -136,13 +150,6 @@ def step_costs(
         lowered: every stage, for what it really saves.
         splits: the split backwards among them.
     """
-    forward_s, backward_s = [0.0] * len(cut.stages), [0.0] * len(cut.stages)
-    for index, node in enumerate(cut.problem.nodes):
-        for stage in cut.partition.stages_of(index):
-            forward_s[stage] += cut.problem.forward_s[index]
-            backward_s[stage] += node.cost.compute_s - cut.problem.forward_s[index]
-    transfers = (*cut.forward, *cut.backward)
-    seconds = {(t.source, t.target): t.num_bytes / machine.link_bytes_per_s for t in transfers}
     saved = [_saved_bytes(stage) for stage in lowered]
     kept = [
         _kept_bytes(stage, splits[stage.spec.index]) if stage.spec.index in splits else bytes_
@@ -153,7 +160,7 @@ def step_costs(
         for rank in ranks:
             fixed[rank] += cut.partition.parameter_bytes[name]
     return StepCosts(
-        Costs(forward=forward_s, backward=backward_s, transfer=seconds),
+        stage_costs(cut, machine),
         frozenset((t.source, t.target) for t in cut.forward),
         frozenset((t.source, t.target) for t in cut.backward),
         saved,

@@ -3,6 +3,7 @@
 Adapts pipeline ranks and stages to global ranks, and host tensors to device tensors.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpxla.comm.transport import Use
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec, Transfer
 
-__all__ = ["PipelineLink"]
+__all__ = ["Arrival", "PipelineLink"]
 
 
 class PipelineLink:
@@ -48,23 +49,42 @@ class PipelineLink:
         """Starts sending one stage's message to another; returns at once."""
         self.send_to(self._placement[transfer.target], tensors, channel)
 
-    def receive(self, transfer: Transfer, channel: str) -> Callable[[], list[torch.Tensor]]:
-        """Expects one stage's message; the returned function waits for it."""
+    def receive(self, transfer: Transfer, channel: str) -> "Arrival":
+        """Expects one stage's message; the returned object waits for it when it is called."""
         return self.receive_from(self._placement[transfer.source], transfer.specs, channel)
 
     def send_to(self, pp_rank: int, tensors: Sequence[torch.Tensor], channel: str) -> None:
         """Starts sending tensors to another pipeline rank as one message; returns at once."""
         self._transport.send_many(list(tensors), self._group[pp_rank], channel)
 
-    def receive_from(
-        self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
-    ) -> Callable[[], list[torch.Tensor]]:
-        """Expects one message; the returned function waits and gives device tensors."""
-        arrival = self.expect_from(pp_rank, specs, channel)
-        return lambda: to_device(arrival(), self._device)
+    def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
+        """Expects one message; the returned object waits and gives device tensors when called."""
+        return Arrival(self.expect_from(pp_rank, specs, channel), self._device)
 
     def expect_from(
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
     ) -> Callable[[], list[torch.Tensor]]:
         """`receive_from` that leaves the tensors where the transport puts them."""
         return self._transport.recv_many(list(specs), self._group[pp_rank], channel).result
+
+
+class Arrival:
+    """A message under way.
+
+    Args:
+        wait: waits for the message and gives its tensors where the transport puts them.
+        device: where they go.
+    """
+
+    def __init__(self, wait: Callable[[], list[torch.Tensor]], device: torch.device):
+        self._wait = wait
+        self._device = device
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Waits for the message and gives its tensors, on the device."""
+        return to_device(self._wait(), self._device)
+
+    def when_arrived(self) -> float:
+        """Waits for the message, and tells the monotonic time when it was there."""
+        self._wait()
+        return time.monotonic()

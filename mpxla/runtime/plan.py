@@ -21,19 +21,29 @@ from mpxla.graph.split import backward_transfers, forward_transfers, split_stage
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger
 from mpxla.runtime.executor import CompiledStage
-from mpxla.schedule.action import Action, Op
+from mpxla.runtime.partition_store import read_decision
+from mpxla.schedule.action import Action, Op, format_schedule
 from mpxla.schedule.choice import custom_schedule, placement_of
 from mpxla.schedule.custom import CustomSchedule
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
-from mpxla.schedule.simulate import simulate
+from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.compile import Executable, compile_graph
 from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import split_backward
 
-__all__ = ["CutStep", "StepPlan", "compile_stages", "cut_step", "schedule_step"]
+__all__ = [
+    "CutStep",
+    "StepPlan",
+    "compile_stages",
+    "constant_tensors",
+    "cut_step",
+    "describe_plan",
+    "schedule_step",
+    "stage_costs",
+]
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,7 @@ def cut_step(
     pins: Mapping[str, int],
     fixed: Mapping[str, tuple[int, ...]] | None,
     stateful: frozenset[str] = frozenset(),
+    measured_s: Mapping[str, float] | None = None,
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -136,15 +147,18 @@ def cut_step(
         pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
         fixed: where parameters and buffers live already, from an earlier signature.
         stateful: buffers that some step changes.
+        measured_s: seconds of nodes by name, in place of estimates.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
     """
     machine = MachineModel()
-    problem = build_problem(step, machine, stateful)
+    problem = build_problem(step, machine, stateful, measured_s)
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
-    if config.auto_partition:
+    if config.load_partition and not fixed:
+        partition = read_decision(config, problem)
+    elif config.auto_partition:
         placement = placement_of(config)
         partition = partition_auto(
             problem.nodes,
@@ -215,6 +229,59 @@ def schedule_step(
     simulate(schedule, cut.placement, forward, backward)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
+
+
+def describe_plan(plan: StepPlan, group: Sequence[int]) -> dict[str, object]:
+    """A plan and its estimated costs as plain data, for traces.
+
+    Args:
+        plan: what runs.
+        group: global ranks of the pipeline.
+    """
+    cut = plan.cut
+    costs = stage_costs(cut, MachineModel())
+    return {
+        "ranks": list(group),
+        "placement": list(cut.placement),
+        "schedule": format_schedule(plan.schedule),
+        "forward_edges": [(t.source, t.target) for t in cut.forward],
+        "backward_edges": [(t.source, t.target) for t in cut.backward],
+        "forward": costs.forward,
+        "backward": costs.backward,
+        "input_gradient": costs.input_gradient,
+        "transfer": [(*edge, seconds) for edge, seconds in costs.transfer.items()],
+    }
+
+
+def stage_costs(cut: CutStep, machine: MachineModel) -> Costs:
+    """Estimated seconds of every stage's programs and of messages.
+
+    Args:
+        cut: the step in stages.
+        machine: rates of the target.
+    """
+    forward_s, backward_s = [0.0] * len(cut.stages), [0.0] * len(cut.stages)
+    for index, node in enumerate(cut.problem.nodes):
+        for stage in cut.partition.stages_of(index):
+            forward_s[stage] += cut.problem.forward_s[index]
+            backward_s[stage] += node.cost.compute_s - cut.problem.forward_s[index]
+    transfers = (*cut.forward, *cut.backward)
+    seconds = {(t.source, t.target): t.num_bytes / machine.link_bytes_per_s for t in transfers}
+    return Costs(
+        forward=forward_s,
+        backward=backward_s,
+        transfer=seconds,
+        input_gradient=[
+            seconds * _share_of_inputs(stage)
+            for stage, seconds in zip(cut.stages, backward_s, strict=True)
+        ],
+    )
+
+
+def _share_of_inputs(stage: StageSpec) -> float:
+    """How much of a backward is for the stage's inputs: products have two equal derivatives."""
+    has_inputs = any(port.has_grad for port in stage.inputs)
+    return has_inputs * (0.5 if stage.trained else 1.0)
 
 
 def _check_placement(custom: CustomSchedule, placement: tuple[int, ...]) -> None:

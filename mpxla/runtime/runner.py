@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.stall import Progress
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan, constant_tensors
+from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
 from mpxla.runtime.state import ModelState
 from mpxla.stage.device import make_ready, to_device
@@ -64,7 +66,12 @@ class PlanRunner:
         )
 
     def run(
-        self, tensors: list[list[torch.Tensor]], num_microbatches: int, seed: int
+        self,
+        tensors: list[list[torch.Tensor]],
+        num_microbatches: int,
+        seed: int,
+        progress: Progress,
+        recorder: Recorder | None = None,
     ) -> tuple[Any, StepRun]:
         """Runs the step once; every rank of the pipeline must.
 
@@ -72,6 +79,8 @@ class PlanRunner:
             tensors: tensor leaves of every microbatch, on the first pipeline rank.
             num_microbatches: how many there are.
             seed: from which the seeds of random programs are drawn.
+            progress: is told what runs.
+            recorder: notes what runs when, while a profile is taken.
 
         Returns:
             What the step function returns, and the state of the run.
@@ -84,6 +93,8 @@ class PlanRunner:
             seeds=self._seeds(num_microbatches, seed),
             objective_seed=self._objective_seed,
             zeros=self._zero,
+            progress=progress,
+            recorder=recorder,
         )
         if self._reduction is not None:
             self._reduction.begin()

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx import proxy
 
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
@@ -115,7 +116,7 @@ def _flatten(backward: torch.nn.Module, num_inputs: int, device: torch.device) -
     it again would look at them; what stands around it (sums, seeds, accumulation) is recorded.
     """
     graph = fx.Graph()
-    recorder = fx.proxy.GraphAppendingTracer(graph)
+    recorder = proxy.GraphAppendingTracer(graph)
     arguments = [
         _OnDevice(graph.placeholder(f"argument_{i}"), recorder, device) for i in range(num_inputs)
     ]
@@ -138,7 +139,7 @@ def _flatten(backward: torch.nn.Module, num_inputs: int, device: torch.device) -
 class _OnDevice(fx.Proxy):
     """An argument that knows its device, so that code which asks for it can be recorded."""
 
-    def __init__(self, node: fx.Node, tracer: fx.proxy.TracerBase, device: torch.device):
+    def __init__(self, node: fx.Node, tracer: proxy.TracerBase, device: torch.device):
         super().__init__(node, tracer)
         self.device = device
 
@@ -146,7 +147,7 @@ class _OnDevice(fx.Proxy):
 class _Inlined(torch.nn.Module):
     """A graph that copies itself into another one when it is called there."""
 
-    def __init__(self, own: fx.Graph, target: fx.Graph, tracer: fx.proxy.TracerBase):
+    def __init__(self, own: fx.Graph, target: fx.Graph, tracer: proxy.TracerBase):
         super().__init__()
         self._own, self._target, self._tracer = own, target, tracer
 

@@ -402,8 +402,6 @@ def test_wrong_values_do_not_cause_further_noise():
         ("bf16", True, "bf16 training"),
         ("offload_activations", True, "activation offloading"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
-        ("load_partition", True, "loading a partition decision"),
-        ("partition_file", "cuts.json", "saving a partition decision"),
     ],
 )
 def test_missing_features(key, on, feature):
@@ -683,12 +681,20 @@ def test_replacing_a_value_checks_again():
         dataclasses.replace(config, default_partition=1)
 
 
-# --- schedules ----------------------------------------------------------------------------------
+# --- partitions and schedules ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"load_partition": True}, "load_partition: True needs partition_file"),
+        (
+            {
+                **{"load_partition": True, "partition_file": "cuts.json"},
+                **{"auto_partition": False, "default_partition": 0},
+            },
+            "load_partition: True takes the decision from partition_file, and auto_partition: F",
+        ),
         ({"pipeline": "custom"}, "pipeline: 'custom' needs the key schedule"),
         ({"schedule": "0F0 0B0"}, "schedule needs pipeline: 'custom'"),
         (
@@ -705,7 +711,7 @@ def test_replacing_a_value_checks_again():
         ),
     ],
 )
-def test_schedules_that_cannot_be(keys, message):
+def test_partitions_and_schedules_that_cannot_be(keys, message):
     with pytest.raises(ConfigError, match=message):
         make(keys)
 

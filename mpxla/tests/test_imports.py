@@ -30,7 +30,7 @@ LAYERS = (
     ("api",),
     ("compat",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
-    ("__init__", "__main__", "cli"),
+    ("__init__", "cli", "__main__"),
 )
 # Inside the layer of the vocabulary nobody imports its neighbours.
 APART = ({"schedule"}, {"graph", "stage.spec"}, {"comm"})

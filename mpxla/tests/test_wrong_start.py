@@ -124,7 +124,6 @@ def wrap_other_things():
         lambda: smp.DistributedModel(len),
         lambda: smp.DistributedModel(Net(), trace_device="tpu"),
         lambda: smp.DistributedModel(Net(), trace_device="cpu", trace_execution_times=True),
-        lambda: smp.DistributedModel(Net(), trace_execution_times=True),
         lambda: smp.DistributedModel(Net(), backward_passes_per_step=0),
     ]
     found = [refused(use) for use in early]
@@ -149,7 +148,6 @@ def test_wrapping_other_things():
         ("MpxlaError", r"wraps a torch\.nn\.Module, not builtin_function_or_method"),
         ("ConfigError", r"trace_device is 'tpu'; use 'gpu' or 'cpu'"),
         ("ConfigError", r"trace_execution_times=True does not go with trace_device='cpu'"),
-        ("ConfigError", r"trace_execution_times=True is not available yet"),
         ("ConfigError", r"backward_passes_per_step is 0; use an integer from 1"),
         ("MpxlaError", r"this model is a DistributedModel already"),
         ("MpxlaError", r"wraps a torch\.optim\.Optimizer, not a DistributedModel"),

@@ -8,9 +8,7 @@ import torch
 
 import mpxla as smp
 from mpxla.checkpoint import load
-from mpxla.parallel.optimizer import DistributedOptimizer
-from mpxla.parallel.state_dicts import StatePiece
-from mpxla.session import current
+from mpxla.checkpoint.shards import ShardReader
 from mpxla.testing import run_ranks
 from mpxla.tests.checkpoint.worlds import Run, batch
 
@@ -42,21 +40,24 @@ def save_in_mid_run(path):
     return drawn, run.train(2), ranks
 
 
-def resume_with_another_step_first(path):
-    random.seed(50)
+def keep_readers():
+    """A list that every later reader of this process is added to."""
     readers = []
 
-    class Reader(load.ShardReader):
+    class Reader(ShardReader):
         def __init__(self, *args):
             super().__init__(*args)
             readers.append(self)
 
-    original, load.ShardReader = load.ShardReader, Reader
-    try:
-        run = Run(stages=2, dropout=0.5, seed=60)
-        run.resume(path)
-    finally:
-        load.ShardReader = original
+    load.ShardReader = Reader
+    return readers
+
+
+def resume_with_another_step_first(path):
+    random.seed(50)
+    readers = keep_readers()
+    run = Run(stages=2, dropout=0.5, seed=60)
+    run.resume(path)
     drawn = draws()
     run.model.eval()
     smp.step(evaluate)(run.model, *batch(9))
@@ -83,60 +84,32 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
 # --- a sharded optimizer ------------------------------------------------------------------------
 
 
-class HalvedOptimizer(DistributedOptimizer):
-    """Shows the seam: pretends that each of two replicas holds half of every state tensor."""
-
-    def _half(self, count):
-        return slice(0, count // 2) if smp.rdp_rank() == 0 else slice(count // 2, count)
-
-    def state_pieces(self):
-        for piece in super().state_pieces():
-            if piece.key == "step":
-                yield piece
-                continue
-            flat, half = piece.value.reshape(-1), self._half(piece.value.numel())
-            shape = tuple(piece.value.shape)
-            yield StatePiece(piece.name, piece.key, flat[half], shape, half.start)
-
-    def load_saved_state(self, saved):
-        super().load_saved_state(saved)
-        self.halves = {}
-        for name, parameter in current_parameters():
-            half = self._half(parameter.numel())
-            part = saved.flat(name, "exp_avg", half.start, half.stop - half.start)
-            whole = self.optimizer.state[parameter]["exp_avg"].cpu().reshape(-1)
-            self.halves[name] = torch.equal(part, whole[half])
-
-
-def current_parameters():
-    return list(current().model.local_named_parameters())
-
-
-def save_halves(path):
-    run = Run(stages=1, replicas=2)
+def save_shards(path):
+    run = Run(stages=1, replicas=2, shard_optimizer_state=True)
     run.train(1)
-    halved = HalvedOptimizer.__new__(HalvedOptimizer)
-    halved.__dict__.update(run.optimizer.__dict__)
-    smp.save_checkpoint(path, "halves", model=run.model, optimizer=halved)
+    run.save(path, "shards")
     return run.train(2)
 
 
-def resume_halves(path):
-    run = Run(stages=1)
-    halved = HalvedOptimizer.__new__(HalvedOptimizer)
-    halved.__dict__.update(run.optimizer.__dict__)
-    run.model._optimizers[:] = [halved]
+def resume_shards(path, replicas, sharded):
+    readers = keep_readers()
+    run = Run(stages=1, replicas=replicas, shard_optimizer_state=sharded, seed=33)
     run.resume(path)
-    run.number = 1
-    return halved.halves, run.train(2)
+    return run.train(2), readers[0].num_bytes_read
 
 
-def test_parts_of_a_sharded_optimizer_are_put_together(tmp_path):
-    expected = torch.tensor(run_ranks(save_halves, 2, str(tmp_path))).mean(dim=0).tolist()
+def test_sharded_state_resumes_under_any_sharding(tmp_path):
+    losses = run_ranks(save_shards, 2, str(tmp_path))
+    expected = torch.tensor(losses).mean(dim=0).tolist()
+    counts = []
     for rank in (0, 1):
-        parts = torch.load(tmp_path / "halves_partial" / f"optimizer_0_0_{rank}.pt")
-        halves = [t for name, t in parts.items() if name.startswith("exp_avg/first.weight[")]
-        assert [t.numel() for t in halves] == [16 * 1024 // 2]
-    ((halves, losses),) = run_ranks(resume_halves, 1, str(tmp_path))
-    assert all(halves.values()) and len(halves) == 7
-    assert losses == pytest.approx(expected, rel=2e-5)
+        parts = torch.load(tmp_path / "shards_partial" / f"optimizer_0_0_{rank}.pt")
+        counts.append(sum(t.numel() for name, t in parts.items() if name.startswith("exp_avg/")))
+    assert max(counts) - min(counts) <= 2, "each replica wrote its half"
+    same = run_ranks(resume_shards, 2, str(tmp_path), 2, True)
+    assert [r[0] for r in same] == losses, "bitwise"
+    whole = run_ranks(resume_shards, 2, str(tmp_path), 2, False)
+    assert [r[0] for r in whole] == losses, "bitwise: the updates are elementwise"
+    assert same[0][1] < 0.7 * whole[0][1], "a replica reads its share of the state"
+    ((alone, _),) = run_ranks(resume_shards, 1, str(tmp_path), 1, False)
+    assert alone == pytest.approx(expected, rel=2e-5)

@@ -1,6 +1,7 @@
 """Files that are there completely or not at all."""
 
 import os
+import pickle
 import resource
 import signal
 import zlib
@@ -8,6 +9,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from mpxla.checkpoint import files
 from mpxla.errors import CheckpointError
@@ -81,6 +83,14 @@ def test_nothing_runs_unless_asked_for(tmp_path):
     assert not made.exists()
     files.load_object(tmp_path / "evil.pt", weights_only=False)
     assert made.exists(), "the payload works"
+
+
+def test_torchs_distributed_checkpoint_runs_code_when_it_loads(tmp_path):
+    """Why it is not used: its metadata is unpickled whatever it holds (torch 2.9)."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "made")))
+    with pytest.raises(AttributeError):
+        FileSystemReader(tmp_path).read_metadata()
+    assert (tmp_path / "made").exists()
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path):

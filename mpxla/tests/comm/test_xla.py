@@ -72,7 +72,7 @@ def move_everything(transport):
     results = [handle.result() for handle in handles]
     assert results[4].item() == 3
     assert results[3].tolist() == [True] * 3
-    return [result.tolist() for result in results[:3]], transport.recorder.events
+    return [result.tolist() for result in results[:3]], transport.events
 
 
 def test_operations_in_groups_that_share_ranks():
@@ -98,7 +98,7 @@ def go_round(transport):
     transport.send(value + 1, after, "forward").result()
     if rank == 0:
         value = transport.recv(value, before, "forward").result()
-    return value.tolist(), transport.recorder.events
+    return value.tolist(), transport.events
 
 
 def test_rule_4_a_ring_of_three_stages():
@@ -122,7 +122,7 @@ def prepare_differently(transport):
     else:
         transport.recv_many(MIXED, 0, "forward").result()
     transport.all_reduce(torch.ones(3), world).result()
-    return transport.recorder.events
+    return transport.events
 
 
 def test_rule_6_ranks_load_together_what_any_of_them_names():

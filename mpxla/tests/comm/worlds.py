@@ -57,7 +57,9 @@ def on_xla(body, options, args):
     """The same over the `xla` transport, with the pipelines and recorder that options name."""
     host = open_transport()
     runner = CpuRunner(host, host.watch.address)
-    transport = XlaTransport(host, runner, options.get("pipelines", ()), Recorder())
+    recorder = Recorder()
+    transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder)
+    transport.events = recorder.events
     try:
         value = body(transport, *args)
     except BaseException as error:

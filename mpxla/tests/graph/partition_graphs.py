@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, Partition
+from mpxla.graph.partition_auto import partition_auto
 
 PARAMETER_BYTES = 100
 
@@ -189,3 +191,18 @@ def completed(program: Program, stage: Mapping[int, int], num_stages: int) -> Pa
         loads=(),
         objective=0.0,
     )
+
+
+def partition(
+    program: Program,
+    num_stages: int,
+    memory_weight: float = 0.0,
+    link: float = 0.0,
+    **options: Any,
+) -> Partition:
+    """Partitions automatically, and checks what must always hold."""
+    result = partition_auto(
+        program.nodes, program.parameter_bytes, num_stages, memory_weight, link, **options
+    )
+    assert_valid(program, result)
+    return result

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 MACHINE = MachineModel(flops_per_s=1.0, memory_bytes_per_s=1e12, link_bytes_per_s=1.0, task_s=0.0)
 
 
-def problem_of(model, is_training=True, machine=MACHINE):
+def captured_step(model, is_training):
     def step(leaves):
         loss = model(leaves[0]).sum()
         if is_training:
@@ -22,8 +22,11 @@ def problem_of(model, is_training=True, machine=MACHINE):
         return loss
 
     leaves = (TensorLeaf((4, 6), torch.float32),)
-    captured = capture_step(step, model, leaves, ModelState(model).canonical_names)
-    return build_problem(captured, machine)
+    return capture_step(step, model, leaves, ModelState(model).canonical_names)
+
+
+def problem_of(model, is_training=True, machine=MACHINE):
+    return build_problem(captured_step(model, is_training), machine)
 
 
 def node_of(problem, text):
@@ -31,16 +34,31 @@ def node_of(problem, text):
     return node
 
 
-def test_product_costs_its_operations_and_twice_that_for_the_derivatives():
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-    forward = 2 * 4 * 6 * 5
-    for is_training, factor in ((True, 3), (False, 1)):
+def test_product_costs_its_operations_again_for_every_derivative():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    forward = {"0": 2 * 4 * 6 * 5, "2": 2 * 4 * 5 * 3}
+    # The step's input needs no gradient, so the first product has one derivative.
+    for is_training, factors in ((True, {"0": 2, "2": 3}), (False, {"0": 1, "2": 1})):
         problem = problem_of(model, is_training)
-        linear = node_of(problem, "linear")
-        assert linear.cost.compute_s == pytest.approx(factor * forward)
-        assert linear.parameters == ("0.weight", "0.bias")
-        assert linear.module_path.endswith("0")
-        assert sum(problem.flops) == forward
+        for path, factor in factors.items():
+            (linear,) = [n for n in problem.nodes if n.parameters[:1] == (f"{path}.weight",)]
+            assert linear.cost.compute_s == pytest.approx(factor * forward[path])
+            assert linear.parameters == (f"{path}.weight", f"{path}.bias")
+            assert linear.module_path.endswith(path)
+            index = problem.nodes.index(linear)
+            assert problem.forward_s[index] == pytest.approx(forward[path])
+            assert problem.flops[index] == forward[path]
+            if is_training:
+                assert problem.total_flops[index] == factor * forward[path]
+        assert sum(problem.flops) == sum(forward.values())
+
+
+def test_measured_times_take_the_place_of_estimates():
+    captured = captured_step(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), True)
+    times = {"linear": 7.0, "tanh": 0.5, "no_such_node": 9.0}
+    problem = build_problem(captured, MACHINE, measured_s=times)
+    assert node_of(problem, "linear").cost.compute_s == pytest.approx(2 * 7.0)
+    assert node_of(problem, "tanh").cost.compute_s == pytest.approx(3 * 0.5)
 
 
 def test_frozen_layer_costs_its_forward_only():

@@ -4,25 +4,15 @@ import pytest
 
 from mpxla.errors import PartitionError
 from mpxla.graph.partition import NodeKind, transfers
-from mpxla.graph.partition_auto import partition_auto
 from mpxla.tests.graph.partition_graphs import (
     PARAMETER_BYTES,
     Program,
-    assert_valid,
     chain,
+    partition,
     stage_costs,
 )
 
 pytestmark = pytest.mark.unit
-
-
-def partition(program, num_stages, memory_weight=0.0, link=0.0, **options):
-    """Partition and check what must always hold."""
-    result = partition_auto(
-        program.nodes, program.parameter_bytes, num_stages, memory_weight, link, **options
-    )
-    assert_valid(program, result)
-    return result
 
 
 def test_chain_is_cut_evenly():

@@ -168,6 +168,57 @@ def test_without_overlap_reductions_come_last():
         assert events.index("reduce") > max(i for i, e in enumerate(events) if e[0] == "B")
 
 
+# Tied parameters.
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.enter(x)))
+
+
+def square(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def square_of_a_part(model, x):
+    """Reads the tied weight in its first place only."""
+    loss = model.module.enter(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def train_whole_then_part():
+    smp.init({"pipeline_parallel_degree": 2, **MANUAL})
+    raw = Tied()
+    model = smp.DistributedModel(raw)
+    smp.set_partition(raw.leave, 1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for function in (square, square_of_a_part):
+        optimizer.zero_grad()
+        smp.step(function)(model, torch.ones(2, 8))
+        optimizer.step()
+    return {n: v.detach().cpu() for n, v in model.local_named_parameters()}
+
+
+def test_copies_stay_equal_when_a_step_reads_only_one_of_them():
+    first, second = run_ranks(train_whole_then_part, 2)
+    model = Tied()
+    for step in (lambda x: model(x), lambda x: model.enter(x)):
+        model.zero_grad()
+        step(torch.ones(2, 8)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    torch.testing.assert_close(first["enter.weight"], model.enter.weight.detach())
+    assert torch.equal(first["enter.weight"], second["enter.weight"])
+
+
 # Buffers.
 
 

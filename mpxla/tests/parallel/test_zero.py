@@ -129,6 +129,30 @@ def test_training_resumes_from_gathered_and_from_own_state(how, stages):
         optimizer.step()
 
 
+def save_in_between(path):
+    model, optimizer = start()
+    updated(model, optimizer, range(2))
+    smp.save_checkpoint(path, "half", model=model, optimizer=optimizer)
+    return updated(model, optimizer, range(2, 4))
+
+
+def resume_from_file(path, is_sharded):
+    smp.init({"ddp": True, "shard_optimizer_state": is_sharded})
+    model = smp.DistributedModel(Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    smp.resume_from_checkpoint(path, "half")
+    return updated(model, optimizer, range(2, 4))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_checkpoints_hold_whole_state(tmp_path, is_sharded):
+    expected = run_ranks(save_in_between, 2, str(tmp_path))[0]
+    for found in run_ranks(resume_from_file, 2, str(tmp_path), is_sharded):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
 def train_with_two_optimizers(kind):
     """Also state that exists before the model is divided (Adagrad), and new weights in between."""
     smp.init({"ddp": True, "shard_optimizer_state": True})

@@ -1,0 +1,278 @@
+"""All benchmarks of training speed, as ratios to peers that run in turns with mpxla.
+
+    python benchmarks/suite.py [--cases gpt tiny] [--repetitions 5] [--json out.json]
+
+Every case starts all its peers, lets them compile, and then lets one after the other run a few
+steps, again and again: a drift of the machine's speed meets all of them. A ratio is taken within
+such a repetition; its median and range are reported. One core per rank; with more ranks than cores
+the ranks of all peers share the cores alike.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import free_port, spread
+
+HERE = Path(__file__).resolve().parent
+
+
+class Run(NamedTuple):
+    """One peer on some ranks."""
+
+    peer: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.peer} x{self.ranks}"
+
+
+ONE = [Run("eager", 1), Run("lazy_xla", 1), Run("mpxla", 1)]
+TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
+FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
+REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4)]
+
+
+class Benchmark(NamedTuple):
+    """A case with a number of microbatches, its peers, and how many steps make a repetition."""
+
+    case: str
+    microbatches: int
+    runs: Sequence[Run]
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.microbatches} microbatches"
+
+
+BENCHMARKS = [
+    Benchmark("gpt", 8, ONE + TWO, 2),
+    Benchmark("gpt", 2, ONE[2:] + TWO, 2),
+    Benchmark("gpt", 32, ONE[2:] + TWO, 1),
+    Benchmark("gpt", 4, FOUR + REPLICAS, 1),
+    Benchmark("wide", 8, ONE + TWO, 1),
+    Benchmark("tiny", 8, ONE + TWO, 40),
+    Benchmark("bert", 8, ONE + TWO, 2),
+    Benchmark("vit", 8, ONE + TWO, 2),
+    Benchmark("unet", 8, ONE + TWO, 2),
+]
+RATIOS = [
+    (Run("mpxla", 1), Run("eager", 1)),
+    (Run("mpxla", 1), Run("lazy_xla", 1)),
+    (Run("mpxla", 2), Run("torch_pipelining", 2)),
+    (Run("mpxla", 4), Run("torch_pipelining", 4)),
+    (Run("mpxla_replicas", 2), Run("ddp", 2)),
+    (Run("mpxla_grid", 4), Run("ddp", 4)),
+]
+
+
+class Peer:
+    """The processes of one run, alive between repetitions."""
+
+    def __init__(self, run: Run, benchmark: Benchmark):
+        self.run = run
+        self.times: list[float] = []
+        self.error: str | None = None
+        command = [sys.executable, str(HERE / "peers.py"), run.peer, "--name", benchmark.case]
+        command += ["--microbatches", str(benchmark.microbatches), "--warm-up", "3"]
+        port = free_port()
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env=_environment(rank, run.ranks, port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(run.ranks)
+        ]
+
+    def await_ready(self) -> None:
+        """Waits until all ranks have compiled and warmed up."""
+        for process in self._processes:
+            if self.error is None and self._next(process, "READY") is None:
+                self._fail(process)
+
+    def repeat(self, steps: int) -> None:
+        """Runs some steps; the median of the slowest rank is one time."""
+        if self.error is not None:
+            return
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        medians = []
+        for process in self._processes:
+            line = self._next(process, "TIMES ")
+            if line is None:
+                self._fail(process)
+                return
+            medians.append(statistics.median(json.loads(line)))
+        self.times.append(max(medians))
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Ends the processes; what each rank reports."""
+        results = []
+        for process in self._processes:
+            assert process.stdin is not None
+            if process.poll() is None:
+                process.stdin.close()
+        for process in self._processes:
+            line = None if self.error else self._next(process, "RESULT ")
+            if line is not None:
+                results.append(json.loads(line))
+            process.kill()
+            process.wait()
+        return results
+
+    def _next(self, process: subprocess.Popen[str], start: str) -> str | None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(start):
+                return line.removeprefix(start)
+        return None
+
+    def _fail(self, failed: subprocess.Popen[str]) -> None:
+        """Keeps the last line of the failed rank; the others are ended."""
+        for process in self._processes:
+            if process is not failed:
+                process.kill()
+        assert failed.stderr is not None
+        lines = [line.strip() for line in failed.stderr.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        self.error = (errors or lines or ["ended without a word"])[-1][:300]
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "BENCHMARK_SERVE": "1",
+    }
+
+
+def measure(benchmark: Benchmark, repetitions: int) -> dict[str, Any]:
+    """Runs one benchmark; times, reports and errors by run."""
+    peers = []
+    for run in benchmark.runs:  # one after the other, so that compiling is timed alone
+        peers.append(Peer(run, benchmark))
+        peers[-1].await_ready()
+    for _ in range(repetitions):
+        for peer in peers:
+            peer.repeat(benchmark.steps)
+    found = {
+        str(peer.run): {"times_s": peer.times, "ranks": peer.finish(), "error": peer.error}
+        for peer in peers
+    }
+    for name, result in found.items():
+        text = result["error"] or f"{statistics.median(result['times_s']):.3f} s/step"
+        print(f"{benchmark}: {name}: {text}", file=sys.stderr, flush=True)
+    return found
+
+
+def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
+    """Lines of the report's tables."""
+    lines = [
+        "",
+        f"## {benchmark}",
+        "",
+        "| run | s/step | first step, s | loss |",
+        "|---|---|---|---|",
+    ]
+    for name, result in found.items():
+        if result["error"]:
+            lines.append(f"| {name} | does not run | | `{result['error']}` |")
+            continue
+        first = max(rank["first_s"] for rank in result["ranks"])
+        loss = max(rank["loss"] for rank in result["ranks"])
+        lines.append(f"| {name} | {spread(result['times_s'])} | {first:.1f} | {loss:.6f} |")
+    ratios = [
+        (f"{a} / {b}", [x / y for x, y in zip(times(found, a), times(found, b), strict=True)])
+        for a, b in RATIOS
+        if times(found, a) and times(found, b)
+    ]
+    m, one = benchmark.microbatches, times(found, Run("mpxla", 1))
+    for ranks in (2, 4):
+        many = times(found, Run("mpxla", ranks))
+        if one and many:
+            bubble = (m + ranks - 1) / (m * ranks)
+            values = [a * bubble / b for a, b in zip(one, many, strict=True)]
+            ratios.append((f"ideal of {ranks} ranks (bubble only) / mpxla x{ranks}", values))
+    lines += ["", "| ratio of step times | median (min - max) |", "|---|---|"]
+    lines += [f"| {name} | {spread(values)} |" for name, values in ratios]
+    lines += details(found)
+    return lines
+
+
+def details(found: dict[str, Any]) -> list[str]:
+    """What mpxla's ranks say about themselves."""
+    lines = [
+        "",
+        "| rank | parameters | dispatch, CPU ms/task | update, CPU ms | share waiting "
+        "| memory grown, MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in found.items():
+        for rank in result["ranks"]:
+            if "dispatch_ms" in rank:
+                lines.append(
+                    f"| {name}, rank {rank['rank']} | {rank['num_parameters']} | "
+                    f"{rank['dispatch_ms']:.2f} | {rank['update_ms']:.1f} | "
+                    f"{rank['wait_share']:.2f} | {rank['grown_bytes'] / 1e6:.0f} |"
+                )
+    return lines
+
+
+def times(found: dict[str, Any], run: Run) -> list[float]:
+    """Times of a run; none if it failed or did not take part."""
+    result = found.get(str(run))
+    return result["times_s"] if result and not result["error"] else []
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = sorted({benchmark.case for benchmark in BENCHMARKS})
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
+    args = parser.parse_args()
+    import torch
+
+    lines = [
+        f"# Training speed, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python benchmarks/suite.py --repetitions {args.repetitions} --cases "
+        f"{' '.join(args.cases)}`",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch "
+        f"{torch.__version__}. Median (min - max) over {args.repetitions} repetitions in turns.",
+    ]
+    results = {}
+    for benchmark in BENCHMARKS:
+        if benchmark.case in args.cases:
+            found = measure(benchmark, args.repetitions)
+            results[str(benchmark)] = found
+            lines += rows_of(benchmark, found)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

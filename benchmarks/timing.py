@@ -1,0 +1,63 @@
+"""Timing of a peer's steps: all at once, or whenever the suite asks for some.
+
+With `BENCHMARK_SERVE` set, a peer says when it is ready and runs as many steps as each line on its
+input asks for. So peers that are all alive take turns, and a ratio compares neighbouring moments.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]:
+    """Runs and times steps; every rank of a peer takes part."""
+    started = time.perf_counter()
+    step()
+    first_s = time.perf_counter() - started
+    for _ in range(warm_up - 1):
+        step()
+    before = _resident_bytes()
+    times, loss = [], float("nan")
+    for count in _requests(steps):
+        burst: list[float] = []
+        for _ in range(count):
+            _barrier()
+            started = time.perf_counter()
+            loss = step()
+            burst.append(time.perf_counter() - started)
+        times += burst
+        if "BENCHMARK_SERVE" in os.environ:
+            print("TIMES " + json.dumps(burst), flush=True)
+    return {
+        "first_s": first_s,
+        "step_s": statistics.median(times),
+        "times_s": times,
+        "loss": loss,
+        "grown_bytes": _resident_bytes() - before,
+    }
+
+
+def _requests(steps: int) -> Iterator[int]:
+    if "BENCHMARK_SERVE" not in os.environ:
+        yield steps
+        return
+    print("READY", flush=True)
+    for line in sys.stdin:
+        yield int(line)
+
+
+def _barrier() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

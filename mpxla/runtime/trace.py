@@ -1,0 +1,243 @@
+"""Records of ranks as plain data, merged into one trace, and read from it again.
+
+Layout of the file, beside `traceEvents`, which is for viewers:
+
+    "mpxla": {"version": 1, "ranks": [{"rank", "steps": [{"name", "begin", "end", "plan",
+              "actions": [[text, begin, dispatched, end, [[stage, begin, arrived, end], ...]]]}]}]}
+
+Times are seconds since the first recorded step began anywhere. Ranks of one host share a clock;
+another host's is taken to agree at the end of its first step, which all its ranks end together.
+This module must not know devices; it is all that `python -m mpxla trace` needs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpxla.errors import MpxlaError
+from mpxla.runtime.recorder import StepRecord
+from mpxla.schedule.action import Op, parse_action, parse_schedule
+from mpxla.schedule.render import chrome_trace
+from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.timeline import Timeline
+
+__all__ = [
+    "describe_rank",
+    "load_trace",
+    "measured_costs",
+    "measured_timeline",
+    "merge_ranks",
+    "pipelines",
+    "predicted_timeline",
+]
+
+VERSION = 1
+_MEASURED, _PREDICTED = 1, 0
+
+
+def describe_rank(rank: int, host: str, steps: Sequence[StepRecord]) -> dict[str, Any]:
+    """One rank's records as plain data, in its own clock."""
+    return {
+        "rank": rank,
+        "host": host,
+        "steps": [
+            {
+                "name": step.name,
+                "begin": step.begin,
+                "end": step.end,
+                "plan": step.plan,
+                "actions": [
+                    [
+                        *(a.action, a.begin, a.dispatched, a.end),
+                        [[w.peer, w.begin, w.arrived, w.end] for w in a.waits],
+                    ]
+                    for a in step.actions
+                ],
+            }
+            for step in steps
+        ],
+    }
+
+
+def merge_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' records as one trace.
+
+    Args:
+        ranks: from `describe_rank`, in the order of ranks; changed to the common clock.
+    """
+    reference = next(rank for rank in ranks if rank["steps"])
+    for rank in ranks:
+        offset = 0.0
+        if rank["host"] != reference["host"] and rank["steps"]:
+            offset = reference["steps"][0]["end"] - rank["steps"][0]["end"]
+        _shift(rank, offset)
+    zero = min(step["begin"] for rank in ranks for step in rank["steps"])
+    for rank in ranks:
+        _shift(rank, -zero)
+    return {
+        "traceEvents": _events(ranks),
+        "displayTimeUnit": "ms",
+        "mpxla": {"version": VERSION, "ranks": list(ranks)},
+    }
+
+
+def _shift(rank: dict[str, Any], offset: float) -> None:
+    for step in rank["steps"]:
+        step["begin"] += offset
+        step["end"] += offset
+        for action in step["actions"]:
+            action[1:4] = [time + offset for time in action[1:4]]
+            for wait in action[4]:
+                wait[1:4] = [time + offset for time in wait[1:4]]
+
+
+def load_trace(path: Path) -> list[dict[str, Any]]:
+    """Reads the records of all ranks.
+
+    Raises:
+        MpxlaError: the file is not a trace of `smp.profile`.
+    """
+    try:
+        data = json.loads(path.read_text())
+        ranks = data["mpxla"]["ranks"]
+        version = data["mpxla"]["version"]
+    except OSError as error:
+        raise MpxlaError(f"the trace {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise MpxlaError(
+            f"{path} is not a trace that smp.profile wrote. Record one: with smp.profile(path): ..."
+        ) from error
+    if version != VERSION:
+        raise MpxlaError(
+            f"{path} has version {version} of mpxla's traces, and this mpxla reads {VERSION}. "
+            "Record it again."
+        )
+    return ranks
+
+
+def measured_timeline(ranks: Sequence[Mapping[str, Any]], step: int) -> Timeline:
+    """What the ranks of one pipeline did in a step, from the step's begin on, in seconds.
+
+    A program's span is from its dispatch to its end, without the wait for messages before it.
+    """
+    steps = [rank["steps"][step] for rank in ranks]
+    zero = min(s["begin"] for s in steps)
+    schedule = tuple(tuple(parse_action(a[0]) for a in s["actions"]) for s in steps)
+    starts = tuple(
+        tuple(max([a[1], *(w[3] for w in a[4])]) - zero for a in s["actions"]) for s in steps
+    )
+    ends = tuple(tuple(a[3] - zero for a in s["actions"]) for s in steps)
+    return Timeline(tuple(steps[0]["plan"]["placement"]), schedule, starts, ends)
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Mean durations of every stage's programs, with messages that take no time.
+
+    The first microbatch of a kind counts like the others: profiles are taken after a warm-up.
+    """
+    num_stages = len(timeline.placement)
+    seconds: dict[tuple[Op, int], list[float]] = {}
+    for spans in timeline.spans:
+        for action, start, end in spans:
+            if action.op.is_compute:
+                seconds.setdefault((action.op, action.stage), []).append(end - start)
+
+    def mean(op: Op) -> list[float]:
+        found = (seconds.get((op, stage)) or [0.0] for stage in range(num_stages))
+        return [sum(times) / len(times) for times in found]
+
+    return Costs(
+        forward=mean(Op.FORWARD),
+        backward=mean(Op.BACKWARD),
+        input_gradient=mean(Op.INPUT_GRADIENT),
+        weight_gradient=mean(Op.WEIGHT_GRADIENT),
+    )
+
+
+def predicted_timeline(plan: Mapping[str, Any], costs: Costs | None = None) -> Timeline:
+    """The simulated timeline of a plan, in seconds.
+
+    Args:
+        plan: from a step's record.
+        costs: other costs than the plan's own.
+    """
+    if costs is None:
+        transfer = {(a, b): seconds for a, b, seconds in plan["transfer"]}
+        costs = Costs(
+            plan["forward"],
+            plan["backward"],
+            transfer,
+            input_gradient=plan["input_gradient"],
+        )
+    forward = {(a, b) for a, b in plan["forward_edges"]}
+    backward = {(a, b) for a, b in plan["backward_edges"]}
+    schedule = parse_schedule(plan["schedule"])
+    return simulate(schedule, plan["placement"], forward, backward, costs, rendezvous=False)
+
+
+def _events(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for pid, name in ((_PREDICTED, "predicted"), (_MEASURED, "measured")):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+    for rank in ranks:
+        thread = {"ph": "M", "pid": _MEASURED, "tid": rank["rank"]}
+        events.append(thread | {"name": "thread_name", "args": {"name": f"rank {rank['rank']}"}})
+        for step in rank["steps"]:
+            for action in step["actions"]:
+                events += _action_events(rank["rank"], *action)
+    for group in pipelines(ranks):
+        for index in range(min(len(rank["steps"]) for rank in group)):
+            events += _prediction_events(group, index)
+    return events
+
+
+def pipelines(ranks: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Ranks by pipeline, each in the order of pipeline ranks."""
+    groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
+    by_rank = {rank["rank"]: rank for rank in ranks if rank["steps"]}
+    for rank in by_rank.values():
+        members = tuple(rank["steps"][0]["plan"]["ranks"])
+        groups[members] = [by_rank[member] for member in members if member in by_rank]
+    return list(groups.values())
+
+
+def _action_events(
+    rank: int, text: str, begin: float, dispatched: float, end: float, waits: Sequence[Any]
+) -> list[dict[str, Any]]:
+    action = parse_action(text)
+    place = {"ph": "X", "pid": _MEASURED, "tid": rank}
+    found = [
+        place | _slice(f"wait for stage {peer}", "wait", start, arrived)
+        for peer, start, arrived, _ in waits
+    ]
+    started = max([begin, *(wait[3] for wait in waits)])
+    details = {"dispatch_us": round((dispatched - started) * 1e6)}
+    span = _slice(text, action.op.name.lower(), started, end)
+    return [*found, place | span | {"args": details}]
+
+
+def _slice(name: str, category: str, begin: float, end: float) -> dict[str, Any]:
+    return {"name": name, "cat": category, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+
+
+def _prediction_events(group: Sequence[Mapping[str, Any]], index: int) -> list[dict[str, Any]]:
+    """The prediction of a step, from when it really began."""
+    steps = [rank["steps"][index] for rank in group]
+    zero = min(step["begin"] for step in steps)
+    trace = chrome_trace(predicted_timeline(steps[0]["plan"]), us_per_unit=1e6)
+    found: list[dict[str, Any]] = []
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            continue
+        event["pid"] = _PREDICTED
+        if event.get("tid", 0) < len(group):
+            event["tid"] = group[event["tid"]]["rank"]
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            event["args"] = {"name": f"rank {event['tid']}"}
+        if "ts" in event:
+            event["ts"] += zero * 1e6
+        if "id" in event:
+            event["id"] = f"{group[0]['rank']}.{index}.{event['name']}"
+        found.append(event)
+    return found

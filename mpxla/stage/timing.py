@@ -1,0 +1,103 @@
+"""How long the operators of a step take on the device: `trace_execution_times`.
+
+Every different operator (with its shapes, dtypes and plain arguments) runs alone, on zeros, and
+counts with its fastest run, less what an empty program takes. So measured times contain no fusion
+and no waiting; they replace the estimates from operation counts and bytes, of which the partitioner
+then only uses the ratio of backward to forward. This module must not know partitions.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from mpxla.graph.stepgraph import StepGraph
+from mpxla.stage.device import make_ready, to_device, wait
+
+__all__ = ["measure_operators"]
+
+_NUM_RUNS = 3
+
+
+def measure_operators(step: StepGraph, device: torch.device) -> dict[str, float]:
+    """Times the operators of a step's forward.
+
+    Args:
+        step: the captured step.
+        device: where to run them.
+
+    Returns:
+        Seconds by name of node. Views and what is not an operator are left out.
+    """
+    known: dict[Any, float] = {}
+    found: dict[str, float] = {}
+    scalar = torch.zeros(())
+    empty_s = _fastest(lambda values: values[0] + values[0], [scalar], device)
+    for node in step.graph.nodes:
+        if not _is_measured(node):
+            continue
+        key = _key(node)
+        if key not in known:
+            run, tensors = _runnable(node, device)
+            known[key] = max(_fastest(run, tensors, device) - empty_s, 0.0)
+        found[node.name] = known[key]
+    return found
+
+
+def _is_measured(node: fx.Node) -> bool:
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and is_operator and not node.target.is_view
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for operators that take equally long."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            tensor = value.meta["val"]
+            return (tuple(tensor.shape), tensor.dtype)
+        return repr(value)
+
+    return node.target, repr(pytree.tree_map(described, (node.args, node.kwargs)))
+
+
+def _runnable(
+    node: fx.Node, device: torch.device
+) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
+    """The operator as a function of its tensors, and zeros for them."""
+    flat, structure = pytree.tree_flatten((node.args, node.kwargs))
+    places = [i for i, value in enumerate(flat) if isinstance(value, fx.Node)]
+    tensors = [
+        torch.zeros(flat[i].meta["val"].shape, dtype=flat[i].meta["val"].dtype) for i in places
+    ]
+    fixed = [device if isinstance(value, torch.device) else value for value in flat]
+
+    def run(values: list[torch.Tensor]) -> Any:
+        filled = list(fixed)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        return node.target(*args, **kwargs)
+
+    return run, tensors
+
+
+def _fastest(
+    run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor], device: torch.device
+) -> float:
+    """Seconds of the fastest run; the first one, which compiles, does not count."""
+    values = to_device(tensors, device)
+    times: list[float] = []
+    with torch.no_grad():
+        for _ in range(1 + _NUM_RUNS):
+            wait()
+            started = time.perf_counter()
+            results = pytree.tree_leaves(run(values))
+            make_ready([value for value in results if isinstance(value, torch.Tensor)])
+            wait()
+            times.append(time.perf_counter() - started)
+    return min(times[1:])

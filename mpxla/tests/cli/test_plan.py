@@ -1,0 +1,75 @@
+"""`python -m mpxla plan`: a model's partition, programs and predicted steps, without devices."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.ranks  # torch_xla is loaded, in a process of its own
+
+
+def plan(*words):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    return subprocess.run(
+        [sys.executable, "-m", "mpxla", "plan", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_plan_with_a_search(tmp_path):
+    file = tmp_path / "plan.json"
+    done = plan(
+        "mpxla.tests.cli.factories:chain_with_loss",
+        *("--stages", "2", "--microbatches", "4", "--search", "--output", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert re.search(r"Best of \d+ schedules \(\d+ fit\):", text)
+    assert "Partition assignments:" in text and "FLOPs" in text
+    best = re.search(r"fit\):\n.*\n +([\d.]+) +([\d.]+) ", text)
+    predicted = re.search(r"Predicted step: ([\d.]+) ms, bubble ([\d.]+) %", text)
+    assert best.groups() == predicted.groups(), "the best is planned"
+    rows = re.findall(r"^ +(\d) +([\d.]+ \w+) +([\d.]+ \w+) +([\d.]+ \w+)$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert "stage 0 forward" in text and "link 0 -> 1: " in text
+    assert file.stat().st_size > 1000
+
+
+def test_plan_of_a_step_function_under_a_limit():
+    done = plan(
+        "mpxla.tests.cli.factories:gpt",
+        *("--stages", "2", "--microbatches", "4", "--memory-limit", "0.000001"),
+    )
+    assert done.returncode == 1
+    assert re.search(r"error: rank \d needs .* GiB, more than the 1e-06 GiB", done.stderr)
+
+
+def test_more_stages_than_operations():
+    done = plan("mpxla.tests.cli.factories:chain_with_loss", "--stages", "40")
+    assert done.returncode == 1
+    assert "error: Cannot cut the step into 40 stages: at most" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "'nothing' names no factory. Write module:function"),
+        ("no_such_module:f", "the module no_such_module of 'no_such_module:f' cannot be imported"),
+        ("mpxla.tests.cli.factories:absent", "has no function 'absent'"),
+        ("mpxla.tests.cli.factories:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
+        ("mpxla.tests.cli.factories:wrong", "a factory returns a tuple of model, example inputs"),
+    ],
+)
+def test_factories_that_are_none(name, message):
+    from mpxla.cli.factory import load_factory
+    from mpxla.errors import MpxlaError
+
+    with pytest.raises(MpxlaError, match=re.escape(message)):
+        load_factory(name)
