@@ -116,40 +116,26 @@ def _set_tensor_parallelism(module: nn.Module, enabled: bool = True, **settings:
 
 
 @contextlib.contextmanager
-def _delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """`smp.delay_param_initialization`, which may be switched off only."""
-    if enabled:
-        call = "smp.delay_param_initialization(enabled=True)"
-        _refuse(call, "delayed parameter initialization")
-    yield
-
-
-@contextlib.contextmanager
 def _model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
     zero_init: bool = False,
     **settings: Any,
 ) -> Iterator[None]:
-    """`smp.model_creation`: torch's default dtype while a model is made."""
+    """`smp.model_creation` without what is missing."""
     if tensor_parallelism:
         _refuse("smp.model_creation(tensor_parallelism=True)", "tensor parallelism")
     if zero_init:
         _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
     if dtype is torch.float16:
         _refuse("smp.model_creation(dtype=torch.float16)", "fp16 training")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
+    with mpxla.model_creation(dtype=dtype, **settings):
         yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 _OWN: dict[tuple[str, str], Any] = {
     ("", "tensor_parallelism"): _tensor_parallelism,
     ("", "set_tensor_parallelism"): _set_tensor_parallelism,
-    ("", "delay_param_initialization"): _delay_param_initialization,
     ("", "model_creation"): _model_creation,
     ("amp", "GradScaler"): GradScaler,
 }

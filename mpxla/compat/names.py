@@ -72,9 +72,7 @@ _SWITCHES = {
     "optimizers": _supported("a module"),
     "patches": _supported("a module"),
     "model_creation": _supported(f"an error with tensor_parallelism=True ({_TP})"),
-    "delay_param_initialization": _supported(
-        "an error with enabled=True (delayed parameter initialization)"
-    ),
+    "delay_param_initialization": _supported(),
     "tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
     "set_tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
     "tp_register": _missing(_TP),

@@ -15,7 +15,7 @@ _TENSOR_PARALLEL_SETTINGS = frozenset(
     {
         *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
         *("attention_in_fp32", "query_key_layer_scaling", "fp32_residual_addition", "use_alibi"),
-        *("alibi_bias_max", "distribute_embedding", "zero_init"),
+        *("alibi_bias_max", "distribute_embedding"),
     }
 )
 
@@ -40,6 +40,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
+    zero_init: bool = False,
     **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """`delay_param_initialization`, with another default dtype while the model is built.
@@ -49,21 +50,28 @@ def model_creation(
     Args:
         tensor_parallelism: not available yet.
         dtype: of floating point parameters; None keeps torch's default.
+        zero_init: belongs to sharded data parallelism, which is not available yet.
         **tensor_parallel_config: settings of tensor parallelism; without it they have no effect.
 
     Raises:
-        ConfigError: tensor parallelism was asked for, or a setting is unknown.
+        ConfigError: a missing feature was asked for, or a setting is unknown.
     """
     if tensor_parallelism:
         raise ConfigError(
             "smp.model_creation(tensor_parallelism=True): tensor parallelism is not available yet; "
             "leave it False."
         )
+    if zero_init:
+        raise ConfigError(
+            "smp.model_creation(zero_init=True): sharded data parallelism is not available yet; "
+            "leave it False."
+        )
     unknown = sorted(set(tensor_parallel_config) - _TENSOR_PARALLEL_SETTINGS)
     if unknown:
+        known = ", ".join(sorted(_TENSOR_PARALLEL_SETTINGS))
         raise ConfigError(
             f"smp.model_creation has no argument {unknown[0]!r}; its arguments are "
-            f"tensor_parallelism, dtype and {', '.join(sorted(_TENSOR_PARALLEL_SETTINGS))}."
+            f"tensor_parallelism, dtype, zero_init and {known}."
         )
     before = torch.get_default_dtype()
     if dtype is not None:

@@ -59,7 +59,8 @@ SIGNATURES = {
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
     "delay_param_initialization": "enabled=True",
-    "model_creation": "tensor_parallelism=False, dtype=None, **tensor_parallel_config",
+    "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
+    "**tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
     "weights_only=True, **pickle_load_args",
     "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "

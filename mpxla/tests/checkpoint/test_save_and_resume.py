@@ -80,6 +80,9 @@ def train_and_save(path):
         errors["disk full"] = error_of(lambda: run.save(path, "four"))
         pending = run.save(path, "four", asynchronous=True)
         errors["disk full later"] = error_of(pending.wait)
+        assert pending.is_done
+        run.save(path, "four", asynchronous=True)
+        errors["disk full next"] = error_of(lambda: run.save(path, "five"))
     with files_of_at_most(48 << 10) if rank == 0 else contextlib.nullcontext():
         errors["disk full, whole"] = error_of(
             lambda: smp.save_checkpoint(path, "whole", partial=False, model=run.model)
@@ -145,6 +148,7 @@ ERRORS = {
     "mixed partial": r"called with partial True on rank 0 and False on rank 1",
     "disk full": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too large",
     "disk full later": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too la",
+    "disk full next": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too lar",
     "disk full, whole": r"saving full checkpoint 'whole' .* on rank 0: .*whole\.\d+\.writing: File",
     "no permission": r"saving .* failed on rank 0: .*checkpoints\d+.*: Permission denied",
     "wrong tag": r"the tag 'a/b' cannot name a checkpoint",

@@ -59,7 +59,6 @@ def _use_smp():
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
-        "delay": refusal(lambda: enter(smp.delay_param_initialization())),
         "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
         "recompute_import": refusal(import_checkpoint),
         "fused": refusal(lambda: smp.optimizers.FusedLAMB),
@@ -67,7 +66,7 @@ def _use_smp():
     # Switched off, they do nothing, and a default dtype is put back.
     with (
         smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True),
-        smp.delay_param_initialization(enabled=False),
+        smp.delay_param_initialization(),
         smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, flash_attention=1),
     ):
         assert torch.nn.Linear(1, 1).weight.dtype is torch.bfloat16
@@ -92,7 +91,6 @@ FEATURES = {
     "tensor parallelism": ("nn", "from", "translate", "register", "context", "set", "creation"),
     "fp16 training": ("half", "clip", "overflow", "scale"),
     "sharded data parallelism": ("sharded", "norm"),
-    "delayed parameter initialization": ("delay",),
     "activation checkpointing": ("recompute", "recompute_import"),
 }
 

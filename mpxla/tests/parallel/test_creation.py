@@ -111,7 +111,8 @@ def changed_afterwards(dropout):
 
 def wrong_uses():
     errors = {}
-    for name, arguments in {"tp": {"tensor_parallelism": True}, "name": {"dtyp": 1}}.items():
+    wrong = {"tp": {"tensor_parallelism": True}, "zero": {"zero_init": True}, "name": {"dtyp": 1}}
+    for name, arguments in wrong.items():
         with_block = smp.model_creation(**arguments)
         errors[name] = error_of(with_block.__enter__)
     smp.init({"pipeline_parallel_degree": 1})
@@ -122,6 +123,7 @@ def wrong_uses():
 def test_wrong_use_is_told():
     (errors,) = run_ranks(wrong_uses, 1)
     assert "tensor parallelism is not available yet" in errors["tp"]
+    assert "sharded data parallelism is not available yet" in errors["zero"]
     assert "smp.model_creation has no argument 'dtyp'; its arguments are" in errors["name"]
     assert "first.weight was changed after the block" in errors["changed"]
 
