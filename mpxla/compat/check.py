@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpxla.compat.names import (
+    BACKEND_FLAG,
     IS_CUDA_TYPE,
     METHODS,
     SMP_PACKAGE,
@@ -197,6 +198,8 @@ class _Reader(ast.NodeVisitor):
                 return
         if path.startswith("torch.cuda."):
             self._add(node, path, cuda_name(path.removeprefix("torch.cuda.")))
+        elif path.startswith(("torch.backends.cuda.", "torch.backends.cudnn.")):
+            self._add(node, path, BACKEND_FLAG)
         elif path.startswith("smdistributed.") and not f"{SMP_PACKAGE}.".startswith(f"{path}."):
             if path != "smdistributed.modelparallel.__version__":
                 self._add(node, path, _OTHER_PACKAGE)

@@ -70,7 +70,7 @@ class DeviceMapping(TorchFunctionMode):
         super().__init__()
         self._devices = devices
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = _OWN.get(func)
         if own is not None:
             return own(self, *args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mpxla
 
 __all__ = [
+    "BACKEND_FLAG",
     "CUDA_AMP_NAMES",
     "CUDA_NAMES",
     "IS_CUDA_TYPE",
@@ -176,6 +177,8 @@ _STREAMS = (
 _MEMORY = "bytes that the device's runtime counts; on the CPU, resident bytes of the process"
 _GRAPHS = "step functions are captured and compiled anyway; remove it"
 _ALLOCATOR = "XLA's runtime has its own allocator, which scripts cannot steer"
+BACKEND_FLAG = Name(Fate.IDLE, "a flag of CUDA's libraries")
+"""Everything in `torch.backends.cuda` and `torch.backends.cudnn`."""
 IS_CUDA_TYPE = Name(Fate.DIFFERS, "False: the type of the script's device is 'xla'")
 """`device.type == "cuda"`, which nothing can map: the launcher warns of it."""
 REFUSED = "it says something about a CUDA device that an XLA device does not have"

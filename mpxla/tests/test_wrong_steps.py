@@ -234,7 +234,7 @@ def run_step(name):
             CaptureError,
             r"trainable parameter of shape \[3.*\] that is not read from the",
         ),
-        ("mismatch_shapes", CaptureError, r"could not be captured at .*test_wrong_steps\.py:\d+"),
+        ("mismatch_shapes", CaptureError, r"could not be captured at .*wrong_uses\.py:\d+"),
     ],
 )
 def test_step_functions_that_cannot_be_captured(name, kind, pattern):

@@ -89,6 +89,14 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
                 (6, 'device="cuda"', SUPPORTED),
             ],
         ),
+        (
+            "import torch\nfrom torch.backends import cudnn\ncudnn.benchmark = True\n"
+            "torch.backends.cuda.matmul.allow_tf32 = True",
+            [
+                (3, "torch.backends.cudnn.benchmark", IDLE),
+                (4, "torch.backends.cuda.matmul.allow_tf32", IDLE),
+            ],
+        ),
         ("if x.device.type == 'cuda': pass", [(1, '.type == "cuda"', DIFFERS)]),
         (
             "model.register_post_step_hook(f)\noptimizer.clip_master_grads(1.0)\n"

@@ -3,6 +3,7 @@
 Each function runs on one rank, as if a script called it: files of tests count as the user's.
 """
 
+import threading
 import time
 import types
 
@@ -79,6 +80,26 @@ def test_devices():
     assert 'torch.device("cuda:1")' in by_name
     for text, index in ((by_name, 1), (by_index, 3)):
         assert f"there is no device cuda:{index}: 1 process(es) run on this host" in text
+
+
+def use_a_thread():
+    errors = []
+
+    def move():
+        try:
+            torch.ones(2).to("cuda")
+        except (RuntimeError, AssertionError) as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_other_threads_get_torchs_error():
+    (text,) = inside(use_a_thread)
+    assert "NVIDIA" in text or "CUDA" in text
 
 
 # Names of torch.cuda.
