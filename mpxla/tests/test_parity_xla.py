@@ -28,7 +28,10 @@ def recorded(function, *args):
     transport = functools.partial(XlaTransport, recorder=recorder)
     launcher = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
     with patch.object(session, "XlaTransport", transport), patch.dict(os.environ, launcher):
-        return function(*args), recorder.events
+        value = function(*args)
+        # Nothing waits for the last messages; behind a barrier they are in the recording.
+        session.current().transport.barrier(tuple(range(smp.size()))).result()
+        return value, recorder.events
 
 
 def run(function, world_size, *args):

@@ -22,6 +22,7 @@ def test_peak_bytes_follow_saved_and_kept_values():
     assert peak_bytes(schedule, [10, 7], [4, 0]) == (24, 7)
     assert peak_bytes(schedule, [10, 7], [15, 0]) == (40, 7), "both sets while I runs"
     assert peak_bytes(schedule, [10, 7]) == (30, 7)
+    assert peak_bytes(parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1"), [10], [15]) == (25,)
     assert peak_bytes(parse_schedule("0F0 0F1"), [10]) == (0,), "evaluation keeps nothing"
 
 
