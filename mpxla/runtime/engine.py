@@ -48,6 +48,12 @@ from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepEngine"]
 
+_CUT_SETTINGS = (
+    *("pipeline_parallel_degree", "virtual_pipeline_degree", "pipeline", "schedule"),
+    *("auto_partition", "default_partition", "memory_weight"),
+)
+"""Configuration keys that decide how a model is cut."""
+
 
 class StepEngine:
     """Runs step functions for one distributed model.
@@ -310,14 +316,23 @@ class StepEngine:
         self._settle({name: (0,) for name in names})
 
     def partition_decision(self) -> dict[str, Any]:
-        """Where parameters and buffers live, as plain data."""
-        return {"parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()}}
+        """Where parameters and buffers live, as plain data, and the settings that led there."""
+        return {
+            "parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()},
+            "settings": self._cut_settings(),
+        }
+
+    def _cut_settings(self) -> dict[str, Any]:
+        values = self._session.config.as_dict()
+        return {key: values[key] for key in _CUT_SETTINGS}
 
     def follow_decision(self, decision: Mapping[str, Any]) -> None:
         """Makes the first cut put parameters where they were; on all ranks, before the first step.
 
-        Names of another model are passed over.
+        Without effect under other settings. Names of another model are passed over.
         """
+        if decision["settings"] != self._cut_settings():
+            return
         known = {*self._state.parameters, *self._state.buffers}
         ranks = decision["parameter_ranks"].items()
         self._parameter_ranks = {name: tuple(held) for name, held in ranks if name in known}

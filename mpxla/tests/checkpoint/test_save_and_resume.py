@@ -183,8 +183,8 @@ def test_a_full_checkpoint_is_a_plain_state_dict(saved):
 # --- resuming -----------------------------------------------------------------------------------
 
 
-def resume_and_train(path, stages, replicas, options, count, after_first_step=False):
-    run = Run(stages=stages, replicas=replicas, seed=99)
+def resume_and_train(path, stages, replicas, options, count, after_first_step=False, config=None):
+    run = Run(stages=stages, replicas=replicas, seed=99, **(config or {}))
     if after_first_step:
         run.train(1)
     content = run.resume(path, **options)
@@ -220,6 +220,13 @@ def test_any_topology_continues_the_run(saved, stages, replicas, tag):
         assert actual == expected, "bitwise"
     else:
         assert mean_losses(results) == pytest.approx(expected, rel=2e-5)
+
+
+def test_virtual_stages_continue_the_run(saved):
+    path, losses, _, _ = saved
+    config = {"virtual_pipeline_degree": 2}
+    results = run_ranks(resume_and_train, 2, str(path), 2, 1, {"tag": "two"}, 2, False, config)
+    assert results[0][2] == pytest.approx(losses[:2], rel=2e-5)
 
 
 def test_resuming_after_the_first_step(saved):
