@@ -28,7 +28,7 @@ from mpxla.errors import LoweringError
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Executable", "compile_graph", "num_compilations", "seed_tensor"]
+__all__ = ["Executable", "compile_graph", "num_compilations"]
 
 _xla = torch_xla._XLAC
 _TICKET = TensorSpec((), torch.int32)
@@ -41,7 +41,8 @@ class Executable:
 
     Attributes:
         name: for messages, for instance "stage 1 forward".
-        is_random: whether it draws random numbers, from the seed given with each call.
+        is_random: whether it draws random numbers, from the seed given with each call (an int64
+            scalar on the device).
         num_inputs: number of arguments.
         num_buffers: buffers that the program takes (unused arguments are dropped, constants added).
     """
@@ -104,11 +105,6 @@ def num_compilations() -> int:
     """Programs that XLA has compiled in this process so far."""
     data = metrics.metric_data("CompileTime")
     return data[0] if data else 0
-
-
-def seed_tensor(value: int, device: torch.device) -> torch.Tensor:
-    """A seed as programs take it: int64 scalar on the device."""
-    return to_device([torch.tensor(value, dtype=torch.int64)], device)[0]
 
 
 def compile_graph(

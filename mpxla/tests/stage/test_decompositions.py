@@ -82,13 +82,13 @@ class Drop(torch.nn.Module):
 
 
 def mask_of_dropout():
-    from mpxla.stage.compile import compile_graph, seed_tensor
+    from mpxla.stage.compile import compile_graph
     from mpxla.stage.device import current_device, to_device
     from mpxla.stage.spec import TensorSpec
 
     device = current_device()
     program = compile_graph("trial", Drop(), [TensorSpec((8,), torch.float32)], device)
-    _, mask = program(to_device([torch.ones(8)], device), seed_tensor(3, device))
+    _, mask = program(to_device([torch.ones(8)], device), to_device([torch.tensor(3)], device)[0])
     return mask.cpu()
 
 
