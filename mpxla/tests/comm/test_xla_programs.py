@@ -142,6 +142,13 @@ def used_by(text: str, names: list[str]) -> set[str]:
     return found
 
 
+def test_transfers_give_the_half_of_the_end_that_sends(lowered):
+    for program, text in lowered:
+        if program.op == "transfer":
+            halves = re.findall(r"slice\(\w+\[2,\d+\].*slice=\{\[(\d):(\d)\]", text)
+            assert halves == [(str(program.slot), str(program.slot + 1))] * len(lines_of(text))
+
+
 def test_rule_4_neighbouring_pairs_have_two_colours_and_no_pair_twice(lowered):
     for world_size, pp in ((4, 2), (6, 3)):
         meshes = {
