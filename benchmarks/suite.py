@@ -56,7 +56,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = [
     Benchmark("gpt", 8, ONE + TWO, 2),
     Benchmark("gpt", 2, ONE[2:] + TWO, 2),
-    Benchmark("gpt", 32, ONE[2:] + TWO, 1),
+    Benchmark("gpt", 32, TWO, 1),
     Benchmark("gpt", 4, FOUR + REPLICAS, 1),
     Benchmark("wide", 8, ONE + TWO, 1),
     Benchmark("tiny", 8, ONE + TWO, 40),
@@ -82,7 +82,9 @@ class Peer:
         self.times: list[float] = []
         self.error: str | None = None
         command = [sys.executable, str(HERE / "peers.py"), run.peer, "--name", benchmark.case]
-        command += ["--microbatches", str(benchmark.microbatches), "--warm-up", "3"]
+        command += ["--microbatches", str(benchmark.microbatches), "--warm-up"]
+        # Plain torch_xla compiles in the first two steps, and once more with the optimizer's state.
+        command.append("3" if run.peer == "lazy_xla" else "2")
         port = free_port()
         self._processes = [
             subprocess.Popen(
