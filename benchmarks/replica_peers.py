@@ -68,7 +68,8 @@ def train(
     import mpxla as smp
     from mpxla.stage.device import wait
 
-    smp.init({"ddp": True, "microbatches": num_microbatches, "memory_weight": 0.0, **config})
+    shared = {"ddp": True, "optimize": "speed", "memory_weight": 0.0}
+    smp.init({**shared, "microbatches": num_microbatches, **config})
     model = smp.DistributedModel(case.model(), **options)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     count = smp.rdp_size()

@@ -5,7 +5,8 @@
 Every case starts all its peers, lets them compile, and then lets one after the other run a few
 steps, again and again: a drift of the machine's speed meets all of them. A ratio is taken within
 such a repetition; its median and range are reported. One core per rank; with more ranks than cores
-the ranks of all peers share the cores alike.
+the ranks of all peers share the cores alike. Peers with as many ranks do the same work per step:
+two replicas of two stages take twice the microbatches of four replicas.
 """
 
 import argparse
@@ -30,6 +31,8 @@ class Run(NamedTuple):
 
     peer: str
     ranks: int
+    share: int = 1
+    """Microbatches of a replica, as a multiple of the benchmark's."""
 
     def __str__(self) -> str:
         return f"{self.peer} x{self.ranks}"
@@ -38,7 +41,7 @@ class Run(NamedTuple):
 ONE = [Run("eager", 1), Run("lazy_xla", 1), Run("mpxla", 1)]
 TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
 FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
-REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4)]
+REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
 
 class Benchmark(NamedTuple):
@@ -58,7 +61,7 @@ BENCHMARKS = [
     Benchmark("gpt", 2, ONE[2:] + TWO, 2),
     Benchmark("gpt", 32, TWO, 1),
     Benchmark("gpt", 4, FOUR + REPLICAS, 1),
-    Benchmark("wide", 8, ONE + TWO, 1),
+    Benchmark("wide", 8, [ONE[0], ONE[2], *TWO], 1),
     Benchmark("tiny", 8, ONE + TWO, 40),
     Benchmark("bert", 8, ONE + TWO, 2),
     Benchmark("vit", 8, ONE + TWO, 2),
@@ -70,7 +73,7 @@ RATIOS = [
     (Run("mpxla", 2), Run("torch_pipelining", 2)),
     (Run("mpxla", 4), Run("torch_pipelining", 4)),
     (Run("mpxla_replicas", 2), Run("ddp", 2)),
-    (Run("mpxla_grid", 4), Run("ddp", 4)),
+    (Run("mpxla_grid", 4, 2), Run("ddp", 4)),
 ]
 
 
@@ -82,7 +85,7 @@ class Peer:
         self.times: list[float] = []
         self.error: str | None = None
         command = [sys.executable, str(HERE / "peers.py"), run.peer, "--name", benchmark.case]
-        command += ["--microbatches", str(benchmark.microbatches), "--warm-up"]
+        command += ["--microbatches", str(run.share * benchmark.microbatches), "--warm-up"]
         # Plain torch_xla compiles in the first two steps, and once more with the optimizer's state.
         command.append("3" if run.peer == "lazy_xla" else "2")
         port = free_port()
