@@ -326,8 +326,8 @@ def test_smp_script_learns_the_digits_on_two_ranks():
     [
         (2, []),
         (2, ["--manual"]),
-        (3, ["--manual", "--microbatches=2"]),
-        (4, ["--dp=2", "--microbatches=2"]),
+        pytest.param(3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
     ],
 )
 def test_smp_script_follows_the_plain_script(num_ranks: int, arguments: list[str]):
