@@ -14,7 +14,7 @@ from torch import fx
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, StepGraph
 from mpxla.stage.spec import InputPort, OutputPort, StageSpec, TensorSpec, Transfer
 
-__all__ = ["backward_transfers", "forward_transfers", "split_stages"]
+__all__ = ["backward_transfers", "copy_nodes", "forward_transfers", "split_stages"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
     }
     outputs, results, new_buffers, objectives = _stage_outputs(step, borders, nodes, index)
     ordered = [*held[InputKind.PARAMETER], *held[InputKind.BUFFER], *held[InputKind.CONSTANT]]
-    graph = _copy_nodes(
+    graph = copy_nodes(
         [*ordered, *crossing],
         nodes,
         [*outputs, *results.values(), *new_buffers.values(), *objectives],
@@ -208,9 +208,16 @@ def _output_port(node: fx.Node, borders: _Borders, index: int) -> OutputPort:
     )
 
 
-def _copy_nodes(
+def copy_nodes(
     inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.Graph:
+    """A graph of some nodes of another one.
+
+    Args:
+        inputs: become the placeholders, in this order.
+        nodes: the nodes, in an order in which they can run.
+        outputs: what the graph returns, of `inputs` and `nodes`.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

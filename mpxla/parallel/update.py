@@ -93,7 +93,7 @@ class CompiledUpdate:
         program = self._program(slots)
         if program is None:
             return
-        results = program([*slots.tensors, *(self._rate(r, slots.device) for r in slots.rates)])
+        results = program([*slots.tensors, *self._upload_rates(slots)])
         slots.store(results)
         self.was_compiled = True
         self._hidden = [(p, p.grad) for group in trained for p in group]
@@ -154,13 +154,19 @@ class CompiledUpdate:
             reason,
         )
 
-    def _rate(self, rate: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-        if isinstance(rate, torch.Tensor):
-            return to_device([rate.detach().to(_wide(device))], device)[0]
-        if rate not in self._rates:
-            (uploaded,) = to_device([torch.tensor(rate, dtype=_wide(device))], device)
-            self._rates = {rate: uploaded}
-        return self._rates[rate]
+    def _upload_rates(self, slots: "_Slots") -> list[torch.Tensor]:
+        """The learning rates on the device; numbers that the last step had are there already."""
+        dtype, kept = _wide(slots.device), self._rates
+        self._rates = {}
+        uploaded = []
+        for rate in slots.rates:
+            value = None if isinstance(rate, torch.Tensor) else kept.get(rate)
+            if value is None:
+                (value,) = to_device([torch.as_tensor(rate).detach().to(dtype)], slots.device)
+            if not isinstance(rate, torch.Tensor):
+                self._rates[rate] = value
+            uploaded.append(value)
+        return uploaded
 
     def _start_state(self, trained: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Creates missing state; whether all parameters have theirs now."""
@@ -290,6 +296,7 @@ class _Slots:
 
     Attributes:
         tensors: parameters, their gradients, their state; every tensor once.
+        trained: the parameters with a gradient, by group.
         rates: different learning rates of the groups, as the groups hold them.
         device: where the parameters are.
         key: equal for updates that the same program can do.
@@ -297,7 +304,7 @@ class _Slots:
 
     def __init__(self, optimizer: Any, trained: Sequence[Sequence[torch.nn.Parameter]]):
         self._optimizer = optimizer
-        self._trained = trained
+        self.trained = trained
         self.tensors: list[torch.Tensor] = []
         self.rates: list[Any] = []
         index_of: dict[int, int] = {}
@@ -353,7 +360,7 @@ class _Slots:
     def store(self, results: Sequence[torch.Tensor]) -> None:
         """Makes a program's results the parameters and the state."""
         new = dict(zip(self.changed(), results, strict=True))
-        for places, parameters in zip(self.places, self._trained, strict=True):
+        for places, parameters in zip(self.places, self.trained, strict=True):
             for (place, _, state_places), parameter in zip(places, parameters, strict=True):
                 parameter.data = new[place]
                 state = self._optimizer.state[parameter]
@@ -398,7 +405,7 @@ class _Tracer(torch.nn.Module):
         state: dict[torch.Tensor, dict[str, Any]] = {}
         of_place: dict[int, tuple[torch.Tensor, str | None]] = {}
         for group, places, originals, rate in zip(
-            optimizer.param_groups, slots.places, slots._trained, slots.rate_of, strict=True
+            optimizer.param_groups, slots.places, slots.trained, slots.rate_of, strict=True
         ):
             stand_ins = []
             for (place, grad_place, state_places), original in zip(places, originals, strict=True):

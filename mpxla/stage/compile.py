@@ -22,10 +22,9 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch import fx
-from torch_xla import runtime
 
 from mpxla.errors import LoweringError
-from mpxla.stage.device import to_device
+from mpxla.stage.device import is_host_device, to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Executable", "compile_graph", "num_compilations"]
@@ -126,7 +125,7 @@ def compile_graph(
     Raises:
         LoweringError: an operator has no XLA lowering.
     """
-    is_ordered = runtime.device_type() == "CPU"
+    is_ordered = is_host_device()
     if is_ordered:
         module, inputs = _Ticketed(module), [*inputs, _TICKET]
     torch_xla.sync()

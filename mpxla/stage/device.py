@@ -20,6 +20,7 @@ __all__ = [
     "flush",
     "has_doubles",
     "host_view",
+    "is_host_device",
     "make_ready",
     "memory_counters",
     "random_state",
@@ -68,7 +69,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     the next program, though the value is there. A view needs no thread.
     """
     tensor = tensor.detach()
-    if tensor.device.type != "xla" or runtime.device_type() != "CPU":
+    if tensor.device.type != "xla" or not is_host_device():
         return tensor.cpu()
     if torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
         return tensor.cpu()
@@ -93,9 +94,14 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 
 
+def is_host_device() -> bool:
+    """Whether XLA's device is the processor itself, whose memory is the host's."""
+    return runtime.device_type() == "CPU"
+
+
 def has_doubles(device: torch.device) -> bool:
     """Whether programs of the device may compute in float64."""
-    return device.type != "xla" or runtime.device_type() == "CPU"
+    return device.type != "xla" or is_host_device()
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.fx import proxy
 
+from mpxla.graph.split import copy_nodes
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec
@@ -208,15 +209,7 @@ def _part(
     read = {source for node in nodes for source in node.all_input_nodes} | set(results)
     taken = [node for node in number if node in read]
     arguments = [*first_arguments, *taken, *last_arguments]
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in arguments:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[node] for node in results))
-    graph.lint()
+    graph = copy_nodes(arguments, nodes, results)
     return Part(
         fx.GraphModule(torch.nn.Module(), graph),
         tuple(specs.get(node) or TensorSpec.of(node.meta["val"]) for node in arguments),
