@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import free_port
+from launch import environment, free_port
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MICROBATCHES, STEPS, RATE, TOLERANCE = 4, 4, 0.5, 1e-5
@@ -198,18 +198,11 @@ PEERS = {"mpxla": mpxla, "torch_pipelining": torch_pipelining}
 def cell(name: str, peer: str) -> str:
     """Runs one ability with one peer, in two processes."""
     command = [sys.executable, str(Path(__file__).resolve()), name, peer, "--rank"]
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PJRT_DEVICE": "CPU",
-    }
+    port = free_port()
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment(rank, 2, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

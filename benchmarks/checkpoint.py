@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launch import run_ranks
 from models import GPTCase, language_loss
-from pipeline import free_port, spread
+from pipeline import spread
 
 RANKS = 2
 _CASE = '{"width": 1024, "num_blocks": 2, "num_heads": 8, "length": 16, "microbatch_size": 1}'
@@ -207,26 +207,11 @@ def build_and_measure(case: GPTCase, delayed: bool) -> dict[str, Any]:
     return built | {"placed mib": peak_mib() - before, "share": share, "whole": whole}
 
 
-def run_ranks(mode: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_mode(mode: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs a mode of this file on every rank; returns one result per rank."""
     command = [sys.executable, __file__, "--mode", mode, "--folder", str(folder)]
     command += ["--case", args.case]
-    launch = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": free_port()}
-    launch |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "PJRT_DEVICE": "CPU"}
-    processes = []
-    for rank in range(RANKS):
-        env = {**os.environ, **{k: str(v) for k, v in launch.items()}}
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
-    results = []
-    for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=900)
-        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise SystemExit(f"{mode} rank {rank} failed:\n{out[-2000:]}\n{err[-4000:]}")
-        results.append(json.loads(lines[-1].removeprefix("RESULT ")))
-    return results
+    return run_ranks(mode, command, RANKS)
 
 
 def report(runs: list[list[dict[str, Any]]], built: dict[str, list[dict[str, Any]]]) -> str:
@@ -306,11 +291,11 @@ def main() -> None:
     for repetition in range(args.repetitions):
         folder = Path(tempfile.mkdtemp(dir=args.folder))
         try:
-            runs.append(run_ranks("train", folder, args))
+            runs.append(run_mode("train", folder, args))
         finally:
             shutil.rmtree(folder)
         print(f"repetition {repetition + 1}: {runs[-1]}", file=sys.stderr)
-    built = {f"{mode} model": run_ranks(mode, Path(), args) for mode in ("plain", "delayed")}
+    built = {f"{mode} model": run_mode(mode, Path(), args) for mode in ("plain", "delayed")}
     if args.json:
         args.json.write_text(json.dumps({"runs": runs, "built": built}, indent=1))
     print(report(runs, built))

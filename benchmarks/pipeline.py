@@ -12,22 +12,15 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launch import run_ranks
+
 HERE = Path(__file__).resolve().parent
-
-
-def free_port() -> int:
-    """A port for the rendezvous of one run."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_peer(peer: str, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -35,32 +28,7 @@ def run_peer(peer: str, ranks: int, args: argparse.Namespace) -> list[dict[str, 
     command = [sys.executable, str(HERE / "peers.py"), peer]
     command += ["--microbatches", str(args.microbatches), "--steps", str(args.steps)]
     command += ["--case", args.case]
-    port = free_port()
-    processes = []
-    for rank in range(ranks):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    results = []
-    for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=900)
-        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise SystemExit(f"{peer} rank {rank} failed:\n{out[-2000:]}\n{err[-4000:]}")
-        results.append(json.loads(lines[-1].removeprefix("RESULT ")))
-    return results
+    return run_ranks(peer, command, ranks)
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:

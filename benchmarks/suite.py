@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import free_port, spread
+from launch import environment, free_port
+from pipeline import spread
 
 HERE = Path(__file__).resolve().parent
 
@@ -92,7 +93,7 @@ class Peer:
         self._processes = [
             subprocess.Popen(
                 command,
-                env=_environment(rank, run.ranks, port),
+                env={**environment(rank, run.ranks, port), "BENCHMARK_SERVE": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -155,20 +156,6 @@ class Peer:
         lines = [line.strip() for line in failed.stderr.read().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         self.error = (errors or lines or ["ended without a word"])[-1][:300]
-
-
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "BENCHMARK_SERVE": "1",
-    }
 
 
 def measure(benchmark: Benchmark, repetitions: int) -> dict[str, Any]:
