@@ -47,8 +47,9 @@ class Config:
     """Number of parts that each batch is split into."""
     pipeline: str = key("interleaved", word(*PIPELINES))
     """Schedule: `interleaved` prefers ready backwards, `simple` runs all forwards first. Extension:
-    `zero_bubble` splits backwards and fills waits with weight gradients, `zero_bubble_v` does so
-    with two stages per rank in the shape of a V, `custom` runs the text in `schedule`."""
+    `eager_1f1b` starts forwards early enough to hide transfers, `zero_bubble` splits backwards and
+    fills waits with weight gradients, `zero_bubble_v` does so with two stages per rank in the shape
+    of a V, `custom` runs the text in `schedule`."""
     optimize: str = key("memory", word("memory", "speed"))
     """What tensor parallelism and the default of `memory_weight` favour."""
     placement_strategy: str = key("cluster", word(*PLACEMENT_ORDERS))
@@ -386,7 +387,7 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
         complete["virtual_pipeline_degree"] = 2 if complete["pipeline"] == "zero_bubble_v" else 1
     degree = complete["pipeline_parallel_degree"]
     default = degree + 2
-    if complete["virtual_pipeline_degree"] > 1:
+    if complete["virtual_pipeline_degree"] > 1 or complete["pipeline"] == "eager_1f1b":
         default = max(default, 2 * degree)
     if complete["pipeline"] in ("simple", "custom"):
         default = complete["microbatches"]

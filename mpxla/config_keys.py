@@ -28,7 +28,7 @@ __all__ = [
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 """Other spelling -> key."""
 
-PIPELINES = ("interleaved", "simple", "zero_bubble", "zero_bubble_v", "custom")
+PIPELINES = ("interleaved", "eager_1f1b", "simple", "zero_bubble", "zero_bubble_v", "custom")
 """Schedules by name; `custom` is the user's own."""
 
 PLACEMENT_ORDERS = {"cluster": "DPT", "spread": "TPD"} | {

@@ -36,7 +36,15 @@ from mpxla.schedule.patterns import looped_1f1b, zero_bubble_h1, zero_bubble_v
 from mpxla.schedule.placement import is_looped, is_v_shaped
 from mpxla.schedule.timeline import stage_peaks
 
-__all__ = ["SCHEDULES", "forward_only", "generate", "interleaved", "simple", "zero_bubble"]
+__all__ = [
+    "SCHEDULES",
+    "eager_1f1b",
+    "forward_only",
+    "generate",
+    "interleaved",
+    "simple",
+    "zero_bubble",
+]
 
 
 def simple(
@@ -92,14 +100,37 @@ def interleaved(
         pattern = looped_1f1b(num_microbatches, num_ranks, len(placement) // num_ranks)
         if _keeps(pattern, placement, active_microbatches):
             return pattern
-    run = _ListSchedule(num_microbatches, placement)
-    bounds = [min(active_microbatches, run.num_stages - s) for s in range(run.num_stages)]
+    num_stages = len(placement)
+    bounds = [min(active_microbatches, num_stages - s) for s in range(num_stages)]
+    return _bounded(num_microbatches, placement, bounds)
 
-    def is_allowed(stage: int, op: Op) -> bool:
-        in_flight = run.num_forwards[stage] - run.num_backwards[stage]
-        return op is Op.BACKWARD or in_flight < bounds[stage]
 
-    return run.all_actions(is_allowed)
+def eager_1f1b(
+    num_microbatches: int, placement: Sequence[int], active_microbatches: int
+) -> list[list[Action]]:
+    """1F1B with forwards early enough that no stage waits for a transfer in steady state.
+
+    Stage `s` of `S` holds at most `min(active_microbatches, 2 (S - s) - 1)` microbatches. In 1F1B an
+    activation is needed as soon as it is computed, so that every transfer lengthens the step; here
+    it is on its way while its receiver works on the microbatch before. Where transfers take no time
+    both are equally fast (Zhuang et al., "On Optimizing the Communication of Model Parallelism",
+    MLSys 2023, section 4).
+
+    Args:
+        num_microbatches: microbatches of a step.
+        placement: pipeline rank of every stage.
+        active_microbatches: most microbatches in flight at a stage.
+
+    Returns:
+        One list of actions per pipeline rank, up to the highest in `placement`.
+
+    Raises:
+        ScheduleError: a count below one, or an empty or negative placement.
+    """
+    _check(num_microbatches, placement, active_microbatches)
+    num_stages = len(placement)
+    bounds = [min(active_microbatches, 2 * (num_stages - s) - 1) for s in range(num_stages)]
+    return _bounded(num_microbatches, placement, bounds)
 
 
 def zero_bubble(
@@ -195,11 +226,25 @@ def generate(
 
 SCHEDULES: dict[str, Callable[[int, Sequence[int], int], list[list[Action]]]] = {
     "interleaved": interleaved,
+    "eager_1f1b": eager_1f1b,
     "simple": simple,
     "zero_bubble": zero_bubble,
     "zero_bubble_v": zero_bubble,
 }
 """Name -> schedule. A name that implies a placement is given it by `place_stages`."""
+
+
+def _bounded(
+    num_microbatches: int, placement: Sequence[int], bounds: Sequence[int]
+) -> list[list[Action]]:
+    """Backwards first, and forwards as long as a stage holds fewer microbatches than its bound."""
+    run = _ListSchedule(num_microbatches, placement)
+
+    def is_allowed(stage: int, op: Op) -> bool:
+        in_flight = run.num_forwards[stage] - run.num_backwards[stage]
+        return op is Op.BACKWARD or in_flight < bounds[stage]
+
+    return run.all_actions(is_allowed)
 
 
 def _keeps(

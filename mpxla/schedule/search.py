@@ -84,7 +84,13 @@ def candidates(
     num_ranks: int,
     microbatch_counts: Iterable[int],
     stages_per_rank: Iterable[int] = (1, 2),
-    pipelines: Sequence[str] = ("simple", "interleaved", "zero_bubble", "zero_bubble_v"),
+    pipelines: Sequence[str] = (
+        "simple",
+        "interleaved",
+        "eager_1f1b",
+        "zero_bubble",
+        "zero_bubble_v",
+    ),
 ) -> list[Candidate]:
     """All sensible combinations, with several limits of microbatches in flight each.
 

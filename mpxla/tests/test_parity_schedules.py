@@ -20,6 +20,7 @@ OWN = """
 
 CASES = [
     Case("gpt", 2, 4, "zero_bubble"),
+    Case("twice", 2, 4, "eager_1f1b"),
     Case("conv_net", 2, 4, "zero_bubble_v"),
     Case("gpt", 2, 4, "interleaved", keys=(("virtual_pipeline_degree", 2),)),
     Case("unet", 2, 3, "custom", keys=(("schedule", OWN),)),
@@ -31,6 +32,7 @@ SWEEP = [
         ("gpt", "conv_net", "unet", "twice", "shared"),
         (2, 6),
         [
+            ("eager_1f1b", ()),
             ("zero_bubble", ()),
             ("zero_bubble_v", ()),
             ("interleaved", (("virtual_pipeline_degree", 2),)),

@@ -14,15 +14,17 @@ pytestmark = pytest.mark.unit
 UNIT = Costs(forward=1.0, backward=2.0)  # so that I and W take 1 each
 
 
-def run(pipeline, num_ranks, num_microbatches, per_rank=1, active=1000, rendezvous=False):
+def run(
+    pipeline, num_ranks, num_microbatches, per_rank=1, active=1000, rendezvous=False, costs=UNIT
+):
     """Timeline of a schedule over stages in a chain; by default messages do not hold ranks."""
     placement = place_stages(pipeline, num_ranks, per_rank)
     edges = [(s, s + 1) for s in range(len(placement) - 1)]
     back = [(t, s) for s, t in edges]
     lists = generate(pipeline, num_microbatches, placement, active, training=True)
     schedule = add_reduce(add_communication(lists, placement, edges, back), placement)
-    simulate(schedule, placement, edges, back, UNIT, rendezvous=True)
-    return simulate(schedule, placement, edges, back, UNIT, rendezvous=rendezvous)
+    simulate(schedule, placement, edges, back, costs, rendezvous=True)
+    return simulate(schedule, placement, edges, back, costs, rendezvous=rendezvous)
 
 
 def waits(timeline):
@@ -40,7 +42,8 @@ def test_bubbles_are_the_published_ones(p):
     for m in (p, 2 * p, 5 * p):
         one = run("interleaved", p, m)
         assert one.bubble == pytest.approx((p - 1) / (m + p - 1))
-        assert run("simple", p, m).bubble == pytest.approx((p - 1) / (m + p - 1))
+        for same in ("simple", "eager_1f1b"):
+            assert run(same, p, m).bubble == pytest.approx((p - 1) / (m + p - 1))
         h1 = run("zero_bubble", p, m)
         assert h1.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
         idle = [timeline.makespan - 3 * m for timeline in (one, h1)]
@@ -48,6 +51,16 @@ def test_bubbles_are_the_published_ones(p):
         for v in (2, 3):
             looped = run("interleaved", p, m, per_rank=v)
             assert looped.bubble == pytest.approx((p - 1) / (m * v + p - 1))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_eager_1f1b_hides_transfers(p):
+    """Only the first microbatch's way there and the last one's way back are waited for."""
+    m, transfer = 4 * p, 0.25
+    costs = Costs(forward=1.0, backward=2.0, transfer=transfer)
+    eager, plain = (run(name, p, m, costs=costs) for name in ("eager_1f1b", "interleaved"))
+    assert eager.makespan == pytest.approx(3 * (m + p - 1) + 2 * (p - 1) * transfer)
+    assert plain.makespan > eager.makespan + (m - p) * transfer / 2
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -62,6 +75,7 @@ def test_peaks_are_the_promised_ones():
     for p in (2, 4, 8):
         m = 5 * p
         assert run("interleaved", p, m).stage_peaks == tuple(range(p, 0, -1))
+        assert run("eager_1f1b", p, m).stage_peaks == tuple(range(2 * p - 1, 0, -2))
         assert run("zero_bubble", p, m).stage_peaks == (p,) * p
         v = run("zero_bubble_v", p, m, per_rank=2)
         assert v.rank_peaks == (2 * p,) * p, "stages are half as large: the memory of p"

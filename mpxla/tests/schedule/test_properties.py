@@ -36,7 +36,7 @@ def pipelines(draw):
     return placement, forward, backward, draw(st.integers(1, 12)), draw(st.integers(1, 12))
 
 
-NAMES = st.sampled_from(["interleaved", "simple", "zero_bubble"])
+NAMES = st.sampled_from(["interleaved", "eager_1f1b", "simple", "zero_bubble"])
 COSTS = st.builds(
     Costs,
     forward=st.integers(1, 4),
