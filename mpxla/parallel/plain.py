@@ -5,7 +5,8 @@ parameter has its gradient; when the whole backward is over, all of them are red
 step function are.
 """
 
-from functools import partial
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -34,9 +35,9 @@ class PlainBackward:
         self._reductions: dict[tuple[str, ...], BucketedReduction] = {}
         for name, parameter in self._state.local_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+                parameter.register_post_accumulate_grad_hook(_note_in(self, name))
 
-    def _note(self, name: str, _parameter: nn.Parameter) -> None:
+    def _note(self, name: str) -> None:
         if not self._touched:
             _engine.queue_callback(self._reduce)
         self._touched.add(name)
@@ -58,3 +59,18 @@ class PlainBackward:
         reduction.begin()
         reduction.start(0, {0: gradients})
         reduction.finish({0: gradients})
+
+
+def _note_in(owner: PlainBackward, name: str) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its owner alive.
+
+    The garbage collector does not see through autograd: a parameter whose hook held the model's
+    state, parameters included, would stay for ever.
+    """
+    found = weakref.ref(owner)
+
+    def note(_parameter: nn.Parameter) -> None:
+        if (alive := found()) is not None:
+            alive._note(name)
+
+    return note

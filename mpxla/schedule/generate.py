@@ -110,11 +110,11 @@ def eager_1f1b(
 ) -> list[list[Action]]:
     """1F1B with forwards early enough that no stage waits for a transfer in steady state.
 
-    Stage `s` of `S` holds at most `min(active_microbatches, 2 (S - s) - 1)` microbatches. In 1F1B an
-    activation is needed as soon as it is computed, so that every transfer lengthens the step; here
-    it is on its way while its receiver works on the microbatch before. Where transfers take no time
-    both are equally fast (Zhuang et al., "On Optimizing the Communication of Model Parallelism",
-    MLSys 2023, section 4).
+    Stage `s` of `S` holds at most `min(active_microbatches, 2 (S - s) - 1)` microbatches. In 1F1B
+    an activation is needed as soon as it is computed, so that every transfer lengthens the step;
+    here it is on its way while its receiver works on the microbatch before. Where transfers take no
+    time both are equally fast (Zhuang et al., "On Optimizing the Communication of Model
+    Parallelism", MLSys 2023, section 4).
 
     Args:
         num_microbatches: microbatches of a step.

@@ -4,6 +4,7 @@ With `compile.py` this is the seam to torch_xla for everything that runs between
 tensors, starting pending work, waiting, versions.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -80,16 +81,11 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     """Starts pending lazy computation of these tensors, so that programs can take them."""
-    listed = [t for t in tensors if t.device.type == "xla"]
+    listed = [t for t in tensors if t.is_xla]
     if not listed:
         return
-    pending = [
-        t
-        for t, needed in zip(
-            listed, torch_xla._XLAC._check_tensor_need_materialization(listed), strict=True
-        )
-        if needed
-    ]
+    is_pending = torch_xla._XLAC._check_tensor_need_materialization(listed)
+    pending = list(itertools.compress(listed, is_pending))
     if pending:
         torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 

@@ -85,3 +85,21 @@ def gather_on_the_host():
 
 def test_such_a_model_can_return_to_the_host():
     assert run_ranks(gather_on_the_host, 2) == [["cpu"] * 6] * 2
+
+
+def parameters_left():
+    """Device tensors of the model's shapes, after everything that held the model is gone."""
+    import gc
+
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Net())
+    model(batch(smp.rank(), 0)).sum().backward()
+    shapes = {p.shape for p in model.parameters()}
+    smp.shutdown()
+    del model
+    gc.collect()
+    return sum(type(t) is nn.Parameter and t.shape in shapes for t in gc.get_objects())
+
+
+def test_hooks_do_not_keep_a_model_alive():
+    assert run_ranks(parameters_left, 2, timeout_s=120) == [0, 0]

@@ -1,0 +1,158 @@
+"""The tensors of an optimizer's update: which they are, in which order, and where they go.
+
+This module must not know how an update is traced or compiled.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+__all__ = ["Slots"]
+
+_Trained = Sequence[Sequence[torch.nn.Parameter]]
+
+
+class Slots:
+    """The tensors of one update in the order of the program's arguments, and the way back.
+
+    From step to step the same parameters have new gradients and new state: `renew` finds them where
+    the last ones were, for a fraction of what finding their arrangement costs.
+
+    Attributes:
+        tensors: parameters, their gradients, their state; every tensor once.
+        trained: the parameters with a gradient, by group.
+        places: for every parameter, by group, the slots of itself, its gradient and its state.
+        rates: different learning rates of the groups, as the groups hold them.
+        rate_of: for every group the index of its rate; None without one.
+        changed: slots that an update changes, in the order of the program's results.
+        device: where the parameters are.
+        key: equal for updates that the same program can do.
+    """
+
+    def __init__(self, optimizer: Any, trained: _Trained):
+        self._optimizer = optimizer
+        self.trained = trained
+        self.tensors: list[torch.Tensor] = []
+        index_of: dict[int, int] = {}
+
+        def slot(tensor: torch.Tensor) -> int:
+            if id(tensor) not in index_of:
+                index_of[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+            return index_of[id(tensor)]
+
+        self.places: list[list[tuple[int, int, dict[str, int]]]] = []
+        for parameters in trained:
+            places = []
+            for p in parameters:
+                state = {
+                    key: slot(value)
+                    for key, value in optimizer.state.get(p, {}).items()
+                    if isinstance(value, torch.Tensor)
+                }
+                places.append((slot(p), slot(p.grad), state))
+            self.places.append(places)
+        self.rates, self.rate_of = _rates(optimizer.param_groups)
+        self.device = next(p for group in trained for p in group).device
+        self.key = (
+            tuple(_settings(group) for group in optimizer.param_groups),
+            tuple(tuple(id(p) for p in group) for group in trained),
+            tuple((p, g, *state.values()) for places in self.places for p, g, state in places),
+            self.rate_of,
+        )
+        self._remember()
+
+    def _remember(self) -> None:
+        """Notes where each tensor was found."""
+        flat = list(chain.from_iterable(self.places))
+        self._parameters = list(chain.from_iterable(self.trained))
+        self._gradient_places = [place for _, place, _ in flat]
+        states = self._optimizer.state
+        self._states = [states[p] if p in states else None for p in self._parameters]
+        self._sizes = [len(state or ()) for state in self._states]
+        self._entries = [
+            (state, key, place)
+            for state, (_, _, state_places) in zip(self._states, flat, strict=True)
+            for key, place in state_places.items()
+        ]
+        self._parameter_places = [place for place, _, _ in flat]
+        ordered = ((place, *state_places.values()) for place, _, state_places in flat)
+        self.changed = list(dict.fromkeys(chain.from_iterable(ordered)))
+
+    def renew(self, trained: _Trained) -> bool:
+        """Takes the tensors of another step, if they are arranged like those of the last one.
+
+        Args:
+            trained: the parameters with a gradient now, by group.
+
+        Returns:
+            Whether they are; otherwise this object must not be used any more.
+        """
+        groups, states = self._optimizer.param_groups, self._optimizer.state
+        parameters = list(chain.from_iterable(trained))
+        if list(map(id, parameters)) != list(map(id, self._parameters)):
+            return False
+        if list(map(len, trained)) != list(map(len, self.trained)):
+            return False
+        if tuple(_settings(group) for group in groups) != self.key[0]:
+            return False
+        self.rates, rate_of = _rates(groups)
+        if rate_of != self.rate_of:
+            return False
+        for parameter, state, size in zip(parameters, self._states, self._sizes, strict=True):
+            if states.get(parameter) is not state or len(state or ()) != size:
+                return False
+        return self._refill(parameters)
+
+    def _refill(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        found: list[Any] = [None] * len(self.tensors)
+        for place, parameter in zip(self._parameter_places, parameters, strict=True):
+            found[place] = parameter
+        for place, parameter in zip(self._gradient_places, parameters, strict=True):
+            found[place] = parameter.grad
+        for state, key, place in self._entries:
+            value = state.get(key)
+            if found[place] is None:
+                found[place] = value
+            elif found[place] is not value:
+                return False
+        self.tensors = found
+        is_complete = all(isinstance(t, torch.Tensor) and t.is_xla for t in found)
+        return is_complete and len(set(map(id, found))) == len(found)
+
+    def store(self, results: Sequence[torch.Tensor]) -> None:
+        """Makes a program's results the parameters and the state, and lets go of the old ones."""
+        new: list[Any] = [None] * len(self.tensors)
+        for place, result in zip(self.changed, results, strict=True):
+            new[place] = result
+        for place, parameter in zip(self._parameter_places, self._parameters, strict=True):
+            parameter.data = new[place]
+        for state, key, place in self._entries:
+            state[key] = new[place]
+        self.tensors = [None] * len(self.tensors)
+
+
+def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:
+    """The different learning rates of the groups, and which one each group has."""
+    rates: list[Any] = []
+    index_of: dict[Any, int] = {}
+    rate_of: list[int | None] = []
+    for group in groups:
+        rate = group.get("lr")
+        if not isinstance(rate, (float, int, torch.Tensor)):
+            rate_of.append(None)
+            continue
+        is_tensor = isinstance(rate, torch.Tensor)
+        number = index_of.setdefault(id(rate) if is_tensor else float(rate), len(rates))
+        if number == len(rates):
+            rates.append(rate if is_tensor else float(rate))
+        rate_of.append(number)
+    return rates, tuple(rate_of)
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a program holds as constants: all settings but the learning rate."""
+    skipped = ("params", "lr", "initial_lr")
+    return tuple((k, repr(v)) for k, v in group.items() if k not in skipped)

@@ -1,0 +1,88 @@
+"""The state of an optimizer before its first step: what it starts from, and counters shared."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.parallel.update_trace import clone_optimizer
+from mpxla.stage.device import to_device
+
+__all__ = ["StartEntry", "share_counters", "starts_from_zeros"]
+
+_State = Mapping[torch.Tensor, dict[str, Any]]
+
+
+def share_counters(states: _State, new: Sequence[torch.Tensor]) -> None:
+    """Gives parameters with the same count of steps one tensor for it, on their device.
+
+    Counters on the host are those of a loaded state; counters of `new` parameters are all zero.
+    """
+    shared: dict[tuple[str, float], torch.Tensor] = {}
+    fresh = set(map(id, new))
+    for parameter, state in states.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.dim() != 0:
+                continue
+            if id(parameter) in fresh:
+                state[key] = shared.setdefault((key, 0.0), value)
+            elif value.device.type == "cpu" and parameter.device.type == "xla":
+                number = (key, value.item())
+                if number not in shared:
+                    (shared[number],) = to_device([value], parameter.device)
+                state[key] = shared[number]
+
+
+class StartEntry:
+    """Shape and dtype of one entry of the state, relative to its parameter."""
+
+    def __init__(self, value: torch.Tensor, parameter: torch.Tensor):
+        self._is_scalar = value.dim() == 0
+        self._dtype = None if value.dtype == parameter.dtype else value.dtype
+
+    def shape_for(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Its shape in the state of `parameter`."""
+        return () if self._is_scalar else tuple(parameter.shape)
+
+    def dtype_for(self, parameter: torch.Tensor) -> torch.dtype:
+        """Its dtype in the state of `parameter`."""
+        if self._is_scalar:
+            return self._dtype or torch.float32
+        return self._dtype or parameter.dtype
+
+
+def starts_from_zeros(optimizer: torch.optim.Optimizer) -> dict[str, StartEntry] | None:
+    """What state a fresh optimizer makes, if it might as well have started from zeros.
+
+    Steps a copy of the optimizer on three numbers per group, once from nothing and once from zeros.
+    """
+
+    def run(zeros: Mapping[str, torch.Tensor] | None) -> tuple[list[Any], dict[str, Any]]:
+        parameters = [torch.nn.Parameter(torch.tensor([0.3, -0.7, 1.1])) for _ in groups]
+        state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
+        clone = clone_optimizer(
+            optimizer,
+            [{**g, "params": [p]} for g, p in zip(groups, parameters, strict=True)],
+            state if zeros is not None else {},
+        )
+        for scale in (1.0, -0.4):
+            for parameter in parameters:
+                parameter.grad = torch.tensor([0.5, 0.25, -2.0]) * scale
+            type(optimizer).step(clone)
+        return [p.detach() for p in parameters], clone.state[parameters[0]]
+
+    groups = [
+        {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]
+    try:
+        plain, state = run(None)
+        if not all(isinstance(v, torch.Tensor) and v.shape in ((), (3,)) for v in state.values()):
+            return None
+        zeroed, zeroed_state = run(state)
+    except Exception:  # an optimizer that does not run on the host, or needs more than gradients
+        return None
+    is_same = all(torch.equal(a, b) for a, b in zip(plain, zeroed, strict=True)) and all(
+        torch.equal(state[key], zeroed_state[key]) for key in state
+    )
+    return {k: StartEntry(v, plain[0]) for k, v in state.items()} if is_same else None

@@ -1,0 +1,155 @@
+"""Tracing of an optimizer's `step` as a function of tensors.
+
+A copy of the optimizer runs on stand-ins for its parameters, gradients and state. Counts of steps
+and rates are tensors meanwhile, because a number would be a constant of the program.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mpxla.parallel.update_slots import Slots
+from mpxla.stage.device import has_doubles
+
+__all__ = ["NotTraceableError", "UpdateTracer", "clone_optimizer", "wide_dtype"]
+
+# Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
+# in the first step. Neuron has no such numbers.
+_WIDE = torch.float64
+_NEXT_TO_ZERO = 1e-30
+_Groups = Sequence[Mapping[str, Any]]
+_State = Mapping[torch.Tensor, dict[str, Any]]
+
+
+class NotTraceableError(Exception):
+    """An optimizer that keeps part of its state in Python."""
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What counts and rates are computed in on a device."""
+    return _WIDE if has_doubles(device) else torch.float32
+
+
+def clone_optimizer(optimizer: Any, groups: _Groups, state: _State) -> Any:
+    """An optimizer of the same class and attributes on other tensors, without hooks."""
+    clone = object.__new__(type(optimizer))
+    hooks = {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
+    # `step` is there where an LR scheduler has wrapped it.
+    attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
+    vars(clone).update({**attributes, **hooks})
+    clone.param_groups = list(groups)
+    clone.state = defaultdict(dict, state)
+    return clone
+
+
+class UpdateTracer(torch.nn.Module):
+    """(parameters, gradients, state, learning rates) -> (new parameters, new state).
+
+    Args:
+        slots: what the arguments are.
+        optimizer: the optimizer.
+        is_capturable: whether to have it compute with its count of steps on the device.
+    """
+
+    def __init__(self, slots: Slots, optimizer: Any, is_capturable: bool):
+        super().__init__()
+        self._is_capturable = is_capturable
+        self._slots = slots
+        self._optimizer = optimizer
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        """New parameters and state, in the order of `Slots.changed`."""
+        slots, optimizer = self._slots, self._optimizer
+        rates = arguments[len(slots.tensors) :]
+        groups: list[dict[str, Any]] = []
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        of_place: dict[int, tuple[torch.Tensor, str | None]] = {}
+        for group, places, originals, rate in zip(
+            optimizer.param_groups, slots.places, slots.trained, slots.rate_of, strict=True
+        ):
+            stand_ins = []
+            for (place, grad_place, state_places), original in zip(places, originals, strict=True):
+                # Updates change their operands in place; arguments have to stay.
+                stand_in = torch.nn.Parameter(arguments[place].clone())
+                stand_in.grad = arguments[grad_place].clone()
+                state[stand_in] = copy.copy(optimizer.state.get(original, {}))
+                of_place[place] = (stand_in, None)
+                for key, state_place in state_places.items():
+                    state[stand_in][key] = _widened(arguments[state_place]).clone()
+                    of_place.setdefault(state_place, (stand_in, key))
+                stand_ins.append(stand_in)
+            settings = {**group, "params": stand_ins, "foreach": False, "fused": False}
+            if rate is not None:
+                settings["lr"] = _away_from_zero(rates[rate])
+            if "capturable" in group:
+                settings["capturable"] = self._is_capturable
+            groups.append({k: v for k, v in settings.items() if k in group})
+        clone = clone_optimizer(optimizer, groups, state)
+        before = _python_values(clone)
+        with _TensorScalars():
+            type(optimizer).step(clone)
+        if _python_values(clone) != before:
+            raise NotTraceableError("it keeps counts or values in Python")
+        results = []
+        for place in slots.changed:
+            stand_in, key = of_place[place]
+            value = stand_in.detach() if key is None else clone.state[stand_in][key]
+            results.append(value.to(arguments[place].dtype))
+        return results
+
+
+def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
+    """A rate of 0 (the first of a warm-up) as one that moves nothing that is larger than 1e-30.
+
+    Adam with `capturable` divides by the rate: 0 / 0 where a gradient was never other than 0, as in
+    rows of an embedding (torch 2.9).
+    """
+    return torch.where(rate == 0, _NEXT_TO_ZERO, rate)
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    is_count = value.dim() == 0 and value.is_floating_point()
+    return value.to(wide_dtype(value.device)) if is_count else value
+
+
+def _python_values(optimizer: Any) -> Any:
+    """Everything an update could change that is not a tensor."""
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    plain = {k: v for k, v in own.items() if isinstance(v, (int, float, str, tuple))}
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups
+    ]
+    state = [
+        {k: None if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
+        for entries in optimizer.state.values()
+    ]
+    return plain, copy.deepcopy(groups), copy.deepcopy(state)
+
+
+class _TensorScalars(TorchFunctionMode):
+    """Lets tensors of one element stand where an operator takes a number (`alpha`, `value`).
+
+    torch reads such a tensor on the host, which would make a constant of the learning rate.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if isinstance(kwargs.get("alpha"), torch.Tensor) and name in ("add", "add_", "sub", "sub_"):
+            target, other, *rest = args
+            return func(target, other * kwargs.pop("alpha"), *rest, **kwargs)
+        products = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")
+        if isinstance(kwargs.get("value"), torch.Tensor) and name in products:
+            target, first, second, *rest = args
+            return func(target, first * kwargs.pop("value"), second, *rest, **kwargs)
+        return func(*args, **kwargs)
