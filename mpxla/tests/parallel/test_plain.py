@@ -91,9 +91,11 @@ def parameters_left():
     """Device tensors of the model's shapes, after everything that held the model is gone."""
     import gc
 
+    from mpxla.session import current
+
     smp.init({"ddp": True})
     model = smp.DistributedModel(Net())
-    model(batch(smp.rank(), 0)).sum().backward()
+    model(batch(smp.rank(), 0).to(current().device)).sum().backward()
     shapes = {p.shape for p in model.parameters()}
     smp.shutdown()
     del model
