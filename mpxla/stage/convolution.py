@@ -13,10 +13,10 @@ in the last two rows, which are transposed):
     96 to 48, 16 x 16, 2       0.37  0.26  0.27  0.35  0.48  0.42  0.24  0.24  0.29
     96 to 24, 32 x 32, 2       0.75  0.69  0.74  1.14  0.57  1.31  0.53  0.52  1.07
 
-In three dimensions (8 to 16, 16 x 32 x 32) it is 6.1, 9.3, 5.5; 21, 42, 38; 2.8, 2.5, 2.6. With many
-channels XLA is as fast (128 to 128, 28 x 28: 10 each), and where columns pass what the allocator
-keeps (32 MiB for all buffers of a program) or weights are megabytes, it is faster: 64 to 64 on
-56 x 56, with columns of 29 MB, takes 11 by XLA and 29 here.
+In three dimensions (8 to 16, 16 x 32 x 32) it is 6.1, 9.3, 5.5; 21, 42, 38; 2.8, 2.5, 2.6. With
+many channels XLA is as fast (128 to 128, 28 x 28: 10 each), and where columns pass what the
+allocator keeps (32 MiB for all buffers of a program) or weights are megabytes, it is faster: 64 to
+64 on 56 x 56, with columns of 29 MB, takes 11 by XLA and 29 here.
 
 A convolution maps a *wide* image [B, C, *S] to a *narrow* one [B, O, *T], with a weight
 [O, C, *kernel]; a transposed convolution, and the gradient of the input, go back. So there are
@@ -61,6 +61,11 @@ class _Window(NamedTuple):
     def is_dense(self) -> bool:
         """Whether it stops everywhere, so that it may be turned round."""
         return all(s == 1 for s in self.stride)
+
+    def is_tiling(self, kernel: _Sizes) -> bool:
+        """Whether every pixel belongs to one tap of one position."""
+        is_whole = not any(self.padding) and all(d == 1 for d in self.dilation)
+        return is_whole and list(kernel) == list(self.stride)
 
     def turned(self, kernel: _Sizes) -> "_Window":
         """The window of the same products seen from the narrow image; for stride 1."""
@@ -265,12 +270,14 @@ def _weight_product(
     gathered: torch.Tensor, other: torch.Tensor, kernel: _Sizes, window: _Window
 ) -> torch.Tensor:
     """[B, C, *S] and [B, O, *T] to [O, C, *kernel]; columns are made of the first."""
-    spatial = range(2, other.dim())
-    # Columns on the left, and the right factor really with positions first: XLA's CPU backend
-    # takes 2.5 ns per element of a right factor that it has to turn round inside the product.
-    right = other.permute(0, *spatial, 1).reshape(-1, other.shape[1])
-    product = _columns(gathered, kernel, window, other.shape[2:]) @ right
-    product = product.reshape(*kernel, gathered.shape[1], other.shape[1])
+    columns = _columns(gathered, kernel, window, other.shape[2:])
+    rows = other.transpose(0, 1).reshape(other.shape[1], -1)
+    # The smaller one on the right: XLA's CPU backend turns it round inside the product, which
+    # takes 2 ns per element.
+    if len(columns) < len(rows):
+        product = (rows @ columns.t()).reshape(other.shape[1], *kernel, gathered.shape[1])
+        return product.permute(0, -1, *range(1, len(kernel) + 1))
+    product = (columns @ rows.t()).reshape(*kernel, gathered.shape[1], other.shape[1])
     return product.permute(-1, -2, *range(len(kernel)))
 
 
@@ -325,12 +332,11 @@ def _add_up(
     matrix = weight.permute(*range(2, weight.dim()), 1, 0).reshape(-1, outs)
     product = matrix @ image.transpose(0, 1).reshape(outs, -1)
     parts = product.reshape(-1, channels, batch, *image.shape[2:])
-    counts = [-(-n // s) for n, s in zip(size, window.stride, strict=True)]
-    phases = [
-        _phase(parts, kernel, window, phase, counts)
-        for phase in itertools.product(*map(range, window.stride))
-    ]
-    result = _interleaved(phases, window.stride)
+    if not window.is_tiling(kernel):
+        counts = [-(-n // s) for n, s in zip(size, window.stride, strict=True)]
+        phases = itertools.product(*map(range, window.stride))
+        parts = torch.stack([_phase(parts, kernel, window, phase, counts) for phase in phases])
+    result = _interleaved(parts, window.stride)
     for dim, count in enumerate(size):
         if result.shape[2 + dim] != count:
             result = _aten.slice(result, 2 + dim, 0, count)
@@ -362,16 +368,14 @@ def _phase(
     return parts.new_zeros(*parts.shape[1:3], *counts) if total is None else total
 
 
-def _interleaved(phases: list[torch.Tensor], stride: _Sizes) -> torch.Tensor:
-    """Phases, the last dimension's fastest, of [C, B, *counts] to [C, B, *(counts * stride)]."""
-    for dim in reversed(range(len(stride))):
-        step = stride[dim]
-        groups = [phases[i : i + step] for i in range(0, len(phases), step)]
-        phases = [
-            torch.stack(group, 3 + dim).flatten(2 + dim, 3 + dim) if step > 1 else group[0]
-            for group in groups
-        ]
-    return phases[0]
+def _interleaved(phases: torch.Tensor, stride: _Sizes) -> torch.Tensor:
+    """[phases, C, B, *counts], the last dimension's fastest, to [C, B, *(counts * stride)]."""
+    dims = len(stride)
+    channels, batch, *counts = phases.shape[1:]
+    order = itertools.chain.from_iterable((dims + 2 + dim, dim) for dim in range(dims))
+    mixed = phases.reshape(*stride, *phases.shape[1:]).permute(dims, dims + 1, *order)
+    sizes = [count * step for count, step in zip(counts, stride, strict=True)]
+    return mixed.reshape(channels, batch, *sizes)
 
 
 def _padded(image: torch.Tensor, before: _Sizes, after: _Sizes) -> torch.Tensor:

@@ -99,7 +99,7 @@ OPERATORS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 @pytest.mark.unit
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layers())
 def test_products_are_convolutions(layer):
     for module, arguments in random_layer(*layer):
