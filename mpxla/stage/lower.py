@@ -26,7 +26,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.stage.cleanup import is_view, simplify
+from mpxla.stage.convolution import expand_convolutions
 from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS
+from mpxla.stage.device import is_host_device
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import StageSpec, TensorSpec
 
@@ -172,6 +174,8 @@ def _lower_forward_only(
         graph = simplify(_trace(function, arguments, is_joint=False))
     num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
     _keep_outputs(graph, range(num_outputs))
+    if is_host_device():
+        expand_convolutions(graph)
     return LoweredStage(
         spec=spec,
         forward=graph,
@@ -197,6 +201,9 @@ def _lower_joint(
     forward, backward = min_cut_rematerialization_partition(
         joint, joint_inputs, num_fwd_outputs=num_plain + spec.num_objectives
     )
+    if is_host_device():
+        expand_convolutions(forward)
+        expand_convolutions(backward)
     _recompute_views(forward, backward, num_plain + spec.num_objectives)
     saved, saved_nodes = _route_saved(forward, num_plain, spec.num_objectives)
     weights: tuple[int, ...] = ()
