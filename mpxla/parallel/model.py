@@ -5,8 +5,8 @@ A facade: what it does is done by `ModelState`, `StepEngine` and `GradientReduce
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
 
+_parse_to = cast(Any, torch)._C._nn._parse_to
 Hook = Callable[["DistributedModel", Any], None]
 
 
@@ -173,7 +174,7 @@ class DistributedModel(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
         """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = _parse_to(*args, **kwargs)
         if device is not None:
             warn_once(
                 "model.to",
@@ -182,7 +183,8 @@ class DistributedModel(nn.Module):
             )
         if dtype is None and memory_format is None:
             return self
-        return super().to(dtype=dtype, memory_format=memory_format)
+        convert = cast(Callable[..., DistributedModel], super().to)  # it takes both by name
+        return convert(dtype=dtype, memory_format=memory_format)
 
     def cuda(self, device: Any = None) -> "DistributedModel":  # type: ignore[override]
         """As `to(device)`."""
@@ -227,12 +229,14 @@ class DistributedModel(nn.Module):
 
     # --- what is local --------------------------------------------------------------------------
 
-    def _require_partition(self, name: str) -> None:
-        if not self.partitioned:
+    def _require_partition(self, name: str) -> frozenset[str]:
+        """Names of the parameters and buffers that this rank holds."""
+        if self._state.local_names is None:
             raise MpxlaError(
                 f"model.{name} is known after the first call of a step function, which partitions "
                 f"the model."
             )
+        return self._state.local_names
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the parameters that this rank holds. After partitioning."""
@@ -246,12 +250,8 @@ class DistributedModel(nn.Module):
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, buffer) of the buffers that this rank holds. After partitioning."""
-        self._require_partition("local_named_buffers")
-        return (
-            (name, buffer)
-            for name, buffer in self._state.buffers.items()
-            if name in self._state.local_names
-        )
+        held = self._require_partition("local_named_buffers")
+        return ((name, b) for name, b in self._state.buffers.items() if name in held)
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """Buffers that this rank holds. After partitioning."""
@@ -259,9 +259,9 @@ class DistributedModel(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of the modules with a parameter or buffer here, and of their parents."""
-        self._require_partition("local_named_modules")
-        held = {n for n, c in self._state.canonical_names.items() if c in self._state.local_names}
-        owners = {name.rpartition(".")[0] for name in held}
+        held = self._require_partition("local_named_modules")
+        names = [n for n, canonical in self._state.canonical_names.items() if canonical in held]
+        owners = {name.rpartition(".")[0] for name in names}
         return (
             (path, module)
             for path, module in self.module.named_modules()
@@ -274,12 +274,12 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's parameters and buffers by name, marked as partial. After partitioning."""
-        self._require_partition("local_state_dict")
+        held = self._require_partition("local_state_dict")
         names = self._state.canonical_names
         local = {
             name: value
             for name, value in self.module.state_dict().items()
-            if names.get(name, name) in self._state.local_names or name not in names
+            if names.get(name, name) in held or name not in names
         }
         return {**to_host(local), PARTIAL_KEY: True}
 
@@ -464,7 +464,7 @@ class DistributedModel(nn.Module):
         self._reducer.set_hook(state, hook, current().config.ddp)
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> Generator[None]:
         """Around the training loop: lets replicas have different numbers of batches.
 
         Replicas that run out take part in the others' reductions with zeros: means stay means over
@@ -495,7 +495,7 @@ class DistributedModel(nn.Module):
 
 
 def _check_options(
-    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: Any
 ) -> None:
     if not isinstance(module, nn.Module):
         raise MpxlaError(

@@ -16,7 +16,7 @@ is built. This module must not know which rank needs what.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class _Recording:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _with_storage(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         leaves = pytree.tree_leaves((args, kwargs))
         knows = self._recording.knows
@@ -277,7 +277,7 @@ _is_everywhere = False
 
 
 @contextlib.contextmanager
-def build_delayed() -> Iterator[None]:
+def build_delayed() -> Generator[None]:
     """Records the creation of large host tensors in the block; nested blocks are one."""
     if _active:
         yield
@@ -286,7 +286,7 @@ def build_delayed() -> Iterator[None]:
     registered: list[nn.Parameter] = []
 
     def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if recording.knows(parameter):
+        if parameter is not None and recording.knows(parameter):
             registered.append(parameter)
 
     handle = register_module_parameter_registration_hook(note)
