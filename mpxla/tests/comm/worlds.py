@@ -65,7 +65,7 @@ def await_mark(name):
         time.sleep(0.01)
 
 
-def run_host(body, world_size, *args, timeout_s=60, **options):
+def run_host(body, world_size, *args, timeout_s=120, **options):
     return run_ranks(on_host, world_size, body, options, args, timeout_s=timeout_s)
 
 
@@ -85,11 +85,11 @@ def on_xla(body, options, args):
     return value
 
 
-def run_xla(body, world_size, *args, timeout_s=60, **options):
+def run_xla(body, world_size, *args, timeout_s=120, **options):
     return run_ranks(on_xla, world_size, body, options, args, timeout_s=timeout_s)
 
 
-def run_host_unpooled(body, world_size, *args, timeout_s=90, **options):
+def run_host_unpooled(body, world_size, *args, timeout_s=120, **options):
     return run_ranks_unpooled(on_host, world_size, body, options, args, timeout_s=timeout_s)
 
 
