@@ -44,7 +44,8 @@ _SOURCES = {
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
-__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]
+# pyright cannot evaluate the list; what it tells readers is at the end.
+__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -70,6 +71,17 @@ if TYPE_CHECKING:
     from mpxla.checkpoint.save import save_checkpoint as save_checkpoint
     from mpxla.checkpoint.single import load as load
     from mpxla.checkpoint.single import save as save
+    from mpxla.errors import CaptureError as CaptureError
+    from mpxla.errors import CheckpointError as CheckpointError
+    from mpxla.errors import ConfigError as ConfigError
+    from mpxla.errors import LoweringError as LoweringError
+    from mpxla.errors import MpxlaError as MpxlaError
+    from mpxla.errors import PartitionError as PartitionError
+    from mpxla.errors import PeerFailure as PeerFailure
+    from mpxla.errors import RankMismatch as RankMismatch
+    from mpxla.errors import ScheduleError as ScheduleError
+    from mpxla.errors import StepError as StepError
+    from mpxla.errors import TopologyError as TopologyError
     from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
     from mpxla.parallel.creation import model_creation as model_creation
     from mpxla.parallel.model import DistributedModel as DistributedModel
@@ -85,3 +97,10 @@ if TYPE_CHECKING:
     from mpxla.session import shutdown as shutdown
     from mpxla.topology import CommGroup as CommGroup
     from mpxla.topology import RankType as RankType
+
+    WORLD: CommGroup
+    MP_GROUP: CommGroup
+    DP_GROUP: CommGroup
+    PP_GROUP: CommGroup
+    TP_GROUP: CommGroup
+    RDP_GROUP: CommGroup

@@ -13,7 +13,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from mpxla._rank_launcher import (
     stop_zygote,
 )
 from mpxla._rank_worker import Failed, Finished, FunctionRef, Request, Started
+from mpxla.comm.ports import reserved_port
 
 __all__ = ["Call", "Outcome", "RankPool", "borrow_pool", "discard_pool", "make_call"]
 
@@ -192,7 +192,8 @@ class RankPool:
         self._num_calls += 1
         environ = {
             "MPXLA_RENDEZVOUS_FILE": str(self.folder / f"rendezvous-{self._num_calls}"),
-            "MASTER_PORT": str(_free_port()),
+            # For functions that need one; sessions of mpxla meet in the file.
+            "MASTER_PORT": str(reserved_port("127.0.0.1")),
         }
         outcomes = [Outcome(rank.rank) for rank in self.ranks]
         for rank in self.ranks:
@@ -251,13 +252,6 @@ def _read_messages(connection: Connection, outcome: Outcome) -> None:
                 outcome.started_s = message.time_s
             else:
                 outcome.message = message
-
-
-def _free_port() -> int:
-    """A port for functions that need one; sessions of mpxla meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 _Key = tuple[int, tuple[tuple[str, str], ...]]

@@ -36,7 +36,8 @@ state = _State()
 
 def is_tracing() -> bool:
     """Whether this process is capturing a step function."""
-    return is_initialized() and current().model is not None and current().model.is_tracing
+    model = current().model if is_initialized() else None
+    return model is not None and model.is_tracing
 
 
 def num_microbatches() -> int:

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
 
 from mpxla import log
 from mpxla.comm.host import HostTransport
@@ -194,7 +197,7 @@ def _connect(
         lifeline = None
         objects = Objects(transport)
     else:
-        store = dist.distributed_c10d._get_default_store()
+        store = _get_default_store()
         lifeline = Lifeline(
             env.rank,
             env.world_size,
@@ -258,7 +261,7 @@ def _make_process_groups(
     group_lists: dict[CommGroup, Any], unique: list[tuple[int, ...]], rank: int
 ) -> dict[CommGroup, dist.ProcessGroup]:
     """torch.distributed groups for the getters; a collective call over all ranks."""
-    made = {ranks: dist.new_group(list(ranks)) for ranks in unique}
+    made = {r: cast(dist.ProcessGroup, dist.new_group(list(r))) for r in unique}
     return {
         kind: made[ranks]
         for kind, groups in group_lists.items()

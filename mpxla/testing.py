@@ -59,7 +59,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Calls a function on every rank of a world of processes.
@@ -102,7 +102,7 @@ def run_ranks_unpooled(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
     """Calls a function on fresh processes and lets them end as scripts do, however they end.

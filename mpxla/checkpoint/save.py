@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
 
 from mpxla.checkpoint.commit import Written, abandon, prepare, write_partial
 from mpxla.checkpoint.content import Inventory, aliases_of, local_inventory, model_names
@@ -121,7 +123,7 @@ def save_checkpoint(
     folder = Path(os.path.abspath(path))
     world = session.env.world_size
     exchange = ObjectExchange(session.objects.allgather, session.rank, world)
-    inventory = Inventory({}, [], [])
+    inventory = Inventory({}, [], {})
 
     def begin() -> dict[str, Any]:
         nonlocal inventory
@@ -137,7 +139,7 @@ def save_checkpoint(
         if partial:
             is_first = session.topology.rdp_rank(session.rank) == 0
             inventory = local_inventory(model, optimizer, is_first)
-        request = {"path": str(folder), "tag": text, "partial": partial}
+        request: dict[str, Any] = {"path": str(folder), "tag": text, "partial": partial}
         request["model"], request["optimizer"] = model is not None, optimizer is not None
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}

@@ -37,7 +37,7 @@ class Slot(NamedTuple):
     """Of the whole tensor."""
     offset: int
     """Position of the first element."""
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] -- hides `tuple.count`
     """Number of elements."""
 
     @property

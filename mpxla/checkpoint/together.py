@@ -8,11 +8,12 @@ to the main thread. Either ends with an error when a rank dies. This module must
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
+from mpxla.comm.transport import Group
 from mpxla.errors import CheckpointError, PeerFailure
 
 __all__ = ["Exchange", "ObjectExchange", "StoreExchange", "together"]
@@ -42,9 +43,7 @@ class ObjectExchange:
         world_size: number of ranks.
     """
 
-    def __init__(
-        self, gather: Callable[[Any, Sequence[int]], list[Any]], rank: int, world_size: int
-    ):
+    def __init__(self, gather: Callable[[Any, Group], list[Any]], rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
         self._gather = gather
 

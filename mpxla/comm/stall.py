@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Progress:
         self.is_running = False
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> Generator[None]:
         """While this lasts, the rank counts as moving, whatever time it takes."""
         self.is_busy = True
         try:
@@ -106,7 +106,8 @@ class Progress:
 
     def _where(self) -> str:
         """The user's line that the main thread is in, or the innermost one."""
-        frame = sys._current_frames().get(self._owner.ident or 0)
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame = frames.get(self._owner.ident or 0)
         lines = traceback.extract_stack(frame) if frame is not None else []
         own = [line for line in lines if _is_users(line.filename)]
         shown = (own or list(lines))[-1:]

@@ -12,7 +12,6 @@ jax is optional: the extra `cpu-collectives`. This file must not know what progr
 """
 
 import importlib
-import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 
 from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects, dump, restore
+from mpxla.comm.ports import reserved_port
 from mpxla.comm.relay import Relay
 from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import Program, trace
@@ -177,7 +177,7 @@ class CpuRunner:
         jax, rank = self._jax, self._host.rank
         port = None
         if rank == 0:
-            port = _free_port(address)
+            port = reserved_port(address)
             self._service = jax.xla.get_distributed_runtime_service(
                 f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
                 self._host.world_size,
@@ -244,13 +244,6 @@ def _import_jax() -> tuple[Any, str | None]:
         ), None
     except (ImportError, AttributeError) as error:
         return None, str(error)
-
-
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -19,7 +19,7 @@ from mpxla.errors import TopologyError
 
 __all__ = ["DeviceRunner", "is_device_world"]
 
-_xla = torch_xla._XLAC
+_xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 
 
 class _Compiled(NamedTuple):

@@ -20,7 +20,7 @@ This file knows torch_xla's tracing; it must not know what executes the programs
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -31,7 +31,7 @@ from mpxla.comm.packing import Spec, describe
 
 __all__ = ["Operand", "Program", "Traced", "operand_of", "trace", "upload"]
 
-_xla = torch_xla._XLAC
+_xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # The tracer has one chain of collectives per device: two threads must not build on it together.
 _tracing = threading.Lock()
 

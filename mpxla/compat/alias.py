@@ -8,7 +8,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = ["importable"]
 
 
 @contextlib.contextmanager
-def importable() -> Iterator[None]:
+def importable() -> Generator[None]:
     """Makes the package importable; on exit Python forgets it."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
@@ -102,7 +102,7 @@ def _refuse(call: str, feature: str) -> None:
 
 
 @contextlib.contextmanager
-def _tensor_parallelism(enabled: bool = True, **settings: Any) -> Iterator[None]:
+def _tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]:
     """`smp.tensor_parallelism`, which may be switched off only."""
     if enabled:
         _refuse("smp.tensor_parallelism(enabled=True)", "tensor parallelism")
@@ -121,7 +121,7 @@ def _model_creation(
     dtype: torch.dtype | None = None,
     zero_init: bool = False,
     **settings: Any,
-) -> Iterator[None]:
+) -> Generator[None]:
     """`smp.model_creation` without what is missing."""
     if tensor_parallelism:
         _refuse("smp.model_creation(tensor_parallelism=True)", "tensor parallelism")

@@ -6,7 +6,7 @@ tensors: those go over the host. NCCL as the name of a backend becomes gloo.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ _DEVICE_BACKENDS = ("nccl", "smddp")
 
 
 @contextlib.contextmanager
-def collectives_on_device() -> Iterator[None]:
+def collectives_on_device() -> Generator[None]:
     """Lets the script's code call collectives with device tensors, until exit."""
     replacements: dict[str, Any] = {name: _over_host(getattr(dist, name)) for name in _COLLECTIVES}
     replacements |= {name: _with_gloo(getattr(dist, name)) for name in _GROUP_MAKERS}

@@ -4,7 +4,7 @@ This module must not know SMP's names (`alias.py`).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ _SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_
 
 
 @contextlib.contextmanager
-def cuda_names(devices: DeviceMap) -> Iterator[None]:
+def cuda_names(devices: DeviceMap) -> Generator[None]:
     """Lets the script's code read `torch.cuda` as names for the rank's device, until exit."""
     randomness = DeviceRandomness()
     functions = _functions(devices) | MEMORY_FUNCTIONS | randomness.functions()
@@ -48,7 +48,7 @@ def _functions(devices: DeviceMap) -> dict[str, Any]:
     """Name in `torch.cuda` -> its replacement, for names that ask about the device."""
 
     @contextlib.contextmanager
-    def device(index: Any) -> Iterator[None]:
+    def device(index: Any) -> Generator[None]:
         devices.check(index)
         yield
 

@@ -5,7 +5,8 @@ included, so that no function of torch has to be replaced. Only calls that name 
 changed. This module must not know `torch.cuda` (`cuda.py`).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -63,6 +64,10 @@ def _index(value: Any) -> int | None:
     return int(value)
 
 
+_parse_to = cast(Any, torch)._C._nn._parse_to
+_TAKE_DEVICE_BY_POSITION = frozenset((torch.Tensor.to, _parse_to))
+
+
 class DeviceMapping(TorchFunctionMode):
     """While active, CUDA devices in calls of torch mean the device of the map."""
 
@@ -71,7 +76,7 @@ class DeviceMapping(TorchFunctionMode):
         self._devices = devices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _OWN.get(func)
+        own = self._own.get(func)
         if own is not None:
             return own(self, *args, **(kwargs or {}))
         if func in _TAKE_DEVICE_BY_POSITION:
@@ -102,14 +107,12 @@ class DeviceMapping(TorchFunctionMode):
         index = kwargs.get("index", args[1] if len(args) > 1 else None)
         return self._devices.find(kind if index is None else index)
 
-
-_OWN = {
-    torch.device: DeviceMapping._make_device,
-    torch.Tensor.cuda: DeviceMapping._cuda,
-    torch.Tensor.pin_memory: DeviceMapping._pin_memory,
-    torch.Tensor.is_cuda.__get__: DeviceMapping._is_cuda,
-}
-_TAKE_DEVICE_BY_POSITION = frozenset((torch.Tensor.to, torch._C._nn._parse_to))
+    _own: ClassVar[dict[Any, Callable[..., Any]]] = {
+        torch.device: _make_device,
+        torch.Tensor.cuda: _cuda,
+        torch.Tensor.pin_memory: _pin_memory,
+        cast(Any, torch.Tensor.is_cuda).__get__: _is_cuda,
+    }
 
 
 def _means_cuda(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ __all__ = ["mapped", "run_script"]
 
 
 @contextlib.contextmanager
-def mapped() -> Iterator[None]:
+def mapped() -> Generator[None]:
     """Everything that the launcher changes, undone on exit."""
     env = read_environment()
     devices = DeviceMap(env.local_rank, env.local_size)
@@ -77,7 +77,7 @@ def _warn_of_differences(script: Path) -> None:
 
 
 @contextlib.contextmanager
-def _kept_parameters() -> Iterator[None]:
+def _kept_parameters() -> Generator[None]:
     """`module.to(device)` keeps the parameter objects, as between the host and CUDA devices.
 
     Optimizers that a script built before would otherwise hold the parameters of the host.
@@ -91,7 +91,7 @@ def _kept_parameters() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _autocast_on_device() -> Iterator[None]:
+def _autocast_on_device() -> Generator[None]:
     """`torch.autocast("cuda")` means the XLA device."""
     original = torch.autocast.__init__
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ _PRIORITY = 5
 
 
 @contextlib.contextmanager
-def loads_onto_device() -> Iterator[None]:
+def loads_onto_device() -> Generator[None]:
     """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit."""
     original = torch.load
     on_device: set[int] = set()
 
-    def restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    def restore(storage: Any, location: str) -> Any:
         """Leaves a storage of the device on the host, for now; None: it is another package's."""
         if not location.startswith(("cuda", "xla")):
             return None
@@ -39,7 +39,7 @@ def loads_onto_device() -> Iterator[None]:
         yield
     finally:
         torch.load = torch.serialization.load = original
-        registry = torch.serialization._package_registry
+        registry = torch.serialization._package_registry  # pyright: ignore[reportPrivateUsage]
         registry[:] = [entry for entry in registry if entry[2] is not restore]
 
 

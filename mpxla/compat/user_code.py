@@ -32,7 +32,7 @@ def is_script_code(filename: str) -> bool:
 
 def at_script_line() -> str:
     """`file:line: source` of the script's line that is running."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         filename = frame.f_code.co_filename
         if is_script_code(filename):

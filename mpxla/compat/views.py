@@ -7,7 +7,7 @@ object, and what libraries hold of it, stay the same.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -40,7 +40,8 @@ class _Viewed(ModuleType):
             return real(name)
         module = real("__name__")
         view = _views[module]
-        if name not in view.shared and not is_script_code(sys._getframe(1).f_code.co_filename):
+        reader = sys._getframe(1).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+        if name not in view.shared and not is_script_code(reader):
             return real(name)
         if name in view.replacements:
             return view.replacements[name]
@@ -54,7 +55,7 @@ class _Viewed(ModuleType):
 
 
 @contextlib.contextmanager
-def show(module: ModuleType, view: View) -> Iterator[None]:
+def show(module: ModuleType, view: View) -> Generator[None]:
     """Gives a module a view until exit."""
     name, before = module.__name__, module.__class__
     _views[name] = view

@@ -10,7 +10,7 @@ This module must not know about stages, ranks or devices other than the host.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -225,7 +225,7 @@ def _step_graph(
     result_count = 0
     for spec in exported.graph_signature.output_specs:
         if spec.kind is ExportOutput.BUFFER_MUTATION:
-            name = canonical_names[spec.target.removeprefix("model.")]
+            name = canonical_names[(spec.target or "").removeprefix("model.")]
             outputs.append(OutputRole(OutputKind.BUFFER, name=name))
         elif spec.kind is not ExportOutput.USER_OUTPUT:
             raise CaptureError(
@@ -270,8 +270,8 @@ def _input_roles(
         elif spec.kind is ExportInput.BUFFER:
             roles.append(InputRole(InputKind.BUFFER, canonical_names[target]))
         elif spec.kind is ExportInput.CONSTANT_TENSOR:
-            value = exported.constants[spec.target]
-            constants[target] = value.detach()
+            value = exported.constants[spec.target or ""]
+            constants[target] = cast(torch.Tensor, value).detach()
             roles.append(InputRole(InputKind.CONSTANT, target))
         elif spec.kind is ExportInput.USER_INPUT:
             roles.append(InputRole(InputKind.STEP_INPUT, index=num_leaves))

@@ -7,13 +7,14 @@ and torch's exporter is quiet. This module must not know what the captured graph
 import contextlib
 import keyword
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
@@ -40,7 +41,7 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AUTOGRAD:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
@@ -91,9 +92,14 @@ def _device_of_name(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[None]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit."""
-    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    tables = [
+        table
+        for m in model.modules()
+        for table in (m._parameters, m._buffers)  # pyright: ignore[reportPrivateUsage]
+    ]
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -108,20 +114,17 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
         return fakes[id(tensor)]
 
     try:
-        for module, parameters, buffers in saved:
-            for name, tensor in parameters.items():
-                module._parameters[name] = fake(tensor)
-            for name, tensor in buffers.items():
-                module._buffers[name] = fake(tensor)
+        for table, tensors in saved:
+            for name, tensor in tensors.items():
+                table[name] = fake(tensor)
         yield
     finally:
-        for module, parameters, buffers in saved:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for table, tensors in saved:
+            table.update(tensors)
 
 
 @contextlib.contextmanager
-def quiet_export() -> Iterator[None]:
+def quiet_export() -> Generator[None]:
     """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level
@@ -133,12 +136,13 @@ def quiet_export() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attributes_named_by_keywords() -> Iterator[None]:
+def attributes_named_by_keywords() -> Generator[None]:
     """Lets a module be called "class" or "in", as keys of a `ModuleDict` are.
 
     Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
     """
-    original = fx.graph._format_target
+    writer: Any = graph  # the function is private
+    original = writer._format_target
 
     def format_target(base: str, target: str) -> str:
         for name in target.split("."):
@@ -146,15 +150,15 @@ def attributes_named_by_keywords() -> Iterator[None]:
             base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
         return base
 
-    fx.graph._format_target = format_target
+    writer._format_target = format_target
     try:
         yield
     finally:
-        fx.graph._format_target = original
+        writer._format_target = original
 
 
 @contextlib.contextmanager
-def unmapped_autocast() -> Iterator[None]:
+def unmapped_autocast() -> Generator[None]:
     """An autocast region entered around the step for the device applies to the host's fakes."""
     for device_type in ("xla", "cuda"):
         if torch.is_autocast_enabled(device_type):

@@ -3,6 +3,8 @@
 Each function changes a graph in place and has one purpose. They must not know about stages.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -37,18 +39,18 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        name = str(node.target)
+        name, arguments = str(node.target), cast(Any, node.args)
         if name == "wrap_with_set_grad_enabled":
-            body = getattr(module, node.args[1].target)
+            body = getattr(module, arguments[1].target)
             keep_gradient_barriers(body)
-            if node.args[0] is False:
+            if arguments[0] is False:
                 _detach_outputs(body)
         elif name == "wrap_with_autocast":
-            device_type, *rest = node.args
+            device_type, *rest = arguments
             if device_type in ("xla", "cuda"):
                 node.args = ("cpu", *rest)
-            body_node = next(a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
-            keep_gradient_barriers(getattr(module, body_node.target))
+            body_node = next(a for a in rest if isinstance(a, fx.Node) and a.op == "get_attr")
+            keep_gradient_barriers(getattr(module, str(body_node.target)))
 
 
 def _detach_outputs(body: fx.GraphModule) -> None:
@@ -113,11 +115,11 @@ def collapse_detaches(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        is_repeated = node.target is _aten.detach.default and (
-            node.args[0].target is _aten.detach.default
-        )
-        if is_repeated or node.target is _aten.alias.default:
-            node.replace_all_uses_with(node.args[0])
+        if node.target not in (_aten.detach.default, _aten.alias.default):
+            continue
+        source = cast(fx.Node, node.args[0])
+        if node.target is _aten.alias.default or source.target is _aten.detach.default:
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 

@@ -106,7 +106,7 @@ def _reaching(step: StepGraph) -> set[fx.Node]:
         for node, role in zip(step.output_nodes, step.outputs, strict=True)
         if role.kind is OutputKind.OBJECTIVE
     }
-    for node in reversed(step.graph.nodes):
+    for node in reversed(list(step.graph.nodes)):
         if _requires_grad(node) and any(user in reaching for user in node.users):
             reaching.add(node)
     return reaching

@@ -5,9 +5,9 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -102,7 +102,7 @@ class StepGraph:
     def output_nodes(self) -> list[fx.Node]:
         """Nodes that the graph returns, in the order of `outputs`."""
         (output,) = [node for node in self.graph.nodes if node.op == "output"]
-        return list(output.args[0])
+        return list(cast(Sequence[fx.Node], output.args[0]))
 
 
 def is_random(node: fx.Node) -> bool:

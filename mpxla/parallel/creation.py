@@ -1,7 +1,7 @@
 """How models are created: `smp.delay_param_initialization` and `smp.model_creation`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _TENSOR_PARALLEL_SETTINGS = frozenset(
 
 
 @contextlib.contextmanager
-def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+def delay_param_initialization(enabled: bool = True) -> Generator[None]:
     """A model built in this block takes no memory; every rank then makes only its own parameters.
 
     They get the values that they would have without the block, under the same seed, and random
@@ -42,7 +42,7 @@ def model_creation(
     dtype: torch.dtype | None = None,
     zero_init: bool = False,
     **tensor_parallel_config: Any,
-) -> Iterator[None]:
+) -> Generator[None]:
     """`delay_param_initialization`, with another default dtype while the model is built.
 
     (SMP API reference, "smp.model_creation".)

@@ -1,12 +1,13 @@
 """`DistributedModel`: the user's model, cut into stages at the first step.
 
-A facade: what it does is done by `ModelState`, `StepEngine` and `GradientReducer`.
+A facade: what it does is done by `PartitionedModule` (parameters and buffers by name), `StepEngine`
+and `GradientReducer`.
 """
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,26 +17,28 @@ from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
 from mpxla.log import get_logger, warn_once
+from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
-from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.state import ModelState, load_into
+from mpxla.runtime.state import load_into
 from mpxla.session import current
 from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
 
+_parse_to = cast(Any, torch)._C._nn._parse_to
 Hook = Callable[["DistributedModel", Any], None]
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(PartitionedModule):
     """Wraps the one model of a script. (SMP API reference, "smp.DistributedModel".)
 
     With several pipeline stages, the model is partitioned in the first call of a step function,
@@ -88,9 +91,7 @@ class DistributedModel(nn.Module):
                 "results of the stages' programs, each with memory of its own.",
             )
         delay_all_models(False)  # by the configuration key; the model is there now
-        super().__init__()
-        self.module = module
-        self._state = ModelState(module)
+        super().__init__(module)
         self._optimizers: list[Any] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
         self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -173,7 +174,7 @@ class DistributedModel(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
         """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = _parse_to(*args, **kwargs)
         if device is not None:
             warn_once(
                 "model.to",
@@ -182,25 +183,12 @@ class DistributedModel(nn.Module):
             )
         if dtype is None and memory_format is None:
             return self
-        return super().to(dtype=dtype, memory_format=memory_format)
+        convert = cast(Callable[..., DistributedModel], super().to)  # it takes both by name
+        return convert(dtype=dtype, memory_format=memory_format)
 
     def cuda(self, device: Any = None) -> "DistributedModel":  # type: ignore[override]
         """As `to(device)`."""
         return self.to(torch.device("cuda") if device is None else device)
-
-    @property
-    def partitioned(self) -> bool:
-        """Whether the parameters are on their ranks."""
-        return self._state.is_placed
-
-    def get_module(self) -> nn.Module:
-        """The user's model."""
-        return self.module
-
-    @property
-    def canonical_names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
-        return dict(self._state.canonical_names)
 
     def partition_report(self) -> str:
         """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
@@ -224,95 +212,6 @@ class DistributedModel(nn.Module):
         Called before partitioning, on all ranks.
         """
         self._engine.follow_decision(decision)
-
-    # --- what is local --------------------------------------------------------------------------
-
-    def _require_partition(self, name: str) -> None:
-        if not self.partitioned:
-            raise MpxlaError(
-                f"model.{name} is known after the first call of a step function, which partitions "
-                f"the model."
-            )
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the parameters that this rank holds. After partitioning."""
-        self._require_partition("local_named_parameters")
-        return self._state.local_parameters()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that this rank holds; may be empty. After partitioning."""
-        self._require_partition("local_parameters")
-        return (parameter for _, parameter in self._state.local_parameters())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, buffer) of the buffers that this rank holds. After partitioning."""
-        self._require_partition("local_named_buffers")
-        return (
-            (name, buffer)
-            for name, buffer in self._state.buffers.items()
-            if name in self._state.local_names
-        )
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers that this rank holds. After partitioning."""
-        return (buffer for _, buffer in self.local_named_buffers())
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """(path, module) of the modules with a parameter or buffer here, and of their parents."""
-        self._require_partition("local_named_modules")
-        held = {n for n, c in self._state.canonical_names.items() if c in self._state.local_names}
-        owners = {name.rpartition(".")[0] for name in held}
-        return (
-            (path, module)
-            for path, module in self.module.named_modules()
-            if any(o == path or o.startswith(f"{path}.") or not path for o in owners)
-        )
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Modules with a parameter or buffer here, and their parents. After partitioning."""
-        return (module for _, module in self.local_named_modules())
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's parameters and buffers by name, marked as partial. After partitioning."""
-        self._require_partition("local_state_dict")
-        names = self._state.canonical_names
-        local = {
-            name: value
-            for name, value in self.module.state_dict().items()
-            if names.get(name, name) in self._state.local_names or name not in names
-        }
-        return {**to_host(local), PARTIAL_KEY: True}
-
-    def state_dict(
-        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:  # type: ignore[override]
-        """The plain model's state dict, on the host, gathered over the ranks of the replica.
-
-        All ranks of a replica must call it (usually those with `dp_rank() == 0`).
-
-        Args:
-            *args: not supported; for the signature of `torch.nn.Module`.
-            gather_to_rank0: only the first rank of the replica gets content, others get `{}`.
-            **kwargs: not supported; for the signature of `torch.nn.Module`.
-
-        Raises:
-            MpxlaError: unsupported arguments.
-        """
-        if args or kwargs:
-            raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        own = self.module.state_dict()
-        if not self.partitioned:
-            delayed = [name for name, value in own.items() if is_delayed(value)]
-            if delayed:
-                raise MpxlaError(
-                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
-                    f"values yet (smp.delay_param_initialization); call it after the first step."
-                )
-            return to_host(own)
-        session = current()
-        group = session.topology.pp_group(session.rank)
-        gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -345,15 +244,6 @@ class DistributedModel(nn.Module):
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         flush()
         return result
-
-    def cpu(self) -> "DistributedModel":
-        """Gathers all parameters and buffers on every rank and moves them to the host.
-
-        All ranks of a replica must call it; training cannot go on afterwards.
-        """
-        full = self.state_dict()
-        self._state.gather_on_host(full)
-        return self
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -436,11 +326,6 @@ class DistributedModel(nn.Module):
         return self._reducer.shards
 
     @property
-    def tensors(self) -> ModelState:
-        """Parameters and buffers by name."""
-        return self._state
-
-    @property
     def last_run(self) -> Any:
         """State of the last step on this rank (peaks of live activations). Extension."""
         return self._engine.last_run
@@ -464,7 +349,7 @@ class DistributedModel(nn.Module):
         self._reducer.set_hook(state, hook, current().config.ddp)
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> Generator[None]:
         """Around the training loop: lets replicas have different numbers of batches.
 
         Replicas that run out take part in the others' reductions with zeros: means stay means over
@@ -495,7 +380,7 @@ class DistributedModel(nn.Module):
 
 
 def _check_options(
-    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: int
+    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: Any
 ) -> None:
     if not isinstance(module, nn.Module):
         raise MpxlaError(

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.comm.objects import Objects
+from mpxla.stage.device import to_host as copy_to_host
 
 __all__ = [
     "PARTIAL_KEY",
@@ -71,8 +72,18 @@ class SavedState(Protocol):
 
 
 def to_host(values: Any) -> Any:
-    """The same structure with host copies of its tensors."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), values)
+    """The same structure with its tensors on the host.
+
+    Those of the device are copied together. Host tensors share memory with the originals, as in
+    torch's own state dicts.
+    """
+    leaves, structure = pytree.tree_flatten(values)
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    distant = [i for i, tensor in tensors.items() if tensor.device.type == "xla"]
+    copies = dict(zip(distant, copy_to_host([tensors[i] for i in distant]), strict=True))
+    for i, tensor in tensors.items():
+        leaves[i] = copies[i] if i in copies else tensor.detach().cpu()
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def gather_full(

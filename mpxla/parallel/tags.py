@@ -5,7 +5,7 @@ modules themselves.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ _original_init = nn.Module.__init__
 
 
 @contextlib.contextmanager
-def partition(index: int) -> Iterator[None]:
+def partition(index: int) -> Generator[None]:
     """Places the modules created inside on pipeline rank `index`; the innermost context wins.
 
     Ignored with `auto_partition: True`. (SMP API reference, "smp.partition".)
@@ -61,7 +61,8 @@ def set_partition(module: nn.Module, index: int) -> None:
     from mpxla.session import current, is_initialized
 
     _check_index(index)
-    if is_initialized() and current().model is not None and current().model.partitioned:
+    model = current().model if is_initialized() else None
+    if model is not None and model.partitioned:
         raise MpxlaError(
             "smp.set_partition was called after the model was partitioned; call it before the "
             "first step."
@@ -70,7 +71,7 @@ def set_partition(module: nn.Module, index: int) -> None:
         part.__dict__[_TAG] = index
 
 
-def _check_index(index: int) -> None:
+def _check_index(index: Any) -> None:
     from mpxla.session import current, is_initialized
 
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:

@@ -8,7 +8,7 @@ This module must not know about steps or ranks.
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -73,7 +73,7 @@ def _flatten(opened: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 def _flatten_with_keys(
     opened: _Opened,
 ) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[type, tuple[Any, ...]]]:
-    keys: list[pytree.KeyEntry] = [pytree.MappingKey(key) for key in opened.keys]
+    keys = [cast(pytree.KeyEntry, pytree.MappingKey(key)) for key in opened.keys]
     return list(zip(keys, opened.values, strict=True)), (opened.kind, opened.keys)
 
 

@@ -7,7 +7,7 @@ runs its list of actions; gradients and results are collected.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -373,7 +373,8 @@ class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for i
 
 def _announced(error: MpxlaError) -> MpxlaError:
     """The same error, of a class that also is `_Announced`."""
-    kind = type(type(error).__name__, (type(error), _Announced), {"__module__": "mpxla.errors"})
+    own = type(error)
+    kind = cast(Any, type)(own.__name__, (own, _Announced), {"__module__": "mpxla.errors"})
     return kind(*error.args)
 
 

@@ -10,7 +10,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -122,8 +122,9 @@ class _Splitter:
             items = {k: self._part(v, axis, f"{path}[{k!r}]") for k, v in value.items()}
             return items if isinstance(value, dict) and type(value) is dict else _same(value, items)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
+            fields = cast(Any, value)._fields
             return type(value)(
-                *(self._part(v, axis, f"{path}.{value._fields[i]}") for i, v in enumerate(value))
+                *(self._part(v, axis, f"{path}.{fields[i]}") for i, v in enumerate(value))
             )
         if isinstance(value, (list, tuple)):
             return type(value)(self._part(v, axis, f"{path}[{i}]") for i, v in enumerate(value))

@@ -40,7 +40,7 @@ class ModelState:
             self.canonical_names[name] = canonical
             self.parameters.setdefault(canonical, parameter)
         for path, owner in module.named_modules():
-            for key, buffer in owner._buffers.items():
+            for key, buffer in _buffers_of(owner).items():
                 if buffer is None:
                     continue
                 name = f"{path}.{key}" if path else key
@@ -56,7 +56,8 @@ class ModelState:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Current buffers by canonical name."""
-        return {n: owners[0][0]._buffers[owners[0][1]] for n, owners in self._buffer_owners.items()}
+        first = {name: owners[0] for name, owners in self._buffer_owners.items()}
+        return {name: _buffers_of(owner)[key] for name, (owner, key) in first.items()}
 
     def description(self) -> list[str]:
         """A line for every parameter and buffer; equal on two ranks if they have the same model."""
@@ -66,7 +67,7 @@ class ModelState:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for owner, key in self._buffer_owners[name]:
-            owner._buffers[key] = value
+            _buffers_of(owner)[key] = value
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
@@ -136,6 +137,11 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
             present[name] = values[name]
     unexpected = {name: value for name, value in values.items() if name not in present}
     return module.load_state_dict({**present, **unexpected}, strict=strict)
+
+
+def _buffers_of(owner: nn.Module) -> dict[str, Any]:
+    """The table of a module's own buffers; torch has no public way to exchange one in it."""
+    return owner._buffers  # pyright: ignore[reportPrivateUsage]
 
 
 def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:

@@ -4,6 +4,8 @@ Graphs here are functional and their results are separate buffers, so copies and
 nothing; each pass changes a graph in place and keeps its values bit for bit.
 """
 
+from typing import cast
+
 import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
@@ -39,15 +41,15 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
         if node.op != "call_function":
             continue
         source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
         is_copy = node.target is _aten.clone.default
-        is_double = node.target is _aten.t.default and (
-            isinstance(source, fx.Node) and source.target is _aten.t.default
-        )
+        is_double = node.target is _aten.t.default and source.target is _aten.t.default
         if node.target in _NOTHING or is_copy:
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
         elif is_double:
-            node.replace_all_uses_with(source.args[0])
+            node.replace_all_uses_with(cast(fx.Node, source.args[0]))
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     result = fx.GraphModule(module, fx_graph_cse(module.graph))

@@ -16,7 +16,7 @@ is built. This module must not know which rank needs what.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class _Recording:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _with_storage(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -164,8 +164,9 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
         self._recording = recording
+        self._scratch = _Scratch()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         leaves = pytree.tree_leaves((args, kwargs))
         knows = self._recording.knows
@@ -195,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         knows = self._recording.knows
         _check_device(func, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        state = _advance(func, args, kwargs, knows) if is_random else None
+        state = self._advance(func, args, kwargs) if is_random else None
         on_meta = pytree.tree_map(_as_meta, (tuple(args), kwargs))
         if "device" in kwargs or _is_factory(func):
             on_meta[1]["device"] = _META
@@ -215,6 +216,41 @@ class _Recorder(TorchDispatchMode):
             _Operation(func, tuple(args), kwargs, outputs, reads, frozenset(writes), state, given)
         )
         return result
+
+    def _advance(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Draws what a random operator draws, into scratch memory; returns the state before."""
+        generator = kwargs.get("generator")
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+        for place, leaf in enumerate(leaves):
+            if self._recording.knows(leaf):
+                leaves[place] = self._scratch.zeros_like(leaf, place)
+        real_args, real_kwargs = pytree.tree_unflatten(leaves, structure)
+        func(*real_args, **real_kwargs)
+        return state
+
+
+class _Scratch:
+    """Memory for draws that nobody reads: one piece per argument, used again.
+
+    Pieces that are freed one after the other may stay with the process: malloc puts something small
+    into each gap, and the next piece does not fit (seen with glibc: as much as the model).
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def zeros_like(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
+        """Zeros of the shape and strides of a tensor, valid until the place is used again."""
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        on_meta = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        num_bytes = on_meta.untyped_storage().nbytes()
+        storage = self._storages.pop(place, None)
+        if storage is None or storage.nbytes() < num_bytes:
+            storage = None  # freed before the next one is made
+            storage = torch.UntypedStorage(num_bytes)
+        self._storages[place] = storage
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride).zero_()
 
 
 def _as_meta(value: Any) -> Any:
@@ -256,28 +292,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _advance(func: Any, args: Sequence[Any], kwargs: dict[str, Any], knows: Any) -> torch.Tensor:
-    """Draws what a random operator draws, into scratch memory; returns the state before."""
-    generator = kwargs.get("generator")
-    state = torch.get_rng_state() if generator is None else generator.get_state()
-
-    def scratch(leaf: Any) -> Any:
-        if not knows(leaf):
-            return leaf
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
-
-    real_args, real_kwargs = pytree.tree_map(scratch, (tuple(args), kwargs))
-    func(*real_args, **real_kwargs)
-    return state
-
-
 _recordings: list[_Recording] = []
 _active: list[_Recording] = []
 _is_everywhere = False
 
 
 @contextlib.contextmanager
-def build_delayed() -> Iterator[None]:
+def build_delayed() -> Generator[None]:
     """Records the creation of large host tensors in the block; nested blocks are one."""
     if _active:
         yield
@@ -286,7 +307,7 @@ def build_delayed() -> Iterator[None]:
     registered: list[nn.Parameter] = []
 
     def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if recording.knows(parameter):
+        if parameter is not None and recording.knows(parameter):
             registered.append(parameter)
 
     handle = register_module_parameter_registration_hook(note)

@@ -6,6 +6,7 @@ tensors, starting pending work, waiting, versions.
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch_xla
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+_xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 _COMPACT = torch.contiguous_format
 
 
@@ -41,7 +43,7 @@ def current_device() -> torch.device:
     Touching it early matters: a host `backward()` before the first use of the device would fix the
     autograd engine's queues without one (torch 2.9).
     """
-    if torch_xla._XLAC._xla_runtime_is_initialized() and not _has_sound_products():
+    if _xla._xla_runtime_is_initialized() and not _has_sound_products():
         raise MpxlaError(
             f"an XLA device was used before mpxla was imported, with XLA flags under which "
             f"products with updated weights are wrong (torch_xla 2.9 on CPU). Import mpxla before "
@@ -59,7 +61,7 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
     can take it (torch_xla 2.9).
     """
     host = [t.detach() for t in tensors if t.device.type == "cpu"]
-    uploaded = iter(torch_xla._XLAC._xla_tensors_from_aten(host, [str(device)] * len(host)))
+    uploaded = iter(_xla._xla_tensors_from_aten(host, [str(device)] * len(host)))
     return [next(uploaded) if t.device.type == "cpu" else t.detach().to(device) for t in tensors]
 
 
@@ -72,10 +74,10 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "xla" or not is_host_device():
         return tensor.cpu()
-    if torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]:
+    if _xla._check_tensor_need_materialization([tensor])[0]:
         return tensor.cpu()
     # Starts nothing, but waits until the program that computes the tensor was given its buffers.
-    torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=False, sync_xla_data=False)
+    _xla._xla_sync_multi([tensor], devices=[], wait=False, sync_xla_data=False)
     return torch.from_dlpack(dlpack.to_dlpack(tensor))
 
 
@@ -84,10 +86,10 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     listed = [t for t in tensors if t.is_xla]
     if not listed:
         return
-    is_pending = torch_xla._XLAC._check_tensor_need_materialization(listed)
+    is_pending = _xla._check_tensor_need_materialization(listed)
     pending = list(itertools.compress(listed, is_pending))
     if pending:
-        torch_xla._XLAC._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+        _xla._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 
 
 def is_host_device() -> bool:
@@ -103,7 +105,7 @@ def has_doubles(device: torch.device) -> bool:
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
     on_device = [t.detach() for t in tensors if t.device.type == "xla"]
-    copies = iter(torch_xla._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
+    copies = iter(_xla._xla_get_cpu_tensors(on_device) if on_device else ())
     return [
         next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
         for t in tensors
@@ -138,7 +140,8 @@ def memory_counters() -> dict[str, int] | None:
     device = torch_xla.device()
     if xm.xla_device_hw(device) == "CPU":
         return None
-    return dict(xm.get_memory_info(str(device)))
+    counters = xm.get_memory_info(cast(torch.device, str(device)))  # it takes names
+    return dict(cast(dict[str, int], counters))
 
 
 def _has_sound_products() -> bool:

@@ -21,6 +21,7 @@ import copy
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -81,7 +82,7 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     assert lowered.backward is not None, "only a stage with a backward can be split"
     whole = _flatten(lowered.backward, len(lowered.backward_inputs), device)
     (output,) = [node for node in whole.nodes if node.op == "output"]
-    results: list[fx.Node] = list(output.args[0])
+    results = list(cast(Sequence[fx.Node], output.args[0]))
     accumulators = results[: lowered.num_accumulators]
     input_grads = results[lowered.num_accumulators :]
     first = _ancestors(input_grads)
@@ -110,7 +111,7 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     )
 
 
-def _flatten(backward: torch.nn.Module, num_inputs: int, device: torch.device) -> fx.Graph:
+def _flatten(backward: Any, num_inputs: int, device: torch.device) -> fx.Graph:
     """Phase 1: the backward as one graph.
 
     The derivative is copied node by node, because strides in it mean nothing any more and tracing
@@ -156,7 +157,7 @@ class _Inlined(torch.nn.Module):
         placeholders = [node for node in self._own.nodes if node.op == "placeholder"]
         nodes = [argument.node for argument in arguments]
         copies = dict(zip(placeholders, nodes, strict=True))
-        results = self._target.graph_copy(self._own, copies)
+        results = cast(Any, self._target.graph_copy(self._own, copies))
         return [None if node is None else fx.Proxy(node, self._tracer) for node in results]
 
 

@@ -8,11 +8,12 @@ then only uses the ratio of backward to forward. This module must not know parti
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._ops import OpOverload
 
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.stage.device import make_ready, to_device, wait
@@ -48,8 +49,8 @@ def measure_operators(step: StepGraph, device: torch.device) -> dict[str, float]
 
 
 def _is_measured(node: fx.Node) -> bool:
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return node.op == "call_function" and is_operator and not node.target.is_view
+    target = node.target
+    return node.op == "call_function" and isinstance(target, OpOverload) and not target.is_view
 
 
 def _key(node: fx.Node) -> Any:
@@ -81,7 +82,7 @@ def _runnable(
             filled[place] = value
         args, kwargs = pytree.tree_unflatten(filled, structure)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        return node.target(*args, **kwargs)
+        return cast(OpOverload, node.target)(*args, **kwargs)
 
     return run, tensors
 

@@ -36,7 +36,7 @@ except smp.MpxlaError as error:
 def _run(code: str, **environment: str) -> str:
     env = {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PATH": "", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     assert lines, done.stdout + done.stderr

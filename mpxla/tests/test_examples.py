@@ -52,7 +52,7 @@ def write_mnist(folder: Path, num_samples: int, suffix: str = "") -> None:
             path.write_bytes(gzip.compress(content) if suffix == ".gz" else content)
 
 
-def run(*command: str, timeout_s: float = 120) -> str:
+def run(*command: str, timeout_s: float = 240) -> str:
     """Runs a command as a user would and returns its output; ends all that it started."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
     process = subprocess.Popen(

@@ -91,14 +91,12 @@ def last_error(stderr):
 
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
 def test_killed_rank_is_named_by_all_others(failing):
-    started = time.monotonic()
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "kill")
     assert results[failing].exit_code == -signal.SIGKILL
     assert "ends at" in results[failing].stdout, "it was killed where the test meant it to be"
     for text in ends_of(results, failing):
         assert f"PeerFailure: rank {failing} " in text
         assert "died: its process ended without a report" in text
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("failing", range(NUM_RANKS))

@@ -2,12 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mpxla.comm.ports import reserved_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,12 +42,6 @@ smp.shutdown()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def launch(script: Path, port: int, node: int, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     command += ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
@@ -70,11 +65,11 @@ def launch(script: Path, port: int, node: int, *arguments: str) -> subprocess.Po
     ],
 )
 def test_two_launchers_make_one_job(tmp_path, strategy, pipelines, pp_ranks):
-    script, port = tmp_path / "script.py", free_port()
+    script, port = tmp_path / "script.py", reserved_port("127.0.0.1")
     script.write_text(SCRIPT)
     nodes = [launch(script, port, node, strategy) for node in range(2)]
     try:
-        outputs = [node.communicate(timeout=150) for node in nodes]
+        outputs = [node.communicate(timeout=140) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()  # torchrun ends its ranks on this signal

@@ -174,7 +174,9 @@ def test_signatures(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name):
-    own = {key: value for key, value in vars(getattr(smp, name)).items() if key[0] != "_"}
+    kinds = [k for k in getattr(smp, name).__mro__ if k.__module__.startswith("mpxla.")]
+    members = {key: value for kind in reversed(kinds) for key, value in vars(kind).items()}
+    own = {key: value for key, value in members.items() if key[0] != "_"}
     for method, expected in METHODS[name].items():
         assert signature(own[method]) == expected, method
     properties = {key for key, value in own.items() if isinstance(value, property)}

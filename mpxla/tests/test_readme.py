@@ -43,6 +43,6 @@ def test_readme_block_runs(block: str, tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     result = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr[-4000:]

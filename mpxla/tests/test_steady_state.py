@@ -1,5 +1,8 @@
 """What must hold while training goes on: no compilation, bounded memory, nothing left behind."""
 
+import gc
+import time
+
 import pytest
 import torch
 
@@ -145,20 +148,33 @@ def _num_bytes_on_device(thing):
         return 0
 
 
+def settled_bytes(earlier):
+    """Bytes on the device, without what transfers still hold for a moment."""
+
+    def count():
+        gc.collect()
+        return sum(_num_bytes_on_device(thing) for thing in gc.get_objects())
+
+    smp.barrier()  # everything that was sent has arrived
+    found = [count()]
+    while found[-1] not in earlier[:1] and len(found) < (20 if earlier else 3):
+        time.sleep(0.05)
+        found.append(count())
+    return min(found)
+
+
 def device_bytes():
     """Bytes of all tensors that live on the device, after a number of steps."""
-    import gc
-
     model = begin(Gpt, 2, 4)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     step = smp.step(predict_tokens)
     sizes = []
-    for _ in range(6):
+    for number in range(6):
         optimizer.zero_grad()
         step(model, tokens(8))
         optimizer.step()
-        gc.collect()
-        sizes.append(sum(_num_bytes_on_device(thing) for thing in gc.get_objects()))
+        if number >= 2:
+            sizes.append(settled_bytes(sizes))
     owned = sum(p.numel() * p.itemsize for p in model.local_parameters())
     total = sum(p.numel() * p.itemsize for p in model.parameters())
     return sizes, owned, total
@@ -167,7 +183,7 @@ def device_bytes():
 def test_memory_does_not_grow_and_is_that_of_the_own_stage():
     results = run_ranks(device_bytes, 2, timeout_s=120)
     for sizes, owned, total in results:
-        assert sizes[2:] == [sizes[2]] * 4
+        assert sizes == [sizes[0]] * 4
         assert owned < 0.75 * total
         assert sizes[-1] < 6 * owned  # weight, gradient, two moments; zeros; microbatches
 

@@ -88,7 +88,7 @@ def raise_and_follow():
 def leave_child_behind():
     child = os.fork()
     if child == 0:
-        time.sleep(30)
+        time.sleep(120)
         os._exit(0)
     return child
 
@@ -150,7 +150,7 @@ def test_first_failing_rank_is_named_and_all_output_is_shown():
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_on, 2, 1, KeyError("lost"))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 55, "before the time of the call was up"
     lines = str(caught.value).splitlines()
     assert lines[0] == "fail_on failed on rank 1 of 2: KeyError: 'lost'"
     assert lines[1] == "  rank 0: had not returned (stacks below)"
@@ -169,8 +169,8 @@ def test_cause_is_named_even_if_a_consequence_came_first():
 
 
 def test_timeout_shows_stacks():
-    with pytest.raises(RankError, match="sleep_here timed out after 1 s on rank 1 of 2") as caught:
-        run_ranks(sleep_here, 2, 1, timeout_s=1)
+    with pytest.raises(RankError, match="sleep_here timed out after 4 s on rank 1 of 2") as caught:
+        run_ranks(sleep_here, 2, 1, timeout_s=4)
     text = str(caught.value)
     assert "  rank 0: returned" in text
     assert "in sleep_here" in text
@@ -202,7 +202,7 @@ def test_unpooled_processes_end_by_themselves():
     assert [result.value for result in results] == [0, 1]
     assert results[1].stdout == "out\n"
     assert results[1].stderr == "err\n"
-    assert all(0 <= result.duration_s < 10 for result in results)
+    assert all(0 <= result.duration_s < 55 for result in results)
 
 
 def test_unpooled_reports_signals_exit_codes_and_tracebacks():
@@ -217,7 +217,7 @@ def test_unpooled_reports_signals_exit_codes_and_tracebacks():
 def test_children_of_ranks_end_with_them(env):
     children = [result.value for result in run_ranks_unpooled(leave_child_behind, 2, env=env)]
     assert len(set(children)) == 2
-    _await(lambda: not any(_is_alive(pid) for pid in children), 5)
+    _await(lambda: not any(_is_alive(pid) for pid in children), 60)
 
 
 def test_unpooled_late_process_is_an_error_with_stacks():
@@ -281,7 +281,7 @@ def test_ranks_die_with_the_test_process(tmp_path):
     parent.kill()
     parent.wait()
     ranks = [int(line) for line in pids.read_text().splitlines()]
-    _await(lambda: not any(_is_alive(pid) for pid in ranks), 5)
+    _await(lambda: not any(_is_alive(pid) for pid in ranks), 60)
 
 
 def _await(condition, timeout_s):

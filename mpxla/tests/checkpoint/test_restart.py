@@ -36,7 +36,7 @@ def start(folder, epochs):
     return process, log
 
 
-def finish(process, log, timeout_s=120):
+def finish(process, log, timeout_s):
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -72,13 +72,14 @@ def epochs_of(output):
 def check(folder, kills, seed, epochs):
     folder.mkdir()
     undisturbed, killed = folder / "undisturbed", folder / "killed"
+    patience_s = 120 * (1 + kills)
     expected_run = start(undisturbed, epochs)
     killed_run = start(killed, epochs)
     choose = random.Random(seed)
     try:
         for _ in range(kills):
             kill_one(killed_run[0], killed, choose)
-        expected, actual = finish(*expected_run), finish(*killed_run)
+        expected, actual = (finish(*run, patience_s) for run in (expected_run, killed_run))
     finally:
         for process, log in (expected_run, killed_run):
             process.terminate()
@@ -106,5 +107,6 @@ def test_a_killed_run_ends_with_the_same_losses(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
     check(tmp_path / "run", kills=6, seed=4, epochs=30)

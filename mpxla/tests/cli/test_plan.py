@@ -17,7 +17,7 @@ def plan(*words):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

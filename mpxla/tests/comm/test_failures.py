@@ -11,25 +11,48 @@ import torch.distributed as dist
 
 from mpxla.comm.objects import Objects
 from mpxla.testing import run_ranks_unpooled
-from mpxla.tests.comm.worlds import close_transport, open_transport, run_host, run_host_unpooled
+from mpxla.tests.comm.worlds import (
+    await_mark,
+    close_transport,
+    mark,
+    open_transport,
+    run_host,
+    run_host_unpooled,
+)
 
 pytestmark = pytest.mark.ranks
 
-# From the failure to the end of the last process, on a busy machine.
-SOON_S = 8.0
+# Between the ends of the failing rank and of the last one; what is promised, so that a slow machine
+# has time as well.
+SOON_S = 15.0
 
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def assert_soon(result, failed):
+    """A process has ended soon after the one that failed."""
+    assert result.duration_s - failed.duration_s < SOON_S
+
+
+def last_error(result):
+    """The last line of standard error that tells of a failure; others may follow it."""
+    lines = result.stderr.splitlines()
+    return next(line for line in reversed(lines) if "PeerFailure: " in line)
+
+
 def die_while_others_receive(transport, dead):
+    others = [rank for rank in range(3) if rank not in (dead, transport.rank)]
     if transport.rank == dead:
+        for rank in others:
+            await_mark(f"rank {rank} waits")
         time.sleep(0.5)
         kill_self()
-    others = [rank for rank in range(3) if rank not in (dead, transport.rank)]
     # Not from the rank that dies: only the lifeline can tell.
-    transport.recv(torch.ones(1), others[0], "forward").result()
+    message = transport.recv(torch.ones(1), others[0], "forward")
+    mark(f"rank {transport.rank} waits")
+    message.result()
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -40,8 +63,8 @@ def test_killed_rank_is_named_on_all_others(dead):
         if rank == dead:
             continue
         assert result.exit_code == 1
-        assert result.duration_s < SOON_S
-        last = result.stderr.strip().splitlines()[-1]
+        assert_soon(result, results[dead])
+        last = last_error(result)
         assert f"PeerFailure: rank {dead} " in last
         assert "died: its process ended without a report" in last
         assert f"rank {rank} was waiting for a 'forward' message from rank" in last
@@ -50,6 +73,7 @@ def test_killed_rank_is_named_on_all_others(dead):
 def die_while_others_wait_for_it(transport, wait):
     world = (0, 1)
     if transport.rank == 1:
+        await_mark("rank 0 waits")
         time.sleep(0.5)
         kill_self()
     big = torch.ones(1 << 24)
@@ -62,6 +86,7 @@ def die_while_others_wait_for_it(transport, wait):
         "object send": lambda: Objects(transport).send("x", 1),
         "allgather": lambda: Objects(transport).allgather("x", world),
     }
+    mark("rank 0 waits")
     waits[wait]()
 
 
@@ -72,24 +97,28 @@ def test_broken_connection_is_translated(wait):
     alive, dead = run_host_unpooled(die_while_others_wait_for_it, 2, wait)
     assert dead.exit_code == -signal.SIGKILL
     assert alive.exit_code == 1
-    assert alive.duration_s < SOON_S
-    last = alive.stderr.strip().splitlines()[-1]
+    assert_soon(alive, dead)
+    last = last_error(alive)
     assert "PeerFailure: rank 1 (pid " in last
     assert "rank 0 was waiting for" in last
 
 
 def raise_in_step(transport):
     if transport.rank == 1:
+        await_mark("rank 0 waits")
+        await_mark("rank 2 waits")
         raise ValueError("the batch has 3 samples")
-    transport.recv(torch.ones(1), 0 if transport.rank else 2, "forward").result()
+    message = transport.recv(torch.ones(1), 0 if transport.rank else 2, "forward")
+    mark(f"rank {transport.rank} waits")
+    message.result()
 
 
 def test_raising_rank_is_named_with_its_error():
     results = run_host_unpooled(raise_in_step, 3)
     assert [result.exit_code for result in results] == [1, 1, 1]
     for rank in (0, 2):
-        assert results[rank].duration_s < SOON_S
-        last = results[rank].stderr.strip().splitlines()[-1]
+        assert_soon(results[rank], results[1])
+        last = last_error(results[rank])
         assert (
             "PeerFailure: rank 1 raised ValueError in raise_in_step: the batch has 3 samples "
             f"(rank {rank} was waiting for a 'forward' message"
@@ -100,16 +129,18 @@ def test_raising_rank_is_named_with_its_error():
 
 def hang_outside(transport):
     if transport.rank == 1:
-        time.sleep(0.5)
+        await_mark("rank 0 is busy")
         kill_self()
     print("busy", flush=True)
+    mark("rank 0 is busy")
     time.sleep(1000)
 
 
 def test_rank_that_is_busy_elsewhere_is_ended():
-    alive, _ = run_host_unpooled(hang_outside, 2, grace_s=1.0)
+    alive, dead = run_host_unpooled(hang_outside, 2, grace_s=1.0)
     assert alive.exit_code == 1
-    assert 1 < alive.duration_s < SOON_S
+    assert alive.duration_s > 1, "it had its time of grace"
+    assert_soon(alive, dead)
     assert alive.stdout.endswith("busy\n")
     assert "mpxla.errors.PeerFailure: rank 1 (pid " in alive.stderr
     assert "Rank 0 was busy outside mpxla for 1 s after that" in alive.stderr
@@ -119,16 +150,19 @@ def test_rank_that_is_busy_elsewhere_is_ended():
 def hang_in_collective_of_user(transport):
     """Ranks 1 and 2 never come to it, but neither breaks a connection of rank 0's collective."""
     if transport.rank == 0:
+        mark("rank 0 waits")
         dist.all_reduce(torch.ones(4))
+    await_mark("rank 0 waits")
+    time.sleep(0.3)
     if transport.rank == 1:
         transport.watch.report("user code", RuntimeError("stopped but alive"))
-    time.sleep(3)
+    time.sleep(4)
 
 
 def test_rank_in_a_collective_of_the_user_is_ended():
     results = run_host_unpooled(hang_in_collective_of_user, 3, grace_s=1.0)
     assert results[0].exit_code == 1
-    assert results[0].duration_s < SOON_S
+    assert results[0].duration_s < results[1].duration_s, "it was ended while the others lived"
     assert "rank 1 raised RuntimeError in user code: stopped but alive" in results[0].stderr
     assert "in all_reduce" in results[0].stderr
 
@@ -153,7 +187,7 @@ def die_with_forked_child(transport):
     if transport.rank == 1:
         if os.fork() == 0:
             os.setsid()  # else it is ended with its parent
-            time.sleep(6)
+            time.sleep(2 * SOON_S)
             os._exit(0)
         kill_self()
     transport.recv(torch.ones(1), 2 if transport.rank == 0 else 0, "forward").result()
@@ -163,7 +197,7 @@ def test_forked_child_does_not_hide_the_death_of_its_parent():
     results = run_host_unpooled(die_with_forked_child, 3)
     assert [result.exit_code for result in results] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
-        assert results[rank].duration_s < SOON_S
+        assert_soon(results[rank], results[1])
         assert "PeerFailure: rank 1 (pid " in results[rank].stderr
 
 
@@ -182,8 +216,8 @@ def fail_before_sending(transport):
 def test_tensor_that_cannot_be_computed_fails_all_ranks():
     results = run_host_unpooled(fail_before_sending, 2, grace_s=1.0)
     assert [result.exit_code for result in results] == [1, 1]
+    assert abs(results[0].duration_s - results[1].duration_s) < SOON_S
     for result in results:
-        assert result.duration_s < SOON_S
         assert (
             "rank 1 raised RuntimeError in computing a 'forward' message: device lost"
             in result.stderr
@@ -232,7 +266,6 @@ def forget_to_close():
 def test_process_can_end_with_threads_that_wait_in_gloo():
     results = run_ranks_unpooled(forget_to_close, 2)
     assert [result.exit_code for result in results] == [7, 7]
-    assert all(result.duration_s < SOON_S for result in results)
 
 
 def mix_with_collectives_of_user(transport):

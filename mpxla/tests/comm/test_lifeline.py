@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 def lifelines(world_size, store=None, **options):
     """The lifelines of all ranks in one process, where nobody may be ended by a watchdog."""
     store = store or dist.HashStore()
-    options = {"grace_s": 1000.0, "connect_timeout_s": 10.0, **options}
+    options = {"grace_s": 1000.0, "connect_timeout_s": 60.0, **options}
     with ThreadPoolExecutor(world_size) as pool:
         opened = list(
             pool.map(lambda rank: Lifeline(rank, world_size, store, **options), range(world_size))
@@ -33,7 +33,7 @@ def lifelines(world_size, store=None, **options):
                 line.noticed.set()
 
 
-def await_that(condition, timeout_s=3.0):
+def await_that(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -123,8 +123,8 @@ def test_rank_0_does_not_wait_for_ever():
     with lifelines(2) as lines:
         start = time.monotonic()
         lines[0].close(linger_s=0.3)
-        assert 0.3 <= time.monotonic() - start < 2
-        time.sleep(0.1)
+        assert 0.3 <= time.monotonic() - start < 20
+        await_that(lambda: lines[1].has_left(0))
         assert lines[1].failure is None, "its end was announced"
 
 
@@ -145,14 +145,15 @@ def test_missing_rank_is_named():
 
 
 def test_unreachable_server_is_an_error_with_a_remedy():
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    store = dist.HashStore()
-    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {port} token")
-    with pytest.raises(
-        PeerFailure, match=rf"could not reach rank 0 at 127.0.0.1 port {port}.*MASTER_ADDR"
-    ):
-        Lifeline(1, 2, store)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        store = dist.HashStore()
+        store.set("mpxla_lifeline/1/address", f"127.0.0.1 {port} token")
+        with pytest.raises(
+            PeerFailure, match=rf"could not reach rank 0 at 127.0.0.1 port {port}.*MASTER_ADDR"
+        ):
+            Lifeline(1, 2, store)
 
 
 def test_rank_that_does_not_connect_is_an_error():
@@ -190,7 +191,7 @@ def test_failure_before_the_others_connect_is_told_to_them():
 def test_strangers_are_dropped_and_harm_nobody(noise):
     with lifelines(2) as lines:
         with socket.create_connection(("127.0.0.1", lines[0]._server.port)) as stranger:
-            stranger.settimeout(5.0)
+            stranger.settimeout(30.0)
             try:
                 stranger.sendall(noise)
                 assert stranger.recv(100) == b""

@@ -59,18 +59,18 @@ def wait_for_receiver(transport):
     objects = Objects(transport)
     if transport.rank == 1:
         time.sleep(0.5)
-        return objects.recv_from(0), objects.recv_from(0)
-    start = time.monotonic()
+        began_s = time.monotonic()  # one clock for all processes of a host
+        return began_s, objects.recv_from(0), objects.recv_from(0)
     objects.send(1, 1)
-    first_s = time.monotonic() - start
+    returned_s = time.monotonic()
     objects.broadcast(2, (0, 1))
-    return first_s
+    return returned_s
 
 
 def test_send_returns_after_the_receiver_has_it(run):
-    first_s, received = run(wait_for_receiver, 2)
-    assert first_s > 0.4
-    assert received == (1, 2)
+    returned_s, (began_s, *received) = run(wait_for_receiver, 2)
+    assert returned_s > began_s
+    assert received == [1, 2]
 
 
 def gather(transport):
@@ -201,7 +201,7 @@ def send_from_device(transport):
 
 
 def test_tensors_on_a_device_arrive_on_the_host():
-    total, received = run_host(send_from_device, 2, timeout_s=60)
+    total, received = run_host(send_from_device, 2, timeout_s=120)
     assert all(tensor.device.type == "cpu" for tensor in received.values())
     assert type(received["weight"]) is torch.nn.Parameter
     assert received["weight"].tolist() == [[2, 2, 2], [2, 2, 2]]

@@ -65,7 +65,7 @@ def test_progress_describes_itself():
     progress.at(1)
     found = progress.status((3,), "something")
     assert (found["now"], found["next"]) == ("<0B0>", "end of the step")
-    assert found["waits_for"] == [3] and found["idle_s"] < 1
+    assert found["waits_for"] == [3] and found["idle_s"] < 60
     assert found["where"].startswith("test_stall.py:"), "the main thread is in this test"
     with progress.busy():
         progress.since -= 100
@@ -108,14 +108,14 @@ def test_ranks_that_wait_for_each_other_end_with_the_table():
 
 def test_a_slow_rank_that_moves_is_waited_for():
     progresses = [Progress(), Progress()]
-    with lifelines(2, stall_timeout_s=0.3) as lines:
+    with lifelines(2, stall_timeout_s=1.5) as lines:
         for line, progress in zip(lines, progresses, strict=True):
             line._progress = progress
         progresses[1].begin(["1F0"] * 100, str)
         handle = Handle(lines[0], "a message from rank 1", (1,))
 
         def move():
-            for index in range(20):
+            for index in range(36):
                 time.sleep(0.05)
                 progresses[1].at(index)
             handle.set_result("there")

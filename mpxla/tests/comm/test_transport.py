@@ -1,5 +1,6 @@
 """One body per behaviour, on threads (loopback) and on processes (gloo, and XLA's collectives)."""
 
+import threading
 import time
 
 import pytest
@@ -89,16 +90,17 @@ def test_channels_keep_their_order_and_do_not_wait_for_each_other(run):
 
 
 def send_to_busy_rank(transport):
-    """Rank 2 does not receive until rank 1 has got everything that rank 0 sent afterwards."""
+    """Rank 2 does not receive until rank 1 has got everything that rank 0 sent afterwards.
+
+    A `send` that waited for its receiver would never return.
+    """
     big = torch.ones(1 << 20)
     if transport.rank == 0:
-        start = time.monotonic()
         slow = [transport.send(big, 2, "forward") for _ in range(4)]
         fast = [transport.send(big * 2, 1, "forward") for _ in range(4)]
-        took_s = time.monotonic() - start
         for handle in slow + fast:
             handle.result()
-        return took_s
+        return None
     if transport.rank == 2:
         transport.recv(torch.empty(1), 1, "go").result()
     received = [transport.recv(big, 0, "forward").result()[0].item() for _ in range(4)]
@@ -108,8 +110,7 @@ def send_to_busy_rank(transport):
 
 
 def test_slow_receiver_does_not_stall_others(run_buffered):
-    took_s, first, second = run_buffered(send_to_busy_rank, 3)
-    assert took_s < 2
+    _, first, second = run_buffered(send_to_busy_rank, 3)
     assert first == [2.0] * 4
     assert second == [1.0] * 4
 
@@ -318,18 +319,19 @@ def test_loopback_rank_that_raises_ends_the_waits_of_the_others():
         run_threads(raise_on_rank_1, 2)
 
 
-def meet_differently(transport):
+def meet_differently(transport, has_come):
     if transport.rank == 0:
         handle = transport.barrier((0, 1))
+        has_come.set()
     else:
-        time.sleep(0.2)
+        has_come.wait(30)
         handle = transport.all_gather(torch.ones(1), (0, 1))
     handle.result()
 
 
 def test_loopback_finds_different_collectives():
     with pytest.raises((RankMismatch, PeerFailure), match=r"came to all_gather.*came to barrier"):
-        run_threads(meet_differently, 2)
+        run_threads(meet_differently, 2, threading.Event())
 
 
 def test_loopback_default_is_a_world_of_one():

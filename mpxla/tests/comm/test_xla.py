@@ -19,8 +19,8 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, TopologyError
 from mpxla.testing import run_ranks, run_ranks_unpooled
-from mpxla.tests.comm.test_failures import SOON_S, kill_self
-from mpxla.tests.comm.worlds import on_xla, run_xla
+from mpxla.tests.comm.test_failures import assert_soon, kill_self, last_error
+from mpxla.tests.comm.worlds import await_mark, mark, on_xla, run_xla
 
 pytestmark = pytest.mark.ranks
 
@@ -188,7 +188,7 @@ def start_without_jax():
 
 
 def test_missing_jax_names_the_extra_on_all_ranks():
-    for result in run_ranks_unpooled(start_without_jax, 2, timeout_s=60):
+    for result in run_ranks_unpooled(start_without_jax, 2, timeout_s=120):
         assert result.value == (
             "transport: 'xla' on CPU needs jax, which rank 1 cannot import (No module named "
             "'jax'). Install it on all ranks with pip install 'mpxla[cpu-collectives]', or set "
@@ -215,26 +215,27 @@ def fail(transport, failing, how):
     world = (0, 1, 2)
     transport.all_reduce(torch.ones(1), world).result()
     if transport.rank == failing:
+        for rank in {*world} - {failing}:
+            await_mark(f"rank {rank} waits")
         time.sleep(0.5)
         if how == "kill":
             kill_self()
         raise ValueError("bad batch")
     waiting = transport.all_reduce(torch.ones(100), world)
+    mark(f"rank {transport.rank} waits")
     waiting.result()
 
 
 @pytest.mark.parametrize(("failing", "how"), [(0, "kill"), (2, "kill"), (1, "raise")])
 def test_failure_of_a_rank_ends_the_wait_for_its_programs(failing, how):
-    results = run_ranks_unpooled(on_xla, 3, fail, {}, (failing, how), timeout_s=60)
+    results = run_ranks_unpooled(on_xla, 3, fail, {}, (failing, how), timeout_s=120)
     assert results[failing].exit_code == (-signal.SIGKILL if how == "kill" else 1)
     for rank in {0, 1, 2} - {failing}:
         assert results[rank].exit_code == 1, results[rank].stderr
-        last = next(
-            line for line in reversed(results[rank].stderr.splitlines()) if "Failure" in line
-        )
+        last = last_error(results[rank])
         assert f"PeerFailure: rank {failing} " in last
         assert f"rank {rank} was waiting for all_reduce of float32[100] with rank" in last
-        assert results[rank].duration_s < SOON_S + 10
+        assert_soon(results[rank], results[failing])
 
 
 def leave_early(transport):

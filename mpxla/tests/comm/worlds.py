@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -49,7 +51,21 @@ def close_transport(transport):
     ]
 
 
-def run_host(body, world_size, *args, timeout_s=30, **options):
+def mark(name):
+    """Tells the other processes of this call that something is so; see `await_mark`."""
+    Path(f"{os.environ['MPXLA_RENDEZVOUS_FILE']}-{name}").touch()
+
+
+def await_mark(name):
+    """Waits for `mark` in another process, however slow it is."""
+    file = Path(f"{os.environ['MPXLA_RENDEZVOUS_FILE']}-{name}")
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"nobody marked {name}"
+        time.sleep(0.01)
+
+
+def run_host(body, world_size, *args, timeout_s=120, **options):
     return run_ranks(on_host, world_size, body, options, args, timeout_s=timeout_s)
 
 
@@ -69,11 +85,11 @@ def on_xla(body, options, args):
     return value
 
 
-def run_xla(body, world_size, *args, timeout_s=60, **options):
+def run_xla(body, world_size, *args, timeout_s=120, **options):
     return run_ranks(on_xla, world_size, body, options, args, timeout_s=timeout_s)
 
 
-def run_host_unpooled(body, world_size, *args, timeout_s=40, **options):
+def run_host_unpooled(body, world_size, *args, timeout_s=120, **options):
     return run_ranks_unpooled(on_host, world_size, body, options, args, timeout_s=timeout_s)
 
 

@@ -2,12 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mpxla.comm.ports import reserved_port
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = """\
@@ -67,7 +68,7 @@ def start(*command, **variables):
 
 def finish(process, exit_code=0):
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, errors = process.communicate()
@@ -98,9 +99,7 @@ def test_torchrun(script):
 
 @pytest.mark.ranks
 def test_mpirun(script):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(reserved_port("127.0.0.1"))
     processes = [
         start(
             *("-m", "mpxla.compat", str(script), "--lr", "1"),
@@ -123,7 +122,7 @@ def test_what_cannot_be_mapped_ends_the_script_with_its_line(tmp_path):
     path.write_text("import torch\n\nprint('before')\nside = torch.cuda.Stream()\n")
     output, errors = finish(start("-m", "mpxla.compat", str(path)), exit_code=1)
     assert output == "before\n"
-    last = errors.splitlines()[-1]
+    last = next(line for line in reversed(errors.splitlines()) if "CompatError: " in line)
     assert re.match(
         r".*CompatError: \S+/train.py:4: side = torch.cuda.Stream\(\): torch.cuda.Stream cannot be "
         r"mapped onto an XLA device: XLA orders its work by itself",

@@ -338,18 +338,19 @@ def measure_overhead():
 
     def add_often():
         x = torch.zeros(4)
-        started = time.perf_counter()
-        for _ in range(20_000):
+        started = time.thread_time()  # others on the machine take none of it
+        for _ in range(5_000):
             x.add_(1.0)
-        return (time.perf_counter() - started) / 20_000
+        return (time.thread_time() - started) / 5_000
 
     add_often()
-    plain = min(add_often() for _ in range(3))
+    plain = min(add_often() for _ in range(10))
     with mapped():
-        inside = min(add_often() for _ in range(3))
-    return inside - plain
+        inside = min(add_often() for _ in range(10))
+    return inside, plain
 
 
 def test_a_call_of_torch_costs_a_few_microseconds_more():
-    (overhead_s,) = run_ranks(measure_overhead, 1)
-    assert overhead_s < 20e-6
+    """Where a call takes about a microsecond without; on slower processors in proportion."""
+    ((inside_s, plain_s),) = run_ranks(measure_overhead, 1)
+    assert inside_s < plain_s + max(20e-6, 10 * plain_s)

@@ -161,7 +161,7 @@ def stop_early(ends_itself):
 @pytest.mark.parametrize("ends_itself", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_join_the_numbers_are_named_on_all_ranks(ends_itself):
     """No hang, whether the scripts end with smp.shutdown() or just end."""
-    first, second = run_ranks_unpooled(stop_early, 2, ends_itself, timeout_s=60)
+    first, second = run_ranks_unpooled(stop_early, 2, ends_itself, timeout_s=120)
     assert first.exit_code == 1
     assert (
         "RankMismatch: replicas have different numbers of training steps: rank 0 has 3, and "

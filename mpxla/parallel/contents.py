@@ -1,0 +1,145 @@
+"""What a model holds on this rank, and its state dict.
+
+The part of `DistributedModel` that is about parameters and buffers by name. It must not know steps,
+hooks or optimizers.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
+from mpxla.runtime.state import ModelState
+from mpxla.session import current
+from mpxla.stage.delayed import is_delayed
+
+__all__ = ["PartitionedModule"]
+
+
+class PartitionedModule(nn.Module):
+    """A module whose parameters and buffers live on several ranks.
+
+    Args:
+        module: the user's model.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self._state = ModelState(module)
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the parameters are on their ranks."""
+        return self._state.is_placed
+
+    def get_module(self) -> nn.Module:
+        """The user's model."""
+        return self.module
+
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
+        return dict(self._state.canonical_names)
+
+    @property
+    def tensors(self) -> ModelState:
+        """Parameters and buffers by name."""
+        return self._state
+
+    def _require_partition(self, name: str) -> frozenset[str]:
+        """Names of the parameters and buffers that this rank holds."""
+        if self._state.local_names is None:
+            raise MpxlaError(
+                f"model.{name} is known after the first call of a step function, which partitions "
+                f"the model."
+            )
+        return self._state.local_names
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of the parameters that this rank holds. After partitioning."""
+        self._require_partition("local_named_parameters")
+        return self._state.local_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that this rank holds; may be empty. After partitioning."""
+        self._require_partition("local_parameters")
+        return (parameter for _, parameter in self._state.local_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, buffer) of the buffers that this rank holds. After partitioning."""
+        held = self._require_partition("local_named_buffers")
+        return ((name, b) for name, b in self._state.buffers.items() if name in held)
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Buffers that this rank holds. After partitioning."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of the modules with a parameter or buffer here, and of their parents."""
+        held = self._require_partition("local_named_modules")
+        names = [n for n, canonical in self._state.canonical_names.items() if canonical in held]
+        owners = {name.rpartition(".")[0] for name in names}
+        return (
+            (path, module)
+            for path, module in self.module.named_modules()
+            if any(o == path or o.startswith(f"{path}.") or not path for o in owners)
+        )
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules with a parameter or buffer here, and their parents. After partitioning."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """This rank's parameters and buffers by name, marked as partial. After partitioning."""
+        held = self._require_partition("local_state_dict")
+        names = self._state.canonical_names
+        local = {
+            name: value
+            for name, value in self.module.state_dict().items()
+            if names.get(name, name) in held or name not in names
+        }
+        return {**to_host(local), PARTIAL_KEY: True}
+
+    def state_dict(
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:  # type: ignore[override]
+        """The plain model's state dict, on the host, gathered over the ranks of the replica.
+
+        All ranks of a replica must call it (usually those with `dp_rank() == 0`).
+
+        Args:
+            *args: not supported; for the signature of `torch.nn.Module`.
+            gather_to_rank0: only the first rank of the replica gets content, others get `{}`.
+            **kwargs: not supported; for the signature of `torch.nn.Module`.
+
+        Raises:
+            MpxlaError: unsupported arguments.
+        """
+        if args or kwargs:
+            raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
+        own = self.module.state_dict()
+        if not self.partitioned:
+            delayed = [name for name, value in own.items() if is_delayed(value)]
+            if delayed:
+                raise MpxlaError(
+                    f"model.state_dict was called before the first step, and {delayed[0]} has no "
+                    f"values yet (smp.delay_param_initialization); call it after the first step."
+                )
+            return to_host(own)
+        session = current()
+        group = session.topology.pp_group(session.rank)
+        gather = gather_on_first if gather_to_rank0 else gather_full
+        return gather(session.objects, group, self.local_state_dict(), list(own))
+
+    def cpu(self) -> Self:
+        """Gathers all parameters and buffers on every rank and moves them to the host.
+
+        All ranks of a replica must call it; training cannot go on afterwards.
+        """
+        full = self.state_dict()
+        self._state.gather_on_host(full)
+        return self

@@ -1,0 +1,68 @@
+"""State dictionaries on their way to the host."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.testing import run_ranks
+
+Pair = namedtuple("Pair", "left right")
+
+
+def copy_to_host():
+    import torch_xla.debug.metrics as met
+
+    from mpxla.parallel.state_dicts import to_host
+    from mpxla.stage.device import current_device, to_device
+
+    device = current_device()
+    ready = to_device([torch.arange(6.0).view(2, 3), torch.tensor([True, False])], device)
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16).to(device) * 3)
+    host = torch.zeros(2)
+    values = OrderedDict(
+        first=ready[0],
+        nested=Pair([ready[1], 7], {"scalar": torch.tensor(2.5).to(device), "none": None}),
+        parameter=parameter,
+        again=ready[0],
+        host=host,
+        text="adam",
+    )
+    met.clear_all()
+    found = to_host(values)
+    num_transfers = met.metric_data("TransferFromDeviceTime")[0]
+    host += 1
+    ready[0].zero_()
+    return found, num_transfers, found["parameter"].requires_grad
+
+
+@pytest.mark.ranks
+def test_all_tensors_come_to_the_host_at_once():
+    ((found, num_transfers, needs_grad),) = run_ranks(copy_to_host, 1)
+    assert num_transfers == 1
+    assert isinstance(found, OrderedDict)
+    names = ["first", "nested", "parameter", "again", "host", "text"]
+    assert list(found) == names
+    assert isinstance(found["nested"], Pair)
+    torch.testing.assert_close(found["first"], torch.arange(6.0).view(2, 3), rtol=0, atol=0)
+    assert found["again"].equal(found["first"])
+    assert found["nested"].left[0].tolist() == [True, False]
+    assert found["nested"].left[1] == 7
+    assert found["nested"].right["scalar"].equal(torch.tensor(2.5))
+    assert found["nested"].right["none"] is None
+    assert found["parameter"].equal(torch.full((3,), 3.0, dtype=torch.bfloat16))
+    assert type(found["parameter"]) is torch.Tensor and not needs_grad
+    assert found["host"].tolist() == [1.0, 1.0], "host tensors share memory, as in torch"
+    assert found["text"] == "adam"
+
+
+@pytest.mark.ranks
+def test_a_structure_without_tensors_is_left_alone():
+    assert run_ranks(copy_nothing, 1) == [{"lr": 0.1, "betas": (0.9, 0.99)}]
+
+
+def copy_nothing():
+    from mpxla.parallel.state_dicts import to_host
+
+    return to_host({"lr": 0.1, "betas": (0.9, 0.99)})
