@@ -10,12 +10,13 @@ from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_report, format_size
-from mpxla.schedule.choice import placement_of
+from mpxla.schedule.choice import in_flight, placement_of
 from mpxla.schedule.render import render_text
 from mpxla.schedule.search import Candidate, StepCosts, candidates, search
 
 if TYPE_CHECKING:
     from mpxla.runtime.forecast import Forecast
+    from mpxla.runtime.plan import CutStep
 
 __all__ = ["add_parser"]
 
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> None:
     if options.search:
         config = _search(config, step, machine, options.memory_limit)
     found = forecast(cut_step(step, config, {}, None), config, machine)
-    print(format_report(found.cut.partition, flops=found.cut.problem.total_flops))
+    flops = found.cut.problem.total_flops
+    print(format_report(found.cut.partition, flops=flops, in_flight=found.cut.in_flight))
     print()
     print(_memory(found))
     print()
@@ -121,10 +123,13 @@ def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) ->
     """The best candidate's configuration; prints the best few."""
     from mpxla.runtime.forecast import predict_costs
     from mpxla.runtime.plan import cut_step
+    from mpxla.runtime.saved import saved_tensors
 
     ranks = config.pipeline_parallel_degree
     tried = candidates(ranks, [config.microbatches])
-    known: dict[tuple[int, ...], StepCosts] = {}
+    saved = saved_tensors(step)
+    cuts: dict[tuple[tuple[int, ...], tuple[int, ...]], CutStep] = {}
+    known: dict[tuple[object, ...], StepCosts] = {}
 
     def keys_of(candidate: Candidate) -> dict[str, Any]:
         return {
@@ -139,9 +144,14 @@ def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) ->
     def costs_of(candidate: Candidate) -> StepCosts:
         one = Config(**keys_of(candidate))
         placement = placement_of(one)
-        if placement not in known:
-            known[placement] = predict_costs(cut_step(step, one, {}, None), machine)
-        return known[placement]
+        key = placement, in_flight(one, placement, step.is_training)
+        if key not in cuts:
+            cuts[key] = cut_step(step, one, {}, None, saved=saved)
+        partition = cuts[key].partition  # other numbers in flight often lead to the same cuts
+        decision = placement, partition.stage, tuple(partition.replicas.items())
+        if decision not in known:
+            known[decision] = predict_costs(cuts[key], machine)
+        return known[decision]
 
     limit = None if limit_gib is None else int(limit_gib * 2**30)
     best = search(ranks, tried, costs_of, limit)

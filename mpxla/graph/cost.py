@@ -6,7 +6,7 @@ and the nodes that pick them are one unit of placement.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpxla.graph.partition import GraphNode, NodeCost, NodeKind
+from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
 
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
@@ -71,6 +71,7 @@ def build_problem(
     machine: MachineModel,
     stateful: frozenset[str] = frozenset(),
     measured_s: Mapping[str, float] | None = None,
+    saved: Mapping[str, Collection[SavedTensor]] | None = None,
 ) -> PartitionProblem:
     """Describes a step to the partitioner.
 
@@ -81,6 +82,7 @@ def build_problem(
             do; other buffers can be held by several ranks.
         measured_s: seconds of the forward of nodes by name, where they were measured; they take
             the place of estimates.
+        saved: what the derivatives of nodes read, by the names of the nodes.
     """
     flops = _count_flops(step)
     times = _Times(flops, machine, measured_s or {})
@@ -106,7 +108,8 @@ def build_problem(
         else:
             units[node] = len(members)
             members.append([node])
-    nodes = tuple(_unit(group, units, roles, owned, new_buffers, times) for group in members)
+    kept = saved or {}
+    nodes = tuple(_unit(group, units, roles, owned, new_buffers, times, kept) for group in members)
     parameter_bytes = {
         role.name: _num_bytes(node) * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
         for node, role in roles.items()
@@ -131,6 +134,7 @@ def _unit(
     owned: set[str],
     new_buffers: Mapping[fx.Node, str],
     times: "_Times",
+    saved: Mapping[str, Collection[SavedTensor]],
 ) -> GraphNode:
     head = group[0]
     sources = [s for s in head.all_input_nodes]
@@ -155,10 +159,10 @@ def _unit(
         kind=kind,
         cost=NodeCost(
             compute_s=forward_s + backward_s,
-            memory_bytes=output_bytes if needs_grad and not _is_free(head) else 0,
             output_bytes=output_bytes,
             gradient_bytes=output_bytes if needs_grad else 0,
         ),
+        saved=tuple(dict.fromkeys(tensor for n in group for tensor in saved.get(n.name, ()))),
     )
 
 

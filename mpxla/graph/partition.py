@@ -16,6 +16,7 @@ __all__ = [
     "NodeCost",
     "NodeKind",
     "Partition",
+    "SavedTensor",
     "StageLoad",
     "Transfer",
     "check_graph",
@@ -40,13 +41,19 @@ class NodeCost:
 
     compute_s: float = 0.0
     """Estimated seconds, forward and backward together."""
-    memory_bytes: int = 0
-    """Bytes saved for the backward pass."""
     output_bytes: int = 0
     """Bytes that travel forward when the value crosses a cut; 0 = the value can never cross, so
     that its readers stay on its stage (a tuple that only exists to be unpacked, for instance)."""
     gradient_bytes: int = 0
     """Bytes that travel back when the value crosses a cut; 0 if it is not differentiable."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that is kept from the forward to the backward of a microbatch."""
+
+    name: str
+    """Unique within the graph."""
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,9 @@ class GraphNode:
     """Such as ``model.blocks.3.mlp.up``; empty for the user's own function."""
     kind: NodeKind = NodeKind.COMPUTE
     cost: NodeCost = NodeCost()
+    saved: tuple[SavedTensor, ...] = ()
+    """What the node's derivative reads. A stage keeps a tensor once, however many of its nodes
+    read it, and every stage with a reader keeps it."""
 
     def described(self) -> str:
         """Name and place for error texts.
@@ -103,7 +113,7 @@ class StageLoad:
     compute_s: float
     """Forward and backward of one microbatch, repeated work included."""
     activation_bytes: int
-    """Saved for the backward pass of one microbatch."""
+    """Saved for the backward pass of one microbatch, each tensor once."""
     received_bytes: int
     """Values and gradients received from other stages, per microbatch."""
     sent_bytes: int
@@ -196,5 +206,8 @@ def check_graph(nodes: Sequence[GraphNode], parameter_bytes: Mapping[str, int]) 
         assert not unknown, f"{node.name} reads parameters of unknown size: {unknown}"
         cost = node.cost
         assert math.isfinite(cost.compute_s) and cost.compute_s >= 0, f"{node.name}: {cost}"
-        assert min(cost.memory_bytes, cost.output_bytes, cost.gradient_bytes) >= 0, node.name
+        assert min(cost.output_bytes, cost.gradient_bytes) >= 0, node.name
     assert all(size >= 0 for size in parameter_bytes.values())
+    saved = {tensor for node in nodes for tensor in node.saved}
+    assert len({tensor.name for tensor in saved}) == len(saved), "a saved tensor has two sizes"
+    assert all(tensor.num_bytes >= 0 for tensor in saved), "a saved tensor has a negative size"

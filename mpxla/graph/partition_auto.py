@@ -3,13 +3,18 @@
 The spine of the graph (`partition_flow.py`) is a sequence; nodes that must share a stage are glued
 to *pieces*, and a stage is a run of pieces. It costs
 
-    memory_weight       * (parameters + saved activations) / total memory
+    memory_weight       * (parameters + in flight * saved activations) / total memory
   + (1 - memory_weight) * (compute + link * bytes over its two cuts) / total compute
 
-where the bytes over a cut are all values and gradients alive across it, and whatever the pieces of
-a stage share (a parameter, copied work) counts once, but again on every stage that has it. This
-module puts the graph into those terms; `partition_cuts.py` finds the cuts. It must not know
-tensors, modules or devices.
+where *in flight* is the most microbatches of which the schedule lets this stage hold activations at
+a time, and the bytes over a cut are all values and gradients alive across it. Whatever the pieces
+of a stage share (a parameter, a saved tensor, copied work) counts once, but again on every stage
+that has it. The totals are those of the graph on one stage that would hold the mean of the stages'
+microbatches in flight. If a rank has several stages, its memory is their sum, but the objective
+stays the cost of single stages.
+
+This module puts the graph into those terms; `partition_cuts.py` finds the cuts. It must not know
+tensors, modules, schedules or devices.
 """
 
 import math
@@ -21,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition import GraphNode, Partition, check_graph
+from mpxla.graph.partition import GraphNode, Partition, SavedTensor, check_graph
 from mpxla.graph.partition_build import build_partition
 from mpxla.graph.partition_cuts import Chain, best_cuts
 from mpxla.graph.partition_flow import Flow, Group, Role, analyse, last_reader, spread
@@ -31,6 +36,8 @@ __all__ = ["partition_auto"]
 
 Pieces = Sequence[Sequence[int]]
 """Nodes of the spine in cutting order, grouped where no cut is possible."""
+Uses = dict[frozenset[int], float]
+"""Pieces -> amount of what exactly these pieces use."""
 
 
 def partition_auto(
@@ -42,6 +49,7 @@ def partition_auto(
     fixed: Mapping[str, int | tuple[int, ...]] | None = None,
     *,
     placement: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
 ) -> Partition:
     """Cut a graph into stages so that the most expensive stage is as cheap as possible.
 
@@ -56,6 +64,7 @@ def partition_auto(
             linear cut respects them, stages are formed as in manual partitioning, and their number
             and placement may differ from what was asked for.
         placement: pp_rank of every stage; stage s is on rank s by default.
+        in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
 
     Returns:
         The partition with the smallest largest cost.
@@ -67,6 +76,8 @@ def partition_auto(
     _check_arguments(num_stages, memory_weight, link)
     placement = tuple(range(num_stages)) if placement is None else tuple(placement)
     _check_placement(placement, num_stages)
+    in_flight = (1,) * num_stages if in_flight is None else tuple(in_flight)
+    assert len(in_flight) == num_stages and min(in_flight) >= 0, in_flight
     fixed = fixed or {}
     flow = analyse(nodes, link)
     num_ranks = max(placement) + 1
@@ -77,8 +88,8 @@ def partition_auto(
     found = None
     if num_stages <= len(pieces):
         starts = _first_starts(pieces, placement, allowed) if allowed else None
-        chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, starts)
-        found = best_cuts(chain, num_stages)
+        chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, in_flight, starts)
+        found = best_cuts(chain)
     if found is None:
         return place_by_rank(flow, parameter_bytes, num_ranks, allowed, fixed)
     cuts, objective = found
@@ -175,56 +186,70 @@ def _chain(
     parameter_bytes: Mapping[str, int],
     memory_weight: float,
     link: float,
+    in_flight: tuple[int, ...],
     first_start: NDArray[np.int64] | None,
 ) -> Chain:
-    """Put pieces, shared things and cuts into one unit: shares of the totals."""
+    """Put pieces, shared things and cuts into one unit: shares of the totals.
+
+    The first layer holds what is there once, the second one what every microbatch in flight has.
+    """
     position = {index: slot for slot, piece in enumerate(pieces) for index in piece}
     copies = spread(flow, position)
-    readers: dict[str, set[int]] = defaultdict(set)
-    for index, slot in position.items():
-        for name in flow.nodes[index].parameters:
-            readers[name].add(slot)
+    parameters: dict[str, set[int]] = defaultdict(set)
+    saved: dict[SavedTensor, set[int]] = defaultdict(set)
+    for node, slots in zip(flow.nodes, copies, strict=True):
+        for name in node.parameters:
+            parameters[name].update(slots)
+        for tensor in node.saved:
+            saved[tensor].update(slots)
     costs = [node.cost for node in flow.nodes]
-    total_memory = sum(parameter_bytes[name] for name in readers)
-    total_memory += sum(cost.memory_bytes for cost in costs)
+    total_memory = sum(parameter_bytes[name] for name in parameters)
+    total_memory += sum(tensor.num_bytes for tensor in saved) * sum(in_flight) / len(in_flight)
     total_compute = sum(cost.compute_s for cost in costs)
     per_byte = memory_weight / total_memory if total_memory else 0.0
     per_second = (1 - memory_weight) / total_compute if total_compute else 0.0
+    once: Uses = defaultdict(float)
+    per_microbatch: Uses = defaultdict(float)
     if per_byte == per_second == 0:
-        uses = {frozenset((slot,)): len(piece) / len(position) for slot, piece in enumerate(pieces)}
-    else:
-        uses = defaultdict(float)
-        for name, slots in readers.items():
-            uses[frozenset(slots)] += per_byte * parameter_bytes[name]
-        for slots, cost in zip(copies, costs, strict=True):
-            uses[slots] += per_byte * cost.memory_bytes + per_second * cost.compute_s
+        for slot, piece in enumerate(pieces):
+            once[frozenset((slot,))] = len(piece) / len(position)
+    for name, slots in parameters.items():
+        once[frozenset(slots)] += per_byte * parameter_bytes[name]
+    for slots, cost in zip(copies, costs, strict=True):
+        once[slots] += per_second * cost.compute_s
+    for tensor, slots in saved.items():
+        per_microbatch[frozenset(slots)] += per_byte * tensor.num_bytes
     cut_bytes = _cut_bytes(flow, copies, len(pieces))
-    upper, lower, shared = _prefix_sums(uses, len(pieces))
+    upper, lower, shared = _prefix_sums((once, per_microbatch), len(pieces))
     return Chain(
         upper=upper,
         lower=lower,
-        crossing=np.array(cut_bytes, dtype=np.float64) * (per_second * link),
         shared=shared,
+        weights=np.array([(1.0, count) for count in in_flight]),
+        crossing=np.array(cut_bytes, dtype=np.float64) * (per_second * link),
         preference=list(zip(_boundary_depths(flow, pieces), cut_bytes, strict=True)),
         first_start=first_start,
     )
 
 
 def _prefix_sums(
-    uses: Mapping[frozenset[int], float], num_pieces: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], list[list[tuple[int, float]]]]:
-    """Costs of the pieces with shared things at every use, at the first use, and the surplus."""
-    upper, lower = np.zeros(num_pieces + 1), np.zeros(num_pieces + 1)
-    shared: list[list[tuple[int, float]]] = [[] for _ in range(num_pieces)]
-    for slots, cost in uses.items():
-        if cost == 0:
-            continue
-        ordered = sorted(slots)
-        lower[ordered[0] + 1] += cost
-        upper[[slot + 1 for slot in ordered]] += cost
-        for previous, slot in pairwise(ordered):
-            shared[slot].append((previous, cost))
-    return upper.cumsum(), lower.cumsum(), shared
+    layers: Sequence[Uses], num_pieces: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], list[list[tuple[int, list[float]]]]]:
+    """Amounts of the pieces with shared things at every use, at the first use, and the surplus."""
+    upper, lower = np.zeros((2, len(layers), num_pieces + 1))
+    shared: list[list[tuple[int, list[float]]]] = [[] for _ in range(num_pieces)]
+    for layer, uses in enumerate(layers):
+        for slots, amount in uses.items():
+            if amount == 0:
+                continue
+            ordered = sorted(slots)
+            lower[layer, ordered[0] + 1] += amount
+            upper[layer, [slot + 1 for slot in ordered]] += amount
+            surplus = [0.0] * len(layers)
+            surplus[layer] = amount
+            for previous, slot in pairwise(ordered):
+                shared[slot].append((previous, surplus))
+    return upper.cumsum(axis=1), lower.cumsum(axis=1), shared
 
 
 def _cut_bytes(flow: Flow, copies: Sequence[frozenset[int]], num_pieces: int) -> list[int]:

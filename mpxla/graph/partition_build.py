@@ -9,7 +9,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mpxla.graph.partition import GraphNode, NodeKind, Partition, StageLoad, transfers
+from mpxla.graph.partition import (
+    GraphNode,
+    NodeKind,
+    Partition,
+    SavedTensor,
+    StageLoad,
+    transfers,
+)
 from mpxla.graph.partition_flow import Flow, spread
 from mpxla.graph.partition_modules import stage_modules
 
@@ -128,7 +135,8 @@ def _prefixes(name: str) -> list[str]:
 
 def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad, ...]:
     num_stages = partition.num_stages
-    num_nodes, activation_bytes = [0] * num_stages, [0] * num_stages
+    num_nodes = [0] * num_stages
+    saved: list[set[SavedTensor]] = [set() for _ in range(num_stages)]
     received, sent = [0] * num_stages, [0] * num_stages
     compute_s = [0.0] * num_stages
     parameters: list[dict[str, None]] = [{} for _ in range(num_stages)]
@@ -136,7 +144,7 @@ def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad,
         for stage in partition.stages_of(index):
             num_nodes[stage] += node.kind is not NodeKind.INPUT
             compute_s[stage] += node.cost.compute_s
-            activation_bytes[stage] += node.cost.memory_bytes
+            saved[stage].update(node.saved)
             parameters[stage].update(dict.fromkeys(node.parameters))
     _add_unread(parameters, partition)
     for index, source, destination in transfers(nodes, partition):
@@ -155,7 +163,7 @@ def _loads(nodes: Sequence[GraphNode], partition: Partition) -> tuple[StageLoad,
             parameters=tuple(parameters[stage]),
             parameter_bytes=sum(partition.parameter_bytes[name] for name in parameters[stage]),
             compute_s=compute_s[stage],
-            activation_bytes=activation_bytes[stage],
+            activation_bytes=sum(tensor.num_bytes for tensor in saved[stage]),
             received_bytes=received[stage],
             sent_bytes=sent[stage],
         )

@@ -1,12 +1,13 @@
 """The optimal cuts of a sequence of pieces: arithmetic only.
 
-A stage is a run of pieces i to j (j not included) and costs
+Stage s is a run of pieces i to j (j not included) and costs
 
-    cost(i, j) = A[j] - A[i] - shared(i, j) + X[i] + X[j]
+    cost(s, i, j) = w[s] . (A[j] - A[i] - shared(i, j)) + X[i] + X[j]
 
-with prefix sums A in which whatever several pieces share counts at every use, shared(i, j) the
-surplus of that within the run, and X the price of the cuts. `best_cuts` minimises the largest cost
-of exactly S stages. Phases:
+where A holds prefix sums of several *layers* (amounts of different kinds) and w[s] says what an
+amount of each layer costs in stage s. Whatever several pieces share counts in A at every use;
+shared(i, j) is the surplus of that within the run. X is the price of the cuts. `best_cuts`
+minimises the largest cost of exactly S stages. Phases:
 
 1. *bound*: without `shared`, the cost separates into a term of i and a term of j, so whether S
    stages below a threshold exist takes one running maximum per stage; bisection. This is the
@@ -15,9 +16,11 @@ of exactly S stages. Phases:
 3. *preference*: a second dynamic program picks, among all cuts that reach the optimum, those with
    the least sum of preferences.
 
-Both programs visit only runs whose own cost stays below the bound. The second one needs minima over
-ranges of positions only, because the runs that end at one position and are cheap enough form few
-ranges. This module must not know nodes, bytes or seconds.
+Both programs visit only runs whose own cost stays below the bound, between positions that the
+stages before and after can reach below it. The second one needs minima over ranges of positions
+only, because the runs that end at one position and are cheap enough form few ranges. If all stages
+have the same w, both look at every run once, not once per stage. This module must not know nodes,
+bytes or seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,16 +41,22 @@ UNREACHABLE = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True)
 class Chain:
-    """K pieces in a row and what a run of them costs; K + 1 positions, cuts are 1 to K - 1."""
+    """K pieces in a row and what runs of them cost in S stages, in L layers.
+
+    There are K + 1 positions; cuts are at 1 to K - 1.
+    """
 
     upper: NDArray[np.float64]
-    """[K + 1] prefix sums of the pieces' costs, shared things counted at every use (A above)."""
+    """[L, K + 1] prefix sums of the pieces' amounts, shared things counted at every use (A above).
+    """
     lower: NDArray[np.float64]
-    """[K + 1] the same, shared things counted at their first use only."""
+    """[L, K + 1] the same, shared things counted at their first use only."""
+    shared: Sequence[Sequence[tuple[int, Sequence[float]]]]
+    """[K] for every piece the earlier piece that used a shared thing last, with its L amounts."""
+    weights: NDArray[np.float64]
+    """[S, L] what an amount costs in each stage (w above), not negative."""
     crossing: NDArray[np.float64]
     """[K + 1] price of cutting at a position, zero at both ends (X above)."""
-    shared: Sequence[Sequence[tuple[int, float]]]
-    """[K] for every piece the earlier piece that used a shared thing last, with its cost."""
     preference: Sequence[tuple[int, int]]
     """[K + 1] (major, minor) numbers of which the sum over all cuts should be small."""
     first_start: NDArray[np.int64] | None = None
@@ -56,61 +65,73 @@ class Chain:
     @property
     def num_pieces(self) -> int:
         """Number of pieces."""
-        return len(self.upper) - 1
+        return self.upper.shape[1] - 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.weights)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a run costs the same in every stage."""
+        return bool((self.weights == self.weights[0]).all())
 
 
 class _Column(NamedTuple):
     """The runs that end at one position, and the stages that may end there."""
 
     stop: int
-    start: int
-    """Runs start at `start`, ..., `stop - 1`."""
+    starts: slice
     cost: NDArray[np.float64]
+    """[stages, starts] cost of every run; a single row if it is the same in all stages."""
     stages: slice
     """Numbers of stages, of which the last one ends at `stop`."""
 
 
-def best_cuts(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], float] | None:
+def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
     """Find the cuts whose most expensive stage is cheapest.
 
     Args:
-        chain: Pieces and costs.
-        num_stages: Exact number of stages, at least 1 and at most the number of pieces.
+        chain: Pieces and costs; it has at least as many pieces as stages, and a stage.
 
     Returns:
-        The positions of the `num_stages - 1` cuts and the largest cost; None if the chain's
+        The positions of the cuts, one less than stages, and the largest cost; None if the chain's
         restriction leaves no way.
     """
-    assert 1 <= num_stages <= chain.num_pieces
+    assert 1 <= chain.num_stages <= chain.num_pieces
     if chain.first_start is not None:
-        limit = float(chain.upper[-1] + 2 * chain.crossing.max())
-        bottleneck = _bottleneck(chain, num_stages, limit)
+        bottleneck = _bottleneck(chain, _most_possible(chain))
     else:
-        bottleneck = _separable_bottleneck(chain.upper, chain.crossing, num_stages)
+        bottleneck = _separable_bottleneck(chain)
         if any(chain.shared):
-            bottleneck = _bottleneck(chain, num_stages, bottleneck)
+            bottleneck = _bottleneck(chain, bottleneck)
     if not np.isfinite(bottleneck):
         return None
-    cuts = _preferred_cuts(chain, num_stages, bottleneck)
+    cuts = _preferred_cuts(chain, bottleneck)
     return cuts, _largest_cost(chain, cuts)
 
 
-def _separable_bottleneck(
-    prefix: NDArray[np.float64], crossing: NDArray[np.float64], num_stages: int
-) -> float:
+def _most_possible(chain: Chain) -> float:
+    """No stage can cost more."""
+    return float((chain.weights @ chain.upper[:, -1]).max() + 2 * chain.crossing.max())
+
+
+def _separable_bottleneck(chain: Chain) -> float:
     """Phase 1: smallest threshold (to within the tolerance) if shared things cost every time."""
-    ends, starts = prefix + crossing, prefix - crossing
+    prefix = chain.weights @ chain.upper
+    ends, starts = prefix + chain.crossing, prefix - chain.crossing
 
     def is_enough(threshold: float) -> bool:
-        reached = np.full(len(prefix), -np.inf)
-        reached[0] = starts[0]
-        for _ in range(num_stages):
-            best_start = np.maximum.accumulate(reached)[:-1]
-            reached[1:] = np.where(best_start >= ends[1:] - threshold, starts[1:], -np.inf)
-            reached[0] = -np.inf
-        return bool(np.isfinite(reached[-1]))
+        is_reached = np.zeros(chain.num_pieces + 1, dtype=bool)
+        is_reached[0] = True
+        for end, start in zip(ends, starts, strict=True):
+            best_start = np.maximum.accumulate(np.where(is_reached, start, -np.inf))
+            is_reached[1:] = best_start[:-1] >= end[1:] - threshold
+            is_reached[0] = False
+        return bool(is_reached[-1])
 
-    low, high = float(prefix[-1]) / num_stages, float(prefix[-1] + 2 * crossing.max())
+    low, high = float(prefix[:, -1].min()) / chain.num_stages, _most_possible(chain)
     for _ in range(MAX_BISECTIONS):
         if high - low <= TOLERANCE * high / 4:
             break
@@ -122,40 +143,41 @@ def _separable_bottleneck(
     return high * (1 + TOLERANCE)
 
 
-def _bottleneck(chain: Chain, num_stages: int, limit: float) -> float:
+def _bottleneck(chain: Chain, limit: float) -> float:
     """Phase 2: the optimum, or infinity if no way stays within the limit."""
-    best = np.full((num_stages + 1, chain.num_pieces + 1), np.inf)
+    best = np.full((chain.num_stages + 1, chain.num_pieces + 1), np.inf)
     best[0, 0] = 0.0
-    for column in _columns(chain, num_stages, limit):
+    for column in _columns(chain, limit):
         before = slice(column.stages.start - 1, column.stages.stop - 1)
-        runs = np.maximum(best[before, column.start : column.stop], column.cost)
+        runs = np.maximum(best[before, column.starts], column.cost)
         if chain.first_start is not None:
             first = chain.first_start[column.stop, before]
-            runs[np.arange(column.start, column.stop) < first[:, None]] = np.inf
+            runs[np.arange(column.starts.start, column.starts.stop) < first[:, None]] = np.inf
         best[column.stages, column.stop] = runs.min(axis=1)
     return float(best[-1, -1])
 
 
-def _preferred_cuts(chain: Chain, num_stages: int, bottleneck: float) -> tuple[int, ...]:
+def _preferred_cuts(chain: Chain, bottleneck: float) -> tuple[int, ...]:
     """Phase 3: of the ways that stay within the optimum, the one with the least preference."""
-    runs = _runs(chain, num_stages, bottleneck * (1 + TOLERANCE))
-    penalty = _packed(chain.preference, num_stages)
+    runs = _runs(chain, bottleneck * (1 + TOLERANCE))
+    penalty = _packed(chain.preference, chain.num_stages)
     before = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
     before[0] = 0
     layers = [before]
-    for stage in range(num_stages):
-        values = _range_minima(layers[-1], runs.legal_starts(chain, stage), runs.stops)
+    for stage, own in enumerate(runs):
+        values = _range_minima(layers[-1], own.legal_starts(chain, stage), own.stops)
         layer = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
-        layer[runs.ends] = np.minimum.reduceat(values, runs.offsets) + penalty[runs.ends]
+        layer[own.ends] = np.minimum.reduceat(values, own.offsets) + penalty[own.ends]
         layers.append(np.minimum(layer, UNREACHABLE))
     assert layers[-1][-1] < UNREACHABLE, "the optimum must be reachable"
     cuts = [chain.num_pieces]
-    for stage in range(num_stages - 1, 0, -1):
-        starts = runs.legal_starts(chain, stage)
+    for stage in range(chain.num_stages - 1, 0, -1):
+        own = runs[stage]
+        starts = own.legal_starts(chain, stage)
         candidates = np.concatenate(
             [
-                np.arange(starts[place], runs.stops[place])
-                for place in np.flatnonzero(runs.end_of_each == cuts[-1])
+                np.arange(starts[place], own.stops[place])
+                for place in np.flatnonzero(own.end_of_each == cuts[-1])
             ]
         )
         cuts.append(int(candidates[layers[stage][candidates].argmin()]))
@@ -181,18 +203,32 @@ class _Runs:
         return np.maximum(self.starts, chain.first_start[self.end_of_each, stage])
 
 
-def _runs(chain: Chain, num_stages: int, limit: float) -> _Runs:
-    starts, stops, ends = [], [], []
-    for column in _columns(chain, num_stages, limit):
-        is_within = np.zeros(len(column.cost) + 2, dtype=np.int8)
-        is_within[1:-1] = column.cost <= limit
-        edges = np.flatnonzero(np.diff(is_within)) + column.start
-        starts.append(edges[0::2])
-        stops.append(edges[1::2])
-        ends.append(np.full(len(edges) // 2, column.stop))
-    end_of_each = np.concatenate(ends)
+def _runs(chain: Chain, limit: float) -> list[_Runs]:
+    """Per stage, the runs that cost no more than the limit; one object if all are the same."""
+    found: list[NDArray[np.int64]] = []
+    for column in _columns(chain, limit):
+        rows, width = column.cost.shape
+        is_within = np.zeros((rows, width + 2), dtype=np.int8)
+        is_within[:, 1:-1] = column.cost <= limit
+        row, edge = np.nonzero(np.diff(is_within, axis=1))
+        starts, stops = edge[0::2], edge[1::2]
+        table = np.empty((4, len(starts)), dtype=np.int64)
+        table[0] = row[0::2] + column.stages.start - 1
+        table[1], table[2] = starts + column.starts.start, stops + column.starts.start
+        table[3] = column.stop
+        found.append(table)
+    stage, starts, stops, ends = np.concatenate(found, axis=1)
+    if chain.is_uniform:
+        return [_sorted_runs(starts, stops, ends)] * chain.num_stages
+    chosen = (np.flatnonzero(stage == own) for own in range(chain.num_stages))
+    return [_sorted_runs(starts[own], stops[own], ends[own]) for own in chosen]
+
+
+def _sorted_runs(
+    starts: NDArray[np.int64], stops: NDArray[np.int64], end_of_each: NDArray[np.int64]
+) -> _Runs:
     positions, offsets = np.unique(end_of_each, return_index=True)
-    return _Runs(np.concatenate(starts), np.concatenate(stops), end_of_each, positions, offsets)
+    return _Runs(starts, stops, end_of_each, positions, offsets)
 
 
 def _range_minima(
@@ -216,12 +252,13 @@ def _largest_cost(chain: Chain, cuts: Sequence[int]) -> float:
     """The cost of the most expensive stage."""
     edges = (0, *cuts, chain.num_pieces)
     costs = []
-    for start, stop in pairwise(edges):
-        cost = chain.upper[stop] - chain.upper[start]
-        cost += chain.crossing[start] + chain.crossing[stop]
+    for weight, (start, stop) in zip(chain.weights, pairwise(edges), strict=True):
+        amounts = chain.upper[:, stop] - chain.upper[:, start]
         for piece in range(start, stop):
-            cost -= sum(surplus for previous, surplus in chain.shared[piece] if previous >= start)
-        costs.append(float(cost))
+            for previous, surplus in chain.shared[piece]:
+                if previous >= start:
+                    amounts = amounts - surplus
+        costs.append(float(weight @ amounts + chain.crossing[start] + chain.crossing[stop]))
     return max(costs)
 
 
@@ -236,40 +273,52 @@ def _packed(preference: Sequence[tuple[int, int]], num_stages: int) -> NDArray[n
     return np.array(packed, dtype=np.int64)
 
 
-def _columns(chain: Chain, num_stages: int, limit: float) -> Iterator[_Column]:
+def _columns(chain: Chain, limit: float) -> Iterator[_Column]:
     """Visit every position with the runs ending there that can stay within the limit."""
-    num_pieces = chain.num_pieces
-    upper = chain.upper.tolist()
-    fewest, most = _stage_ranges(chain, num_stages, limit * (1 + TOLERANCE))
-    shared = np.zeros(num_pieces + 1)
+    within = limit * (1 + TOLERANCE)
+    earliest, latest = _stage_ends(chain, within)
+    positions = np.arange(chain.num_pieces + 1)
+    fewest = np.searchsorted(latest, positions, side="left").tolist()
+    most = (np.searchsorted(earliest, positions, side="right") - 1).tolist()
+    least = chain.weights.min(axis=0)
+    least_upper = (least @ chain.upper).tolist()
+    shared = np.zeros_like(chain.upper)
     start = 0
-    for stop in range(1, num_pieces + 1):
-        for previous, cost in chain.shared[stop - 1]:
-            shared[start : previous + 1] += cost
-        within = limit * (1 + TOLERANCE)
-        while start < stop - 1 and upper[stop] - upper[start] - shared[start] > within:
+    for stop in range(1, chain.num_pieces + 1):
+        for previous, amounts in chain.shared[stop - 1]:
+            for layer, amount in enumerate(amounts):
+                shared[layer, start : previous + 1] += amount
+        while start < stop - 1 and (
+            least_upper[stop] - least_upper[start] - least @ shared[:, start] > within
+        ):
             start += 1
-        if chain.first_start is not None:
-            start = max(start, int(chain.first_start[stop].min()))
-        if fewest[stop] > most[stop] or start >= stop:
+        stages = slice(max(fewest[stop], 1), most[stop] + 1)
+        if stages.start >= stages.stop:
             continue
-        runs = slice(start, stop)
-        cost = upper[stop] - chain.upper[runs] - shared[runs]
-        cost += chain.crossing[runs] + chain.crossing[stop]
-        yield _Column(stop, start, cost, slice(fewest[stop], most[stop] + 1))
-
-
-def _stage_ranges(chain: Chain, num_stages: int, limit: float) -> tuple[list[int], list[int]]:
-    """Smallest and largest number of stages before each position."""
-    num_pieces = chain.num_pieces
-    position = np.arange(num_pieces + 1)
-    fewest = np.maximum(1, num_stages - (num_pieces - position))
-    most = np.minimum(position, num_stages - 1)
-    if limit > 0:
-        before, after = chain.lower / limit, (chain.lower[-1] - chain.lower) / limit
-        fewest = np.maximum(fewest, np.ceil(before - TOLERANCE * num_stages).astype(np.int64))
-        most = np.minimum(
-            most, num_stages - np.ceil(after - TOLERANCE * num_stages).astype(np.int64)
+        starts = slice(
+            max(start, earliest[stages.start - 1]), min(stop, latest[stages.stop - 2] + 1)
         )
-    fewest[-1] = most[-1] = num_stages
-    return fewest.tolist(), most.tolist()
+        if chain.first_start is not None:
+            first = int(chain.first_start[stop, stages.start - 1 : stages.stop - 1].min())
+            starts = slice(max(starts.start, first), starts.stop)
+        if starts.start >= starts.stop:
+            continue
+        own = slice(0, 1) if chain.is_uniform else slice(stages.start - 1, stages.stop - 1)
+        amounts = chain.upper[:, stop, None] - chain.upper[:, starts] - shared[:, starts]
+        cost = chain.weights[own] @ amounts + (chain.crossing[starts] + chain.crossing[stop])
+        yield _Column(stop, starts, cost, stages)
+
+
+def _stage_ends(chain: Chain, limit: float) -> tuple[list[int], list[int]]:
+    """[S + 1] earliest and latest position at which 0, 1, ... stages may end, by lower bounds."""
+    num_stages, num_pieces = chain.num_stages, chain.num_pieces
+    lower = chain.weights @ chain.lower
+    latest = [0]
+    for stage, prefix in enumerate(lower):
+        reach = np.searchsorted(prefix, prefix[latest[-1]] + limit, side="right") - 1
+        latest.append(min(int(reach), num_pieces - (num_stages - 1 - stage)))
+    earliest = [num_pieces]
+    for stage, prefix in reversed([*enumerate(lower)]):
+        reach = np.searchsorted(prefix, prefix[earliest[-1]] - limit, side="left")
+        earliest.append(max(int(reach), stage))
+    return earliest[::-1], latest

@@ -25,6 +25,7 @@ def format_report(
     title: str = "Partition assignments:",
     modules_width: int = 48,
     flops: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
 ) -> str:
     """Write the partition as an aligned table.
 
@@ -34,11 +35,14 @@ def format_report(
         modules_width: Characters after which the list of modules continues on the next line.
         flops: Floating-point operations of every node, forward and backward; without them, there
             is no column for them.
+        in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
 
     Returns:
-        Lines of text: a row per stage (operations, activations and bytes over the stage's cuts per
-        microbatch), then the balance, and where they occur tied parameters and idle ranks.
+        Lines of text: a row per stage (operations and bytes over the stage's cuts per microbatch,
+        activations as microbatches in flight times those of one), then the balance, and where they
+        occur tied parameters and idle ranks.
     """
+    counts = (1,) * partition.num_stages if in_flight is None else in_flight
     total_s = sum(load.compute_s for load in partition.loads)
     by_stage = _flops_by_stage(partition, flops)
     rows: list[tuple[str, ...]] = [HEADER]
@@ -49,11 +53,12 @@ def format_report(
             break_long_words=False,
             break_on_hyphens=False,
         )
-        rows.append(_row(load, modules[0], total_s, by_stage[load.stage]))
+        held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}"
+        rows.append(_row(load, modules[0], total_s, by_stage[load.stage], held))
         rows.extend(("", "", line, "", "", "", "", "") for line in modules[1:])
     if flops is None:
         rows = [(*row[:FLOPS_COLUMN], *row[FLOPS_COLUMN + 1 :]) for row in rows]
-    return "\n".join([title, *_aligned(rows), *_notes(partition)])
+    return "\n".join([title, *_aligned(rows), *_notes(partition, counts)])
 
 
 def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[int]:
@@ -64,7 +69,9 @@ def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[i
     return total
 
 
-def _row(load: StageLoad, modules: str, total_s: float, flops: int) -> tuple[str, ...]:
+def _row(
+    load: StageLoad, modules: str, total_s: float, flops: int, activations: str
+) -> tuple[str, ...]:
     share = 100 * load.compute_s / total_s if total_s else 0.0
     return (
         str(load.stage),
@@ -73,7 +80,7 @@ def _row(load: StageLoad, modules: str, total_s: float, flops: int) -> tuple[str
         f"{len(load.parameters)} ({format_size(load.parameter_bytes)})",
         f"{share:.1f} %",
         f"{flops:.3g}",
-        format_size(load.activation_bytes),
+        activations,
         format_size(load.cut_bytes),
     )
 
@@ -89,11 +96,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _notes(partition: Partition) -> list[str]:
+def _notes(partition: Partition, in_flight: Sequence[int]) -> list[str]:
     compute, memory = [0.0] * partition.num_ranks, [0] * partition.num_ranks
     for load in partition.loads:
         compute[load.rank] += load.compute_s
-        memory[load.rank] += load.activation_bytes
+        memory[load.rank] += in_flight[load.stage] * load.activation_bytes
     for name, ranks in partition.parameter_ranks.items():
         for rank in ranks:
             memory[rank] += partition.parameter_bytes[name]

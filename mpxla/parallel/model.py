@@ -199,7 +199,8 @@ class DistributedModel(PartitionedModule):
         if self._engine.first_cut is None:
             raise MpxlaError("the model is partitioned by the first call of a step function.")
         cut = self._engine.first_cut
-        return format_report(cut.partition, flops=cut.problem.total_flops)
+        flops = cut.problem.total_flops
+        return format_report(cut.partition, flops=flops, in_flight=cut.in_flight)
 
     def partition_decision(self) -> dict[str, Any]:
         """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""

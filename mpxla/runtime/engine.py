@@ -50,6 +50,7 @@ __all__ = ["StepEngine"]
 
 _CUT_SETTINGS = (
     *("pipeline_parallel_degree", "virtual_pipeline_degree", "pipeline", "schedule"),
+    *("microbatches", "active_microbatches"),
     *("auto_partition", "default_partition", "memory_weight"),
 )
 """Configuration keys that decide how a model is cut."""
@@ -216,7 +217,7 @@ class StepEngine:
         self._provide_missing(cut)
         self._note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
-        schedule = schedule_step(cut, self._session.config, count)
+        schedule = schedule_step(cut, self._session.config)
         is_for_speed = self._session.config.optimize == "speed"
         plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)

@@ -12,6 +12,7 @@ import torch
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
+from mpxla.runtime.saved import LOWERING_DEVICE, is_activation, saved_bytes
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
@@ -80,10 +81,10 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel) -> Forecast:
     Raises:
         ScheduleError: the schedule cannot run.
     """
-    schedule = schedule_step(cut, config, config.microbatches)
+    schedule = schedule_step(cut, config)
     lowered = _lower_all(cut)
     splits = {
-        stage: split_backward(lowered[stage], _DEVICE)
+        stage: split_backward(lowered[stage], LOWERING_DEVICE)
         for stage in {a.stage for actions in schedule for a in actions}
         if _is_split(stage, schedule) and lowered[stage].backward is not None
     }
@@ -109,7 +110,7 @@ def predict_costs(cut: CutStep, machine: MachineModel) -> StepCosts:
     """
     lowered = _lower_all(cut)
     splits = {
-        index: split_backward(stage, _DEVICE)
+        index: split_backward(stage, LOWERING_DEVICE)
         for index, stage in enumerate(lowered)
         if stage.backward is not None
     }
@@ -123,13 +124,9 @@ def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Cos
     return simulate(schedule, cut.placement, forward, backward, costs, rendezvous=False)
 
 
-# Lowering looks at the kind of device only; nothing is allocated there.
-_DEVICE = torch.device("xla:0")
-
-
 def _lower_all(cut: CutStep) -> list[LoweredStage]:
     """Lowers every stage of a step, on any rank."""
-    return [lower_stage(stage, cut.step.is_training, _DEVICE) for stage in cut.stages]
+    return [lower_stage(stage, cut.step.is_training, LOWERING_DEVICE) for stage in cut.stages]
 
 
 def _is_split(stage: int, schedule: tuple[tuple[Action, ...], ...]) -> bool:
@@ -150,7 +147,7 @@ def _step_costs(
         lowered: every stage, for what it really saves.
         splits: the split backwards among them.
     """
-    saved = [_saved_bytes(stage) for stage in lowered]
+    saved = [saved_bytes(stage) for stage in lowered]
     kept = [
         _kept_bytes(stage, splits[stage.spec.index]) if stage.spec.index in splits else bytes_
         for stage, bytes_ in zip(lowered, saved, strict=True)
@@ -169,28 +166,14 @@ def _step_costs(
     )
 
 
-def _is_activation(stage: LoweredStage, argument: int) -> bool:
-    """Whether an argument of the forward exists once per microbatch."""
-    spec = stage.spec
-    return argument >= len(spec.parameters) + len(spec.buffers) + len(spec.constants)
-
-
 def _saved_argument_bytes(stage: LoweredStage) -> list[int]:
     """Bytes of every saved argument of the backward that belongs to one microbatch."""
     return [
         stage.saved_specs[s.output].num_bytes
         if s.output is not None
-        else stage.forward_inputs[s.argument].num_bytes * _is_activation(stage, s.argument)
+        else stage.forward_inputs[s.argument].num_bytes * is_activation(stage, s.argument)
         for s in stage.saved
     ]
-
-
-def _saved_bytes(stage: LoweredStage) -> int:
-    """Each output counts once, however many arguments of the backward it serves."""
-    passed_on = {s.argument for s in stage.saved if s.argument is not None}
-    return sum(spec.num_bytes for spec in stage.saved_specs) + sum(
-        stage.forward_inputs[a].num_bytes for a in passed_on if _is_activation(stage, a)
-    )
 
 
 def _kept_bytes(stage: LoweredStage, split: SplitBackward) -> int:

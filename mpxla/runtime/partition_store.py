@@ -1,20 +1,31 @@
 """The partition decision of a job in a file: the keys `partition_file` and `load_partition`.
 
 The decision is the one of the first step function, which places the parameters; later ones follow
-it. Global rank 0 writes the file, and every rank reads it.
+it. Global rank 0 writes the file, and every rank reads it. The settings that led to the decision
+(schedule, microbatches in flight, `memory_weight`) are in the file for people to see: a decision is
+followed under other ones too, with a warning.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mpxla.config import Config
 from mpxla.errors import PartitionError
 from mpxla.graph.cost import PartitionProblem
 from mpxla.graph.partition import Partition
 from mpxla.graph.partition_file import load_partition, save_partition
+from mpxla.log import get_logger
 
 __all__ = ["read_decision", "write_decision"]
+
+_SETTINGS = (
+    *("pipeline", "virtual_pipeline_degree", "schedule", "microbatches", "active_microbatches"),
+    *("auto_partition", "memory_weight"),
+)
+"""Configuration keys on which a decision depends besides the number of ranks."""
 
 
 def read_decision(config: Config, problem: PartitionProblem) -> Partition:
@@ -43,6 +54,7 @@ def read_decision(config: Config, problem: PartitionProblem) -> Partition:
         error.add_note(f"mpxla: while loading {path} (partition_file).")
         raise
     degree = config.pipeline_parallel_degree
+    _note_other_settings(config, path, data.get("settings", {}))
     if partition.num_ranks != degree:
         raise PartitionError(
             f"load_partition: {path} was written for pipeline_parallel_degree "
@@ -62,10 +74,33 @@ def write_decision(config: Config, problem: PartitionProblem, partition: Partiti
     path = Path(config.partition_file)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(json.dumps(save_partition(partition, problem.nodes), indent=1))
+        decision = save_partition(partition, problem.nodes) | {"settings": _settings(config)}
+        scratch.write_text(json.dumps(decision, indent=1))
         scratch.replace(path)
     except OSError as error:
         raise PartitionError(
             f"partition_file: {path} cannot be written: {error.strerror}. Choose a file in a "
             f"folder that exists."
         ) from error
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    values = config.as_dict()
+    return {key: values[key] for key in _SETTINGS}
+
+
+def _note_other_settings(config: Config, path: Path, written: Mapping[str, Any]) -> None:
+    """A decision is followed under any schedule; whoever changes it should know."""
+    own = _settings(config)
+    other = [
+        f"{key} was {written[key]!r} and is {own[key]!r}"
+        for key in _SETTINGS
+        if key in written and written[key] != own[key]
+    ]
+    if other:
+        get_logger().warning(
+            "load_partition: %s was decided under other settings (%s) and is followed as it is. "
+            "Run once with load_partition: False to decide again.",
+            path,
+            "; ".join(other),
+        )

@@ -12,9 +12,8 @@ import torch
 from torch import fx
 
 from mpxla.config import Config
-from mpxla.errors import ScheduleError
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
-from mpxla.graph.partition import Partition
+from mpxla.graph.partition import Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.graph.partition_manual import partition_manual
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
@@ -22,10 +21,9 @@ from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
+from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.action import Action, Op, format_schedule
-from mpxla.schedule.choice import custom_schedule, placement_of
-from mpxla.schedule.custom import CustomSchedule
-from mpxla.schedule.generate import generate
+from mpxla.schedule.choice import compute_actions, custom_schedule, in_flight, placement_of
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.compile import Executable, compile_graph
@@ -54,6 +52,7 @@ class CutStep:
         step: the captured step.
         problem: what the partitioner was given.
         partition: what it decided.
+        in_flight: per stage, the microbatches of which it holds activations at a time.
         stages: the stages.
         forward: messages of activations between stages.
         backward: messages of gradients.
@@ -62,6 +61,7 @@ class CutStep:
     step: StepGraph
     problem: PartitionProblem
     partition: Partition
+    in_flight: tuple[int, ...]
     stages: tuple[StageSpec, ...]
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
@@ -138,6 +138,7 @@ def cut_step(
     fixed: Mapping[str, tuple[int, ...]] | None,
     stateful: frozenset[str] = frozenset(),
     measured_s: Mapping[str, float] | None = None,
+    saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -148,12 +149,15 @@ def cut_step(
         fixed: where parameters and buffers live already, from an earlier signature.
         stateful: buffers that some step changes.
         measured_s: seconds of nodes by name, in place of estimates.
+        saved: the result of `saved_tensors`, if it is known already.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
+        ScheduleError: the user's schedule has stages elsewhere.
     """
     machine = MachineModel()
-    problem = build_problem(step, machine, stateful, measured_s)
+    saved = saved_tensors(step) if saved is None else saved
+    problem = build_problem(step, machine, stateful, measured_s, saved)
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
     if config.load_partition and not fixed:
@@ -168,6 +172,7 @@ def cut_step(
             1.0 / machine.link_bytes_per_s,
             fixed=fixed,
             placement=placement,
+            in_flight=in_flight(config, placement, step.is_training),
         )
     else:
         partition = partition_manual(
@@ -185,7 +190,13 @@ def cut_step(
                 stages_of[node] = partition.stages_of(index)
     stages = split_stages(step, stages_of, partition.num_stages)
     return CutStep(
-        step, problem, partition, stages, forward_transfers(stages), backward_transfers(stages)
+        step,
+        problem,
+        partition,
+        in_flight(config, partition.placement, step.is_training),
+        stages,
+        forward_transfers(stages),
+        backward_transfers(stages),
     )
 
 
@@ -201,9 +212,7 @@ def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, 
     return result
 
 
-def schedule_step(
-    cut: CutStep, config: Config, num_microbatches: int
-) -> tuple[tuple[Action, ...], ...]:
+def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...]:
     """Generates every rank's actions and proves them free of deadlock.
 
     Raises:
@@ -211,20 +220,14 @@ def schedule_step(
     """
     forward = {(t.source, t.target) for t in cut.forward}
     backward = {(t.source, t.target) for t in cut.backward}
-    custom = custom_schedule(config) if cut.step.is_training else None
+    is_training = cut.step.is_training
+    custom = custom_schedule(config) if is_training else None
     if custom is not None:
-        _check_placement(custom, cut.placement)
         schedule = custom.lower(forward, backward)
     else:
-        compute = generate(
-            "simple" if config.pipeline == "custom" else config.pipeline,
-            num_microbatches,
-            cut.placement,
-            config.active_microbatches,
-            training=cut.step.is_training,
-        )
+        compute = compute_actions(config, cut.placement, is_training)
         schedule = add_communication(compute, cut.placement, forward, backward)
-        if cut.step.is_training:
+        if is_training:
             schedule = add_reduce(schedule, cut.placement)
     simulate(schedule, cut.placement, forward, backward)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
@@ -282,15 +285,6 @@ def _share_of_inputs(stage: StageSpec) -> float:
     """How much of a backward is for the stage's inputs: products have two equal derivatives."""
     has_inputs = any(port.has_grad for port in stage.inputs)
     return has_inputs * (0.5 if stage.trained else 1.0)
-
-
-def _check_placement(custom: CustomSchedule, placement: tuple[int, ...]) -> None:
-    if custom.placement != placement:
-        raise ScheduleError(
-            f"schedule: the text has stages on ranks {list(custom.placement)}, but the step is cut "
-            f"into stages on ranks {list(placement)}, because of where modules or parameters were "
-            f"placed. Write the text for these stages, or set auto_partition: True."
-        )
 
 
 def compile_stages(

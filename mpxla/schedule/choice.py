@@ -1,13 +1,18 @@
-"""What the configuration's keys say about schedules: the user's own text, and where stages are.
+"""What the configuration's keys say about schedules: the user's own text, where stages are, and how
+many microbatches each has in flight.
 
 The only file of schedules that knows configurations.
 """
 
 from mpxla.config import Config
+from mpxla.errors import ScheduleError
+from mpxla.schedule.action import Action
 from mpxla.schedule.custom import CustomSchedule
+from mpxla.schedule.generate import generate
 from mpxla.schedule.placement import place_stages
+from mpxla.schedule.timeline import stage_peaks
 
-__all__ = ["custom_schedule", "placement_of"]
+__all__ = ["compute_actions", "custom_schedule", "in_flight", "placement_of"]
 
 
 def custom_schedule(config: Config) -> CustomSchedule | None:
@@ -34,3 +39,50 @@ def placement_of(config: Config) -> tuple[int, ...]:
     return place_stages(
         config.pipeline, config.pipeline_parallel_degree, config.virtual_pipeline_degree
     )
+
+
+def compute_actions(
+    config: Config, placement: tuple[int, ...], training: bool
+) -> list[list[Action]]:
+    """Every rank's actions as the configuration's generator or the user's text gives them.
+
+    Args:
+        config: which schedule.
+        placement: pipeline rank of every stage.
+        training: whether there are backwards. The user's text is for steps that train; others run
+            forwards in the order of `simple`.
+
+    Returns:
+        Without transfers and reductions, unless they are in the user's text.
+
+    Raises:
+        ScheduleError: the user's text has its stages elsewhere, or it cannot run.
+    """
+    custom = custom_schedule(config) if training else None
+    if custom is None:
+        name = "simple" if config.pipeline == "custom" else config.pipeline
+        active = config.active_microbatches
+        return generate(name, config.microbatches, placement, active, training)
+    if custom.placement != placement:
+        raise ScheduleError(
+            f"schedule: the text has stages on ranks {list(custom.placement)}, but the step is cut "
+            f"into stages on ranks {list(placement)}, because of where modules or parameters were "
+            f"placed. Write the text for these stages, or set auto_partition: True."
+        )
+    return custom.lists
+
+
+def in_flight(config: Config, placement: tuple[int, ...], training: bool) -> tuple[int, ...]:
+    """Per stage, the most microbatches of which it holds activations at a time.
+
+    Args:
+        config: which schedule.
+        placement: pipeline rank of every stage.
+        training: whether there are backwards; without them, nothing is held.
+
+    Raises:
+        ScheduleError: see `compute_actions`.
+    """
+    if not training:
+        return (0,) * len(placement)
+    return stage_peaks(compute_actions(config, placement, training), len(placement))

@@ -35,6 +35,8 @@ def test_a_decision_is_written_and_followed(tmp_path):
     written = run_ranks(train_with, 2, keys, timeout_s=120)
     data = json.loads(file.read_text())
     assert data["num_ranks"] == 2 and data["version"] == 1
+    assert data["settings"]["memory_weight"] == 0.9
+    assert data["settings"]["pipeline"] == "interleaved"
     # Move the second half's first operation: the file decides, not the costs.
     stages = [entry["stages"] for entry in data["nodes"]]
     moved = next(i for i, own in enumerate(stages) if own == [1])
@@ -65,7 +67,7 @@ def test_a_decision_for_another_model_is_refused_everywhere(tmp_path):
 
 
 @pytest.mark.unit
-def test_files_that_cannot_be_used(tmp_path):
+def test_files_that_cannot_be_used_and_other_settings(tmp_path, caplog):
     from mpxla.graph.cost import PartitionProblem
     from mpxla.runtime.partition_store import read_decision, write_decision
 
@@ -89,6 +91,11 @@ def test_files_that_cannot_be_used(tmp_path):
         PartitionError, match="was written for pipeline_parallel_degree 3, and this"
     ):
         read_decision(Config(load_partition=True, partition_file=str(broken)), problem)
+    written = other | {"num_ranks": 1, "parameters": {}, "settings": {"microbatches": 4}}
+    broken.write_text(json.dumps(written))
+    caplog.clear()
+    read_decision(Config(load_partition=True, partition_file=str(broken)), problem)
+    assert "decided under other settings (microbatches was 4 and is 1)" in caplog.text
     nowhere = Config(partition_file=str(tmp_path / "no" / "cuts.json"))
     partition = read_decision.__globals__["load_partition"](other | {"parameters": {}}, ())
     with pytest.raises(PartitionError, match=r"cannot be written: No such file .* Choose a file"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
-from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, Partition
+from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 
 PARAMETER_BYTES = 100
@@ -34,19 +34,22 @@ class Program:
         gradient: int = 0,
         buffers: Sequence[str] = (),
         mutates: Sequence[str] = (),
+        saved: Sequence[SavedTensor] = (),
     ) -> int:
         for name in parameters:
             self.parameter_bytes.setdefault(name, PARAMETER_BYTES)
+        name = f"node_{len(self.nodes)}"
         self.nodes.append(
             GraphNode(
-                name=f"node_{len(self.nodes)}",
+                name=name,
                 inputs=inputs,
                 parameters=tuple(parameters),
                 buffers=tuple(buffers),
                 mutates=tuple(mutates),
                 module_path=path,
                 kind=kind,
-                cost=NodeCost(compute, memory, output, gradient),
+                cost=NodeCost(compute, output, gradient),
+                saved=(*saved, *([SavedTensor(name, memory)] if memory else ())),
             )
         )
         return len(self.nodes) - 1
@@ -73,13 +76,18 @@ def chain(num_layers: int, **cost) -> Program:
 
 
 def stage_costs(
-    program: Program, partition: Partition, memory_weight: float, link: float
+    program: Program,
+    partition: Partition,
+    memory_weight: float,
+    link: float,
+    in_flight: Sequence[int] | None = None,
 ) -> list[float]:
     """The objective's terms, computed from their definition."""
     nodes = program.nodes
+    counts = in_flight or [1] * partition.num_stages
     read = {name for node in nodes for name in node.parameters}
     total_memory = sum(program.parameter_bytes[name] for name in read)
-    total_memory += sum(node.cost.memory_bytes for node in nodes)
+    total_memory += saved_bytes(nodes) * sum(counts) / len(counts)
     total_compute = sum(node.cost.compute_s for node in nodes)
     crossing = cut_bytes(nodes, partition)
     costs = []
@@ -87,7 +95,7 @@ def stage_costs(
         own = [i for i in range(len(nodes)) if stage in partition.stages_of(i)]
         held = {name for i in own for name in nodes[i].parameters}
         memory = sum(program.parameter_bytes[name] for name in held)
-        memory += sum(nodes[i].cost.memory_bytes for i in own)
+        memory += counts[stage] * saved_bytes([nodes[i] for i in own])
         seconds = sum(nodes[i].cost.compute_s for i in own)
         seconds += link * (crossing[stage] + crossing[stage + 1])
         costs.append(
@@ -95,6 +103,11 @@ def stage_costs(
             + (1 - memory_weight) * (seconds / total_compute if total_compute else 0)
         )
     return costs
+
+
+def saved_bytes(nodes: Sequence[GraphNode]) -> int:
+    """What the derivatives of nodes read, every tensor once."""
+    return sum(size for _, size in {tensor for node in nodes for tensor in node.saved})
 
 
 def cut_bytes(nodes: Sequence[GraphNode], partition: Partition) -> list[int]:
@@ -158,6 +171,7 @@ def brute_force(
     memory_weight: float,
     link: float,
     is_allowed=lambda stage: True,
+    in_flight: Sequence[int] | None = None,
 ) -> list[tuple[float, dict[int, int]]]:
     """(cost, stage of every spine node) of all linear cuts of a sequence that `is_allowed`."""
     found = []
@@ -165,7 +179,7 @@ def brute_force(
         stage = dict(zip(spine, stages, strict=True))
         if is_allowed(stage):
             partition = completed(program, stage, num_stages)
-            costs = stage_costs(program, partition, memory_weight, link)
+            costs = stage_costs(program, partition, memory_weight, link, in_flight)
             found.append((max(costs), stage))
     return found
 

@@ -5,7 +5,15 @@ import sys
 
 import pytest
 
-from mpxla.graph.partition import GraphNode, NodeCost, Partition, Transfer, check_graph, transfers
+from mpxla.graph.partition import (
+    GraphNode,
+    NodeCost,
+    Partition,
+    SavedTensor,
+    Transfer,
+    check_graph,
+    transfers,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -59,7 +67,15 @@ def test_described_names_the_module_or_the_step_function():
         ([GraphNode("a", (0,))], "not topological"),
         ([GraphNode("a", parameters=("w",))], "parameters of unknown size"),
         ([GraphNode("a", cost=NodeCost(compute_s=float("nan")))], "a: NodeCost"),
-        ([GraphNode("a", cost=NodeCost(memory_bytes=-1))], "a"),
+        ([GraphNode("a", cost=NodeCost(output_bytes=-1))], "a"),
+        ([GraphNode("a", saved=(SavedTensor("x", -1),))], "negative size"),
+        (
+            [
+                GraphNode("a", saved=(SavedTensor("x", 1),)),
+                GraphNode("b", saved=(SavedTensor("x", 2),)),
+            ],
+            "two sizes",
+        ),
     ],
 )
 def test_malformed_graphs_stop_the_producer(nodes, text):

@@ -3,7 +3,7 @@
 import pytest
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition import NodeKind, transfers
+from mpxla.graph.partition import NodeKind, SavedTensor, transfers
 from mpxla.tests.graph.partition_graphs import (
     PARAMETER_BYTES,
     Program,
@@ -32,6 +32,32 @@ def test_memory_weight_moves_the_cut():
     assert partition(program, 2, memory_weight=0.0).stage[1:] == (0, 0, 1, 1)
     assert partition(program, 2, memory_weight=1.0).stage[1] == 0
     assert partition(program, 2, memory_weight=1.0).stage[2] == 1
+
+
+def test_microbatches_in_flight_move_the_cut():
+    program = chain(9, memory=10)
+    program.parameter_bytes = dict.fromkeys(program.parameter_bytes, 0)
+    assert partition(program, 2, 1.0, in_flight=(3, 3)).stage[1:] == (0,) * 4 + (1,) * 5
+    result = partition(program, 2, 1.0, in_flight=(2, 1))
+    assert result.stage[1:] == (0,) * 3 + (1,) * 6
+    assert result.objective == pytest.approx(60 / (1.5 * 90))
+    assert partition(program, 2, 0.0, in_flight=(2, 1)).stage[1:] == (0,) * 4 + (1,) * 5
+
+
+def test_a_saved_tensor_counts_once_on_every_stage_that_reads_it():
+    program = Program()
+    last = program.input()
+    shared = SavedTensor("shared", 100)
+    for number in range(4):
+        last = program.layer(
+            last, f"model.{number}", memory=10, saved=[shared] * (number in (1, 2))
+        )
+    program.parameter_bytes = dict.fromkeys(program.parameter_bytes, 0)
+    loads = partition(program, 2, 0.0).loads
+    assert [load.activation_bytes for load in loads] == [120, 120]
+    result = partition(program, 2, 1.0, in_flight=(2, 1))
+    assert result.stage[1:] == (0, 1, 1, 1)
+    assert result.objective == pytest.approx(130 / (1.5 * 140))
 
 
 def test_crossing_bytes_move_the_cut():

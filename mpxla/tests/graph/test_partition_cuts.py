@@ -12,23 +12,32 @@ from mpxla.graph.partition_cuts import Chain, best_cuts
 pytestmark = pytest.mark.unit
 
 
-def make_chain(costs, crossing=None, shared=(), preference=None, first_start=None):
-    """`shared` lists (pieces, cost): what all these pieces use and a stage pays once."""
+def make_chain(
+    costs, num_stages, crossing=None, shared=(), preference=None, first_start=None, scaled=None
+):
+    """A chain of one or two layers.
+
+    `shared` lists (pieces, cost, layer): what all these pieces use and a stage pays once. `scaled`
+    is (amounts of the second layer, weight of every stage).
+    """
     num_pieces = len(costs)
-    upper, lower = np.array(costs, dtype=float), np.array(costs, dtype=float)
+    amounts, weights = scaled or ([0] * num_pieces, [0] * num_stages)
+    upper = np.array([costs, amounts], dtype=float)
+    lower = upper.copy()
     surplus = [[] for _ in costs]
-    for pieces, cost in shared:
-        upper[list(pieces)] += cost
-        lower[pieces[0]] += cost
+    for pieces, cost, layer in shared:
+        upper[layer, list(pieces)] += cost
+        lower[layer, pieces[0]] += cost
         for previous, piece in pairwise(pieces):
-            surplus[piece].append((previous, cost))
+            surplus[piece].append((previous, (cost, 0) if layer == 0 else (0, cost)))
     prices = np.zeros(num_pieces + 1)
     prices[1:-1] = 0 if crossing is None else crossing
     return Chain(
-        upper=np.concatenate([[0.0], upper.cumsum()]),
-        lower=np.concatenate([[0.0], lower.cumsum()]),
+        upper=np.pad(upper.cumsum(axis=1), [(0, 0), (1, 0)]),
+        lower=np.pad(lower.cumsum(axis=1), [(0, 0), (1, 0)]),
         crossing=prices,
         shared=surplus,
+        weights=np.array([(1.0, weight) for weight in weights]),
         preference=preference or [(0, 0)] * (num_pieces + 1),
         first_start=first_start,
     )
@@ -36,20 +45,26 @@ def make_chain(costs, crossing=None, shared=(), preference=None, first_start=Non
 
 def cut(costs, num_stages, **options):
     """Cuts and cost of a chain that can be cut."""
-    found = best_cuts(make_chain(costs, **options), num_stages)
+    found = best_cuts(make_chain(costs, num_stages, **options))
     assert found is not None
     return found
 
 
-def largest_cost(costs, crossing, shared, cuts):
+def largest_cost(costs, crossing, shared, scaled, cuts):
     edges = (0, *cuts, len(costs))
     prices = [0, *crossing, 0]
+    amounts, weights = scaled
     return max(
         sum(costs[start:stop])
-        + sum(cost for pieces, cost in shared if any(start <= p < stop for p in pieces))
+        + weight * sum(amounts[start:stop])
+        + sum(
+            cost * (weight if layer else 1)
+            for pieces, cost, layer in shared
+            if any(start <= p < stop for p in pieces)
+        )
         + prices[start]
         + prices[stop]
-        for start, stop in pairwise(edges)
+        for weight, (start, stop) in zip(weights, pairwise(edges), strict=True)
     )
 
 
@@ -60,33 +75,39 @@ def cases(draw):
     costs = draw(st.lists(numbers, min_size=num_pieces, max_size=num_pieces))
     crossing = draw(st.lists(numbers, min_size=num_pieces - 1, max_size=num_pieces - 1))
     pieces = st.sets(st.integers(0, num_pieces - 1), min_size=2).map(lambda own: tuple(sorted(own)))
-    shared = draw(st.lists(st.tuples(pieces, numbers), max_size=3))
+    shared = draw(st.lists(st.tuples(pieces, numbers, st.integers(0, 1)), max_size=3))
+    num_stages = draw(st.integers(1, num_pieces))
+    amounts = draw(st.lists(numbers, min_size=num_pieces, max_size=num_pieces))
+    weights = draw(
+        st.integers(0, 4).map(lambda weight: [weight] * num_stages)
+        | st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages)
+    )
     preference = draw(
         st.lists(
             st.tuples(st.integers(0, 3), numbers), min_size=num_pieces - 1, max_size=num_pieces - 1
         )
     )
-    return costs, crossing, shared, preference, draw(st.integers(1, num_pieces))
+    return costs, crossing, shared, (amounts, weights), preference, num_stages
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_cost_and_preference_against_brute_force(case):
-    costs, crossing, shared, preference, num_stages = case
+    costs, crossing, shared, scaled, preference, num_stages = case
     ways = [
         (
-            largest_cost(costs, crossing, shared, cuts),
+            largest_cost(costs, crossing, shared, scaled, cuts),
             sum(preference[place - 1][0] for place in cuts),
             sum(preference[place - 1][1] for place in cuts),
         )
         for cuts in combinations(range(1, len(costs)), num_stages - 1)
     ]
-    options = {"crossing": crossing, "shared": shared}
+    options = {"crossing": crossing, "shared": shared, "scaled": scaled}
     cuts, cost = cut(costs, num_stages, preference=[(0, 0), *preference, (0, 0)], **options)
     assert len(cuts) == num_stages - 1
     expected = min(ways)
     assert cost == pytest.approx(expected[0])
-    assert cost == pytest.approx(largest_cost(costs, crossing, shared, cuts))
+    assert cost == pytest.approx(largest_cost(costs, crossing, shared, scaled, cuts))
     assert sum(preference[place - 1][0] for place in cuts) == expected[1]
     assert sum(preference[place - 1][1] for place in cuts) == expected[2]
 
@@ -95,14 +116,17 @@ def test_cost_and_preference_against_brute_force(case):
 @given(cases(), st.data())
 def test_restriction_against_brute_force(case, data):
     """Every piece forbids some stages."""
-    costs, crossing, shared, preference, num_stages = case
+    costs, crossing, shared, scaled, preference, num_stages = case
     stages = st.sets(st.integers(0, num_stages - 1), max_size=num_stages // 2)
     forbidden = [data.draw(stages) for _ in costs]
     first_start = np.zeros((len(costs) + 1, num_stages), dtype=np.int64)
     for piece, wrong in enumerate(forbidden):
         first_start[piece + 1 :, sorted(wrong)] = piece + 1
     ways = [
-        (largest_cost(costs, crossing, shared, cuts), sum(preference[p - 1][0] for p in cuts))
+        (
+            largest_cost(costs, crossing, shared, scaled, cuts),
+            sum(preference[p - 1][0] for p in cuts),
+        )
         for cuts in combinations(range(1, len(costs)), num_stages - 1)
         if all(
             stage not in forbidden[piece]
@@ -111,7 +135,7 @@ def test_restriction_against_brute_force(case, data):
         )
     ]
     padded = [(0, 0), *preference, (0, 0)]
-    found = best_cuts(make_chain(costs, crossing, shared, padded, first_start), num_stages)
+    found = best_cuts(make_chain(costs, num_stages, crossing, shared, padded, first_start, scaled))
     if found is None:
         assert not ways
     else:
@@ -130,7 +154,14 @@ def test_free_chain():
 
 def test_what_is_shared_pulls_its_users_together():
     assert cut([5, 11, 11, 5], 3)[1] == 16.0
-    assert cut([5, 1, 1, 5], 3, shared=[((1, 2), 10)]) == ((1, 3), 12.0)
+    assert cut([5, 1, 1, 5], 3, shared=[((1, 2), 10, 0)]) == ((1, 3), 12.0)
+
+
+def test_stages_whose_amounts_cost_more_get_fewer_pieces():
+    assert cut([0] * 11, 3, scaled=([1] * 11, [3, 2, 1])) == ((2, 5), 6.0)
+    assert cut([0] * 6, 3, scaled=([1] * 6, [2, 2, 2])) == ((2, 4), 4.0)
+    options = {"scaled": ([1] * 4, [2, 1]), "shared": [((1, 2), 3, 1)]}
+    assert cut([0] * 4, 2, **options) == ((1,), 6.0)
 
 
 def test_restriction_is_kept():
@@ -142,7 +173,7 @@ def test_restriction_is_kept():
 
 def test_restriction_without_a_way():
     first_start = np.full((4, 2), 3, dtype=np.int64)
-    assert best_cuts(make_chain([1, 1, 1], first_start=first_start), 2) is None
+    assert best_cuts(make_chain([1, 1, 1], 2, first_start=first_start)) is None
 
 
 def test_preference_of_many_huge_numbers_does_not_overflow():

@@ -1,5 +1,6 @@
 """Automatic partition: optimality against brute force on random graphs, and a large graph."""
 
+import time
 from collections import defaultdict
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpxla.errors import PartitionError
-from mpxla.graph.partition import NodeKind
+from mpxla.graph.partition import NodeKind, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.tests.graph.partition_graphs import (
     Program,
@@ -28,6 +29,7 @@ def programs(draw):
     """(program, its spine): layers with skips, tied parameters, constants, labels and glue."""
     program = Program()
     sizes = st.integers(0, 8)
+    tensors = [SavedTensor(name, draw(sizes)) for name in "xyz"]
     image, labels = program.input(draw(sizes)), program.input(draw(sizes))
     constant = program.add(compute=draw(st.integers(0, 3)), memory=draw(sizes))
     mask = program.add(constant, compute=draw(st.integers(0, 3)), memory=draw(sizes))
@@ -51,6 +53,7 @@ def programs(draw):
                 gradient=draw(sizes),
                 buffers=("mean",) * draw(st.booleans()),
                 mutates=("mean",) * (draw(st.integers(0, 9)) == 0),
+                saved=draw(st.lists(st.sampled_from(tensors), max_size=1)),
             )
         )
     for name in program.parameter_bytes:
@@ -82,6 +85,15 @@ def keeps_groups(program):
     return is_kept
 
 
+def in_flight(data, num_stages):
+    """Microbatches in flight per stage: none given, as 1F1B has them, or any."""
+    return data.draw(
+        st.none()
+        | st.just(list(range(num_stages, 0, -1)))
+        | st.lists(st.integers(0, 5), min_size=num_stages, max_size=num_stages)
+    )
+
+
 def preference(program, spine, stage, result):
     """(sum of depths, sum of crossing bytes) of the cuts."""
     depth = 0
@@ -100,38 +112,41 @@ def preference(program, spine, stage, result):
     st.integers(1, 5),
     st.sampled_from([0.0, 0.2, 0.8, 1.0]),
     st.sampled_from([0.0, 0.1, 1.0]),
+    st.data(),
 )
-def test_optimal_against_brute_force(case, num_stages, memory_weight, link):
+def test_optimal_against_brute_force(case, num_stages, memory_weight, link, data):
     program, spine = case
+    counts = in_flight(data, num_stages)
     ways = brute_force(
-        program, spine, num_stages, memory_weight, link, is_allowed=keeps_groups(program)
+        program, spine, num_stages, memory_weight, link, keeps_groups(program), counts
     )
     if not ways:
         with pytest.raises(PartitionError, match="at most"):
-            partition(program, num_stages, memory_weight, link)
+            partition(program, num_stages, memory_weight, link, in_flight=counts)
         return
-    result = partition(program, num_stages, memory_weight, link)
+    result = partition(program, num_stages, memory_weight, link, in_flight=counts)
     assert {result.stage[index] for index in spine} == set(range(num_stages))
     best = min(cost for cost, _ in ways)
     if best > 0:
         assert result.objective == pytest.approx(best, rel=1e-8)
-        costs = stage_costs(program, result, memory_weight, link)
+        costs = stage_costs(program, result, memory_weight, link, counts)
         assert max(costs) == pytest.approx(result.objective, rel=1e-8)
 
 
 @settings(max_examples=60, deadline=None)
-@given(programs(), st.integers(2, 4), st.sampled_from([0.0, 0.5]))
-def test_ties_prefer_shallow_boundaries_then_few_bytes(case, num_stages, memory_weight):
+@given(programs(), st.integers(2, 4), st.sampled_from([0.0, 0.5]), st.data())
+def test_ties_prefer_shallow_boundaries_then_few_bytes(case, num_stages, memory_weight, data):
     program, spine = case
+    counts = in_flight(data, num_stages)
     if not any(node.cost.compute_s for node in program.nodes):
         return
     ways = brute_force(
-        program, spine, num_stages, memory_weight, 0.0, is_allowed=keeps_groups(program)
+        program, spine, num_stages, memory_weight, 0.0, keeps_groups(program), counts
     )
     if not ways:
         return
     best = min(cost for cost, _ in ways)
-    result = partition(program, num_stages, memory_weight)
+    result = partition(program, num_stages, memory_weight, in_flight=counts)
     chosen = {index: result.stage[index] for index in spine}
     expected = min(
         preference(program, spine, stage, completed(program, stage, num_stages))
@@ -157,9 +172,10 @@ def test_fixed_parameters_stay_and_the_rest_is_optimal(case, num_stages, data):
             for name in program.nodes[index].parameters
         )
 
-    ways = brute_force(program, spine, num_stages, 0.5, 0.1, is_allowed=is_allowed)
+    counts = in_flight(data, num_stages)
+    ways = brute_force(program, spine, num_stages, 0.5, 0.1, is_allowed, counts)
     try:
-        result = partition(program, num_stages, 0.5, 0.1, fixed=fixed)
+        result = partition(program, num_stages, 0.5, 0.1, fixed=fixed, in_flight=counts)
     except PartitionError:
         assert not ways
         return
@@ -168,7 +184,8 @@ def test_fixed_parameters_stay_and_the_rest_is_optimal(case, num_stages, data):
     if ways:
         assert result.placement == tuple(range(num_stages))
         best = min(cost for cost, _ in ways)
-        assert max(stage_costs(program, result, 0.5, 0.1)) == pytest.approx(best, rel=1e-8)
+        costs = stage_costs(program, result, 0.5, 0.1, counts)
+        assert max(costs) == pytest.approx(best, rel=1e-8)
 
 
 def large_program(num_nodes):
@@ -196,13 +213,15 @@ def large_program(num_nodes):
 
 
 @pytest.mark.timeout(90)
-def test_ten_thousand_nodes_and_sixty_four_stages():
+@pytest.mark.parametrize("counts", [None, range(64, 0, -1)])
+def test_ten_thousand_nodes_and_sixty_four_stages(counts):
     program = large_program(10_000)
     arguments = (program.nodes, program.parameter_bytes, 64, 0.2, 1e-6)
-    result = partition_auto(*arguments)
+    started = time.process_time()
+    result = partition_auto(*arguments, in_flight=counts)
+    assert time.process_time() - started < 5
     assert set(result.stage) == set(range(64))
-    assert result == partition_auto(*arguments), "not deterministic"
+    assert result == partition_auto(*arguments, in_flight=counts), "not deterministic"
     assert result.objective < 1.5 / 64
-    assert partition_auto(*arguments, result.parameter_ranks).objective == pytest.approx(
-        result.objective
-    )
+    again = partition_auto(*arguments, result.parameter_ranks, in_flight=counts)
+    assert again.objective == pytest.approx(result.objective)

@@ -33,9 +33,9 @@ def report(program, num_stages, **options):
 
 WHOLE = """\
 Partition assignments:
-stage  rank  modules                      parameters  compute  activations       cut
-    0     0  tok, pos, blocks.0-3      10 (9.54 MiB)   50.0 %     8.00 KiB  3.00 KiB
-    1     1  blocks.4-7, head, (step)   9 (8.58 MiB)   50.0 %     8.00 KiB  3.00 KiB
+stage  rank  modules                      parameters  compute   activations       cut
+    0     0  tok, pos, blocks.0-3      10 (9.54 MiB)   50.0 %  1 x 8.00 KiB  3.00 KiB
+    1     1  blocks.4-7, head, (step)   9 (8.58 MiB)   50.0 %  1 x 8.00 KiB  3.00 KiB
 balance of the ranks (largest / mean): compute 1.00, memory 1.05
 parameters held by several ranks: tok.weight on ranks 0, 1"""
 
@@ -46,7 +46,19 @@ def test_whole_report():
 
 def test_single_stage():
     row = report(gpt(), 1).splitlines()[2].split()
-    assert row == "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 100.0 % 16.0 KiB 0 B".split()
+    expected = "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 100.0 % 1 x 16.0 KiB 0 B"
+    assert row == expected.split()
+
+
+def test_microbatches_in_flight_weigh_on_memory():
+    program = gpt()
+    program.parameter_bytes = dict.fromkeys(program.parameter_bytes, 0)
+    lines = report(program, 2, in_flight=[3, 1]).splitlines()
+    assert [" ".join(line.split()[-8:-2]) for line in lines[2:4]] == [
+        "50.0 % 3 x 8.00 KiB",
+        "50.0 % 1 x 8.00 KiB",
+    ]
+    assert "memory 1.50" in lines[4]
 
 
 def test_long_lists_continue_on_the_next_line():
@@ -99,7 +111,8 @@ def test_stage_that_only_hands_inputs_on():
     program = Program()
     program.layer(program.input(4), "model.0")
     partition = partition_manual(program.nodes, program.parameter_bytes, 2, {1: 1}, 0)
-    assert format_report(partition).splitlines()[2].split() == "0 0 - 0 (0 B) 0.0 % 0 B 4 B".split()
+    row = format_report(partition).splitlines()[2]
+    assert row.split() == "0 0 - 0 (0 B) 0.0 % 1 x 0 B 4 B".split()
 
 
 def test_graph_without_costs():

@@ -1,0 +1,134 @@
+"""What a step saves, by node, against what its lowered stages save; and cuts that weigh it."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.testing import run_ranks
+from mpxla.tests.models import Gpt, classify, conv_net, labelled, mlp, predict_tokens, tokens
+
+pytestmark = pytest.mark.ranks
+
+
+class SkipNet(nn.Module):
+    """Saves values that several operators read, far apart, and parts of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(12, 16)
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.leave = nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.enter(x))
+        y = torch.relu(self.left(x)) * torch.sigmoid(self.right(x))
+        return self.leave(torch.cat([torch.exp(-y), x], dim=1))
+
+
+CASES = {
+    "gpt": (lambda: Gpt(), predict_tokens, lambda: tokens(2)),
+    "convolutions": (conv_net, classify, lambda: labelled((3, 8, 8), 4)),
+    "skips": (SkipNet, classify, lambda: labelled((12,), 4)),
+    "mlp": (mlp, classify, lambda: labelled((12,), 4)),
+}
+
+
+def captured(name):
+    from mpxla.cli.factory import capture_factory
+
+    build, step, batch = CASES[name]
+    torch.manual_seed(0)
+    return capture_factory(build(), (batch(),), step)
+
+
+def attributed_and_lowered(name, window):
+    """Saved bytes of the stages of several cuts, as the partitioner sees them and as they are."""
+    from mpxla.config import Config
+    from mpxla.runtime import saved
+    from mpxla.runtime.plan import cut_step
+    from mpxla.stage.lower import lower_stage
+
+    before = saved.LARGEST_WINDOW, saved.SMALLEST_MODULE
+    if window is not None:
+        saved.LARGEST_WINDOW, saved.SMALLEST_MODULE = window
+    try:
+        step = captured(name)
+        tensors = saved.saved_tensors(step)
+        found = []
+        for stages in (1, 2, 4):
+            config = Config(pipeline_parallel_degree=stages, microbatches=4, memory_weight=0.5)
+            cut = cut_step(step, config, {}, None, saved=tensors)
+            lowered = [lower_stage(s, True, saved.LOWERING_DEVICE) for s in cut.stages]
+            seen = [load.activation_bytes for load in cut.partition.loads]
+            found.append((seen, [saved.saved_bytes(stage) for stage in lowered]))
+        return found
+    finally:
+        saved.LARGEST_WINDOW, saved.SMALLEST_MODULE = before
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("gpt", None), ("gpt", (6, 2)), ("convolutions", None), ("mlp", None), ("skips", (6, 2))],
+)
+def test_saved_tensors_are_those_of_the_lowered_stages(name, window):
+    (found,) = run_ranks(attributed_and_lowered, 1, name, window, timeout_s=120)
+    for seen, real in found:
+        if name == "skips" and len(seen) == 4:  # cut where it would rather compute a value again
+            assert seen[:3] == real[:3]
+            assert real[3] < seen[3] <= real[3] + 4 * 16 * 4
+        else:
+            assert seen == real
+
+
+def windows_of_a_deep_gpt():
+    from mpxla.runtime import saved
+
+    calls = []
+    lower = saved.lower_stage
+
+    def counting(spec, is_training, device):
+        calls.append(sum(node.op == "call_function" for node in spec.graph.nodes))
+        return lower(spec, is_training, device)
+
+    step = captured_deep()
+    saved.lower_stage = counting
+    try:
+        first = saved.saved_tensors(step)
+        return calls, first == saved.saved_tensors(step), len(step.graph.nodes)
+    finally:
+        saved.lower_stage = lower
+
+
+def captured_deep():
+    from mpxla.cli.factory import capture_factory
+
+    return capture_factory(Gpt(num_blocks=6), (tokens(2),), predict_tokens)
+
+
+def test_equal_blocks_are_lowered_once():
+    ((calls, is_repeatable, num_nodes),) = run_ranks(windows_of_a_deep_gpt, 1, timeout_s=120)
+    assert is_repeatable
+    assert len(calls) == 2 * 3, "beginning, one block, end; and the same again"
+    assert sum(calls) / 2 < num_nodes / 3
+
+
+def cuts_by_schedule(pipeline, memory_weight):
+    from mpxla.config import Config
+    from mpxla.runtime.plan import cut_step
+
+    keys = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
+    config = Config(**keys, memory_weight=memory_weight)
+    cut = cut_step(captured_deep(), config, {}, None)
+    return cut.in_flight, [load.activation_bytes for load in cut.partition.loads]
+
+
+def test_the_schedule_moves_the_cut():
+    ((simple, even),) = run_ranks(cuts_by_schedule, 1, "simple", 1.0, timeout_s=120)
+    ((one_f_one_b, uneven),) = run_ranks(cuts_by_schedule, 1, "interleaved", 1.0, timeout_s=120)
+    assert (simple, one_f_one_b) == ((8, 8), (2, 1))
+    assert even[0] == pytest.approx(even[1], rel=0.2)
+    assert uneven[0] < 0.8 * uneven[1], "what stage 0 saves is there twice"
+    assert uneven[0] < even[0]
+    for pipeline in ("simple", "interleaved"):
+        ((_, by_time),) = run_ranks(cuts_by_schedule, 1, pipeline, 0.0, timeout_s=120)
+        assert by_time[0] == pytest.approx(by_time[1], rel=0.35)
