@@ -119,8 +119,10 @@ def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int)
     return timed(step, warm_up, steps)
 
 
-def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
-    """This library, automatic partition by compute."""
+def mpxla(
+    case: Any, num_microbatches: int, warm_up: int, steps: int, pipeline: str = "interleaved"
+) -> dict[str, Any]:
+    """This library, automatic partition by compute; by default 1F1B, as `torch_pipelining`."""
     import torch
     import torch.distributed as dist
 
@@ -133,6 +135,7 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
             "microbatches": num_microbatches,
             "optimize": "speed",
             "memory_weight": 0.0,
+            "pipeline": pipeline,
         }
     )
     model = smp.DistributedModel(case.model())
@@ -175,6 +178,11 @@ def mpxla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
     return result | memory_of(optimizer)
 
 
+def mpxla_eager(*args: Any) -> dict[str, Any]:
+    """The same with more microbatches in flight on the first ranks, which hides transfers."""
+    return mpxla(*args, pipeline="eager_1f1b")
+
+
 PEERS = {
     f.__name__: f
     for f in (
@@ -182,6 +190,7 @@ PEERS = {
         lazy_xla,
         torch_pipelining,
         mpxla,
+        mpxla_eager,
         ddp,
         mpxla_replicas,
         mpxla_sharded,

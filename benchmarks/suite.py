@@ -41,6 +41,7 @@ class Run(NamedTuple):
 
 ONE = [Run("eager", 1), Run("lazy_xla", 1), Run("mpxla", 1)]
 TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
+EAGER = [Run("mpxla_eager", 2)]
 FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
@@ -58,7 +59,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = [
-    Benchmark("gpt", 8, ONE + TWO, 2),
+    Benchmark("gpt", 8, ONE + TWO + EAGER, 2),
     Benchmark("gpt", 2, ONE[2:] + TWO, 2),
     Benchmark("gpt", 32, TWO, 1),
     Benchmark("gpt", 4, FOUR + REPLICAS, 1),
@@ -72,6 +73,7 @@ RATIOS = [
     (Run("mpxla", 1), Run("eager", 1)),
     (Run("mpxla", 1), Run("lazy_xla", 1)),
     (Run("mpxla", 2), Run("torch_pipelining", 2)),
+    (Run("mpxla_eager", 2), Run("torch_pipelining", 2)),
     (Run("mpxla", 4), Run("torch_pipelining", 4)),
     (Run("mpxla_replicas", 2), Run("ddp", 2)),
     (Run("mpxla_grid", 4, 2), Run("ddp", 4)),
@@ -199,12 +201,12 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
         if times(found, a) and times(found, b)
     ]
     m, one = benchmark.microbatches, times(found, Run("mpxla", 1))
-    for ranks in (2, 4):
-        many = times(found, Run("mpxla", ranks))
+    for run in (Run("mpxla", 2), *EAGER, Run("mpxla", 4)):
+        many, ranks = times(found, run), run.ranks
         if one and many:
             bubble = (m + ranks - 1) / (m * ranks)
             values = [a * bubble / b for a, b in zip(one, many, strict=True)]
-            ratios.append((f"ideal of {ranks} ranks (bubble only) / mpxla x{ranks}", values))
+            ratios.append((f"ideal of {ranks} ranks (bubble only) / {run}", values))
     lines += ["", "| ratio of step times | median (min - max) |", "|---|---|"]
     lines += [f"| {name} | {spread(values)} |" for name, values in ratios]
     lines += details(found)
