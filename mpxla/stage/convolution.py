@@ -1,7 +1,7 @@
 """Convolutions as matrix products, for XLA's CPU backend, whose own are slow.
 
 CPU time on one core, ms per microbatch of two images (layers of a U-net, kernels of 3 x 3, of 2 x 2
-in the last two rows, which are transposed):
+in the last two rows, which are transposed; the last three columns on a busier machine):
 
     channels, size, stride       PyTorch           XLA               here
                                  y    dx    dw     y    dx    dw     y    dx    dw
