@@ -1,17 +1,17 @@
 """Convolutions as matrix products, for XLA's CPU backend, whose own are slow.
 
 CPU time on one core, ms per microbatch of two images (layers of a U-net, kernels of 3 x 3, of 2 x 2
-in the last two rows, which are transposed):
+in the last two rows, which are transposed; the last three columns on a busier machine):
 
     channels, size, stride       PyTorch           XLA               here
                                  y    dx    dw     y    dx    dw     y    dx    dw
-    3 to 24,  64 x 64, 1       0.35     -  0.33  0.67     -  0.46  0.18     -  0.41
-    24 to 48, 64 x 64, 2       0.74  1.15  0.90  0.61  1.15  1.65  0.77  0.65  0.94
-    48 to 96, 32 x 32, 2       0.47  0.62  0.51  0.73  0.70  0.92  0.52  0.49  0.55
-    96 to 96, 16 x 16, 1       0.83  0.81  0.97  0.96  0.96  1.34  0.90  0.95  1.02
-    48 to 3,  64 x 64, 1       1.59  1.21  1.41  3.25  0.79  4.68  0.41  0.33  1.28
-    96 to 48, 16 x 16, 2       0.37  0.26  0.27  0.35  0.48  0.42  0.24  0.24  0.29
-    96 to 24, 32 x 32, 2       0.75  0.69  0.74  1.14  0.57  1.31  0.53  0.52  1.07
+    3 to 24,  64 x 64, 1       0.35     -  0.33  0.67     -  0.46  0.26     -  0.63
+    24 to 48, 64 x 64, 2       0.74  1.15  0.90  0.61  1.15  1.65  0.71  0.73  1.02
+    48 to 96, 32 x 32, 2       0.47  0.62  0.51  0.73  0.70  0.92  0.61  0.56  0.69
+    96 to 96, 16 x 16, 1       0.83  0.81  0.97  0.96  0.96  1.34  1.03  1.03  1.16
+    48 to 3,  64 x 64, 1       1.59  1.21  1.41  3.25  0.79  4.68  0.52  0.51  0.93
+    96 to 48, 16 x 16, 2       0.37  0.26  0.27  0.35  0.48  0.42  0.33  0.29  0.42
+    96 to 24, 32 x 32, 2       0.75  0.69  0.74  1.14  0.57  1.31  0.62  0.57  1.21
 
 In three dimensions (8 to 16, 16 x 32 x 32) it is 6.1, 9.3, 5.5; 21, 42, 38; 2.8, 2.5, 2.6. With
 many channels XLA is as fast (128 to 128, 28 x 28: 10 each), and where columns pass what the
@@ -30,6 +30,10 @@ Each is one product with *columns*: for every tap of the kernel the part of an i
 meets, [taps * C, B * positions], gathered before the product or added up after it. With stride 1
 both images can be the one that columns are made of; the one with fewer channels is taken. Columns
 live inside a program only; the backward makes its own.
+
+Where phases of `spread` are mixed, XLA makes one loop of that and of what comes next, which is slow
+(a GELU's derivative on 24 x 2 x 64 x 64 takes 1.4 ms in place of 0.2). XLA's own convolution needs
+copies of its operands there and takes as long in sum.
 
 A graph keeps its arguments, results and saved values. This module must not know about ranks.
 """

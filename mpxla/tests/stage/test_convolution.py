@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -98,9 +98,14 @@ def targets_of(graph):
 OPERATORS = (aten.convolution.default, aten.convolution_backward.default)
 
 
+# A tap that meets padding only.
+TAP_OUTSIDE = ((1, 1, 1, 1), (1, 1, 1, 3), None, ([2, 1], [0, 2], [1, 2], False, [0, 0], 1))
+
+
 @pytest.mark.unit
 @settings(max_examples=100, deadline=None)
 @given(layers())
+@example(TAP_OUTSIDE)
 def test_products_are_convolutions(layer):
     for module, arguments in random_layer(*layer):
         expected = module(*arguments)
