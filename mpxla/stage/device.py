@@ -16,6 +16,7 @@ from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
 __all__ = [
+    "LOWERING_DEVICE",
     "current_device",
     "flush",
     "has_doubles",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 
+LOWERING_DEVICE = torch.device("xla:0")
+"""For lowering without running: it looks at the kind of device, and allocates nothing there."""
 _COMPACT = torch.contiguous_format
 
 
