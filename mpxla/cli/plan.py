@@ -10,13 +10,12 @@ from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_report, format_size
-from mpxla.schedule.choice import in_flight, placement_of
+from mpxla.schedule.choice import placement_of
 from mpxla.schedule.render import render_text
 from mpxla.schedule.search import Candidate, StepCosts, candidates, search
 
 if TYPE_CHECKING:
     from mpxla.runtime.forecast import Forecast
-    from mpxla.runtime.plan import CutStep
 
 __all__ = ["add_parser"]
 
@@ -120,7 +119,11 @@ def _timeline(found: "Forecast") -> str:
 
 
 def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) -> Config:
-    """The best candidate's configuration; prints the best few."""
+    """The best candidate's configuration; prints the best few.
+
+    Every candidate would be cut by its own microbatches in flight, and lowered to know what it
+    keeps. To find the best few, one cut per placement will do; those then get their own.
+    """
     from mpxla.runtime.forecast import predict_costs
     from mpxla.runtime.plan import cut_step
     from mpxla.runtime.saved import saved_tensors
@@ -128,36 +131,38 @@ def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) ->
     ranks = config.pipeline_parallel_degree
     tried = candidates(ranks, [config.microbatches])
     saved = saved_tensors(step)
-    cuts: dict[tuple[tuple[int, ...], tuple[int, ...]], CutStep] = {}
-    known: dict[tuple[object, ...], StepCosts] = {}
+    roughly: dict[tuple[int, ...], StepCosts] = {}
+    exactly: dict[tuple[object, ...], StepCosts] = {}
 
-    def keys_of(candidate: Candidate) -> dict[str, Any]:
-        return {
-            "pipeline_parallel_degree": ranks,
-            "microbatches": candidate.num_microbatches,
-            "pipeline": candidate.pipeline,
-            "virtual_pipeline_degree": candidate.stages_per_rank,
-            "active_microbatches": candidate.active_microbatches,
-            "memory_weight": config.memory_weight,
-        }
+    def config_of(candidate: Candidate) -> Config:
+        return Config(
+            pipeline_parallel_degree=ranks,
+            microbatches=candidate.num_microbatches,
+            pipeline=candidate.pipeline,
+            virtual_pipeline_degree=candidate.stages_per_rank,
+            active_microbatches=candidate.active_microbatches,
+            memory_weight=config.memory_weight,
+        )
 
     def costs_of(candidate: Candidate) -> StepCosts:
-        one = Config(**keys_of(candidate))
-        placement = placement_of(one)
-        key = placement, in_flight(one, placement, step.is_training)
-        if key not in cuts:
-            cuts[key] = cut_step(step, one, {}, None, saved=saved)
-        partition = cuts[key].partition  # other numbers in flight often lead to the same cuts
-        decision = placement, partition.stage, tuple(partition.replicas.items())
-        if decision not in known:
-            known[decision] = predict_costs(cuts[key], machine)
-        return known[decision]
+        cut = cut_step(step, config_of(candidate), {}, None, saved=saved)
+        decision = cut.placement, cut.partition.stage, tuple(cut.partition.replicas.items())
+        if decision not in exactly:
+            exactly[decision] = predict_costs(cut, machine)
+        return exactly[decision]
+
+    def rough_costs_of(candidate: Candidate) -> StepCosts:
+        placement = placement_of(config_of(candidate))
+        if placement not in roughly:
+            roughly[placement] = costs_of(candidate)
+        return roughly[placement]
 
     limit = None if limit_gib is None else int(limit_gib * 2**30)
-    best = search(ranks, tried, costs_of, limit)
+    fitting = search(ranks, tried, rough_costs_of, limit)
+    best = search(ranks, [row.candidate for row in fitting[:_SHOWN]], costs_of, limit)
     rows = [("step, ms", "bubble, %", "fullest rank", "schedule")]
-    for row in best[:_SHOWN]:
+    for row in best:
         step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))
         rows.append((step_ms, f"{100 * row.bubble:.1f}", size, str(row.candidate)))
-    print("\n".join([f"Best of {len(tried)} schedules ({len(best)} fit):", *table(rows)]) + "\n")
-    return Config(**keys_of(best[0].candidate))
+    print("\n".join([f"Best of {len(tried)} schedules ({len(fitting)} fit):", *table(rows)]) + "\n")
+    return config_of(best[0].candidate)

@@ -21,7 +21,7 @@ from mpxla.runtime.executor import StepRun
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
-from mpxla.runtime.partition_store import write_decision
+from mpxla.runtime.partition_store import cut_settings, write_decision
 from mpxla.runtime.plan import (
     CutStep,
     StepPlan,
@@ -47,13 +47,6 @@ from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepEngine"]
-
-_CUT_SETTINGS = (
-    *("pipeline_parallel_degree", "virtual_pipeline_degree", "pipeline", "schedule"),
-    *("microbatches", "active_microbatches"),
-    *("auto_partition", "default_partition", "memory_weight"),
-)
-"""Configuration keys that decide how a model is cut."""
 
 
 class StepEngine:
@@ -320,19 +313,15 @@ class StepEngine:
         """Where parameters and buffers live, as plain data, and the settings that led there."""
         return {
             "parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()},
-            "settings": self._cut_settings(),
+            "settings": cut_settings(self._session.config),
         }
-
-    def _cut_settings(self) -> dict[str, Any]:
-        values = self._session.config.as_dict()
-        return {key: values[key] for key in _CUT_SETTINGS}
 
     def follow_decision(self, decision: Mapping[str, Any]) -> None:
         """Makes the first cut put parameters where they were; on all ranks, before the first step.
 
         Without effect under other settings. Names of another model are passed over.
         """
-        if decision["settings"] != self._cut_settings():
+        if decision["settings"] != cut_settings(self._session.config):
             return
         known = {*self._state.parameters, *self._state.buffers}
         ranks = decision["parameter_ranks"].items()

@@ -12,12 +12,13 @@ import torch
 from mpxla.config import Config
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
-from mpxla.runtime.saved import LOWERING_DEVICE, is_activation, saved_bytes
+from mpxla.runtime.saved import is_activation, saved_bytes
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
+from mpxla.stage.device import LOWERING_DEVICE
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.split_backward import SplitBackward, split_backward
 

@@ -19,13 +19,19 @@ from mpxla.graph.partition import Partition
 from mpxla.graph.partition_file import load_partition, save_partition
 from mpxla.log import get_logger
 
-__all__ = ["read_decision", "write_decision"]
+__all__ = ["cut_settings", "read_decision", "write_decision"]
 
-_SETTINGS = (
-    *("pipeline", "virtual_pipeline_degree", "schedule", "microbatches", "active_microbatches"),
-    *("auto_partition", "memory_weight"),
+_CUT_SETTINGS = (
+    *("pipeline_parallel_degree", "virtual_pipeline_degree", "pipeline", "schedule"),
+    *("microbatches", "active_microbatches"),
+    *("auto_partition", "default_partition", "memory_weight"),
 )
-"""Configuration keys on which a decision depends besides the number of ranks."""
+
+
+def cut_settings(config: Config) -> dict[str, Any]:
+    """The configuration keys that decide how a model is cut, and their values."""
+    values = config.as_dict()
+    return {key: values[key] for key in _CUT_SETTINGS}
 
 
 def read_decision(config: Config, problem: PartitionProblem) -> Partition:
@@ -54,13 +60,13 @@ def read_decision(config: Config, problem: PartitionProblem) -> Partition:
         error.add_note(f"mpxla: while loading {path} (partition_file).")
         raise
     degree = config.pipeline_parallel_degree
-    _note_other_settings(config, path, data.get("settings", {}))
     if partition.num_ranks != degree:
         raise PartitionError(
             f"load_partition: {path} was written for pipeline_parallel_degree "
             f"{partition.num_ranks}, and this job has {degree}. Run once with load_partition: "
             f"False to write it again."
         )
+    _note_other_settings(config, path, data.get("settings", {}))
     return partition
 
 
@@ -74,7 +80,7 @@ def write_decision(config: Config, problem: PartitionProblem, partition: Partiti
     path = Path(config.partition_file)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        decision = save_partition(partition, problem.nodes) | {"settings": _settings(config)}
+        decision = save_partition(partition, problem.nodes) | {"settings": cut_settings(config)}
         scratch.write_text(json.dumps(decision, indent=1))
         scratch.replace(path)
     except OSError as error:
@@ -84,18 +90,12 @@ def write_decision(config: Config, problem: PartitionProblem, partition: Partiti
         ) from error
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    values = config.as_dict()
-    return {key: values[key] for key in _SETTINGS}
-
-
 def _note_other_settings(config: Config, path: Path, written: Mapping[str, Any]) -> None:
     """A decision is followed under any schedule; whoever changes it should know."""
-    own = _settings(config)
     other = [
-        f"{key} was {written[key]!r} and is {own[key]!r}"
-        for key in _SETTINGS
-        if key in written and written[key] != own[key]
+        f"{key} was {written[key]!r} and is {value!r}"
+        for key, value in cut_settings(config).items()
+        if key in written and written[key] != value
     ]
     if other:
         get_logger().warning(

@@ -20,13 +20,12 @@ from mpxla.graph.partition import SavedTensor
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.stage.cleanup import is_view
+from mpxla.stage.device import LOWERING_DEVICE
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec
 
-__all__ = ["LOWERING_DEVICE", "is_activation", "saved_bytes", "saved_tensors"]
+__all__ = ["is_activation", "saved_bytes", "saved_tensors"]
 
-# Lowering looks at the kind of device only; nothing is allocated there.
-LOWERING_DEVICE = torch.device("xla:0")
 LARGEST_WINDOW = 64
 """Operations of a window, at most."""
 SMALLEST_MODULE = 16

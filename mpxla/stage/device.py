@@ -18,6 +18,7 @@ from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
 __all__ = [
+    "LOWERING_DEVICE",
     "current_device",
     "flush",
     "has_doubles",
@@ -34,6 +35,8 @@ __all__ = [
 
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
+LOWERING_DEVICE = torch.device("xla:0")
+"""For lowering without running: it looks at the kind of device, and allocates nothing there."""
 _COMPACT = torch.contiguous_format
 
 

@@ -46,6 +46,7 @@ def attributed_and_lowered(name, window):
     from mpxla.config import Config
     from mpxla.runtime import saved
     from mpxla.runtime.plan import cut_step
+    from mpxla.stage.device import LOWERING_DEVICE
     from mpxla.stage.lower import lower_stage
 
     before = saved.LARGEST_WINDOW, saved.SMALLEST_MODULE
@@ -58,7 +59,7 @@ def attributed_and_lowered(name, window):
         for stages in (1, 2, 4):
             config = Config(pipeline_parallel_degree=stages, microbatches=4, memory_weight=0.5)
             cut = cut_step(step, config, {}, None, saved=tensors)
-            lowered = [lower_stage(s, True, saved.LOWERING_DEVICE) for s in cut.stages]
+            lowered = [lower_stage(s, True, LOWERING_DEVICE) for s in cut.stages]
             seen = [load.activation_bytes for load in cut.partition.loads]
             found.append((seen, [saved.saved_bytes(stage) for stage in lowered]))
         return found
