@@ -38,7 +38,10 @@ __all__ = ["Call", "Outcome", "RankPool", "borrow_pool", "discard_pool", "make_c
 
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
-_DUMP_S = 1.0
+_DUMP_S = 10.0
+"""Longest time for stacks to be written."""
+_QUIET_S = 0.3
+"""When nothing has been added for this long, they are complete."""
 _MAX_PROCESSES = 8
 
 
@@ -144,6 +147,10 @@ class RankProcess:
             texts.append(os.pread(file.fileno(), size, offset).decode(errors="replace"))
         return texts[0], texts[1]
 
+    def output_size(self) -> int:
+        """Bytes that the process has written to standard error."""
+        return os.fstat(self._files[1].fileno()).st_size
+
     def dump_stack(self) -> None:
         """Has the process write the stacks of its threads to its standard error."""
         with contextlib.suppress(ProcessLookupError):
@@ -201,10 +208,7 @@ class RankPool:
             with contextlib.suppress(BrokenPipeError):
                 rank.connection.send(Request(*call, environ))
         self._collect(outcomes, time.monotonic() + timeout_s, grace_s)
-        late = [rank for rank in self.ranks if outcomes[rank.rank].is_late]
-        for rank in late:
-            rank.dump_stack()
-        time.sleep(_DUMP_S if late else 0.0)
+        _dump_stacks([rank for rank in self.ranks if outcomes[rank.rank].is_late])
         for outcome, rank in zip(outcomes, self.ranks, strict=True):
             outcome.stdout, outcome.stderr = rank.read_output()
         return outcomes
@@ -242,6 +246,19 @@ class RankPool:
                 outcome.exit_code = rank.process.poll()
                 if grace_s is not None and not outcome.is_finished:
                     deadline = min(deadline, time.monotonic() + grace_s)
+
+
+def _dump_stacks(ranks: Sequence[RankProcess]) -> None:
+    """Has processes write their stacks, and waits until they have, however slow the machine is."""
+    before = sizes = [rank.output_size() for rank in ranks]
+    for rank in ranks:
+        rank.dump_stack()
+    deadline = time.monotonic() + _DUMP_S
+    while ranks and time.monotonic() < deadline:
+        time.sleep(_QUIET_S)
+        earlier, sizes = sizes, [rank.output_size() for rank in ranks]
+        if sizes == earlier and all(a > b for a, b in zip(sizes, before, strict=True)):
+            break
 
 
 def _read_messages(connection: Connection, outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "examples" / "mnist_mlp" / "train_smp.py"
@@ -107,6 +107,5 @@ def test_a_killed_run_ends_with_the_same_losses(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
     check(tmp_path / "run", kills=6, seed=4, epochs=30)
