@@ -59,7 +59,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = [
-    Benchmark("gpt", 8, ONE + TWO + EAGER, 2),
+    Benchmark("gpt", 8, ONE + TWO + EAGER, 1),
     Benchmark("gpt", 2, ONE[2:] + TWO, 2),
     Benchmark("gpt", 32, TWO, 1),
     Benchmark("gpt", 4, FOUR + REPLICAS, 1),

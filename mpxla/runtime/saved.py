@@ -201,11 +201,13 @@ def _readers(lowered: LoweredStage) -> Mapping[object, tuple[int, ...]]:
                 again.add(node)
                 number = node.meta.get("seq_nr", -1)
                 by_sequence.setdefault(number, position[sources[0].name])
+    # What no operation of the stage claims (an own autograd function may) is laid to the last one.
+    last = len(position) - 1
     found: dict[object, set[int]] = defaultdict(set)
     holders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     for saved, holder in zip(lowered.saved, holders, strict=False):
         for user in _derivatives_of(holder, again):
-            found[saved].add(by_sequence[user.meta["seq_nr"]])
+            found[saved].add(by_sequence.get(user.meta.get("seq_nr", -1), last))
     return {saved: tuple(sorted(places)) for saved, places in found.items()}
 
 
