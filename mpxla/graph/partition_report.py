@@ -39,12 +39,13 @@ def format_report(
 
     Returns:
         Lines of text: a row per stage (operations and bytes over the stage's cuts per microbatch,
-        activations as microbatches in flight times those of one), then the balance, and where they
-        occur tied parameters and idle ranks.
+        activations as microbatches in flight times those of one, or "-" where no node says what it
+        saves), then the balance, and where they occur tied parameters and idle ranks.
     """
     counts = (1,) * partition.num_stages if in_flight is None else in_flight
     total_s = sum(load.compute_s for load in partition.loads)
     by_stage = _flops_by_stage(partition, flops)
+    is_weighed = any(load.activation_bytes for load in partition.loads)
     rows: list[tuple[str, ...]] = [HEADER]
     for load in partition.loads:
         modules = textwrap.wrap(
@@ -53,7 +54,7 @@ def format_report(
             break_long_words=False,
             break_on_hyphens=False,
         )
-        held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}"
+        held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}" if is_weighed else "-"
         rows.append(_row(load, modules[0], total_s, by_stage[load.stage], held))
         rows.extend(("", "", line, "", "", "", "", "") for line in modules[1:])
     if flops is None:

@@ -149,14 +149,16 @@ def cut_step(
         fixed: where parameters and buffers live already, from an earlier signature.
         stateful: buffers that some step changes.
         measured_s: seconds of nodes by name, in place of estimates.
-        saved: the result of `saved_tensors`, if it is known already.
+        saved: the result of `saved_tensors`, if it is known already. By default it is found where
+            it decides something, because that takes about half as long as lowering.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
         ScheduleError: the user's schedule has stages elsewhere.
     """
     machine = MachineModel()
-    saved = saved_tensors(step) if saved is None else saved
+    if saved is None:
+        saved = saved_tensors(step) if _weighs_memory(config) else {}
     problem = build_problem(step, machine, stateful, measured_s, saved)
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
@@ -198,6 +200,12 @@ def cut_step(
         forward_transfers(stages),
         backward_transfers(stages),
     )
+
+
+def _weighs_memory(config: Config) -> bool:
+    """Whether the automatic partition has a choice that depends on what stages keep."""
+    is_automatic = config.auto_partition and not config.load_partition
+    return is_automatic and config.memory_weight > 0 and len(placement_of(config)) > 1
 
 
 def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, int]:
