@@ -55,7 +55,7 @@ class Case:
             "microbatches": self.microbatches,
             "pipeline": self.pipeline,
             "auto_partition": not self.manual,
-            # By time alone: cuts that weigh memory lower the step once more, and have their own tests.
+            # Cuts that weigh memory lower the step once more, and have tests of their own.
             **({"default_partition": 0} if self.manual else {"memory_weight": 0.0}),
             **dict(self.keys),
         }

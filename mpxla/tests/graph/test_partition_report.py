@@ -112,7 +112,7 @@ def test_stage_that_only_hands_inputs_on():
     program.layer(program.input(4), "model.0")
     partition = partition_manual(program.nodes, program.parameter_bytes, 2, {1: 1}, 0)
     row = format_report(partition).splitlines()[2]
-    assert row.split() == "0 0 - 0 (0 B) 0.0 % 1 x 0 B 4 B".split()
+    assert row.split() == "0 0 - 0 (0 B) 0.0 % - 4 B".split()
 
 
 def test_graph_without_costs():
