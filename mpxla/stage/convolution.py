@@ -336,7 +336,9 @@ def _add_up(
     matrix = weight.permute(*range(2, weight.dim()), 1, 0).reshape(-1, outs)
     product = matrix @ image.transpose(0, 1).reshape(outs, -1)
     parts = product.reshape(-1, channels, batch, *image.shape[2:])
-    if not window.is_tiling(kernel):
+    # Pixels after the last tap (of 3 with kernel and stride 2) belong to no position.
+    reached = [n * s for n, s in zip(image.shape[2:], window.stride, strict=True)]
+    if not window.is_tiling(kernel) or any(r < n for r, n in zip(reached, size, strict=True)):
         counts = [-(-n // s) for n, s in zip(size, window.stride, strict=True)]
         phases = itertools.product(*map(range, window.stride))
         parts = torch.stack([_phase(parts, kernel, window, phase, counts) for phase in phases])

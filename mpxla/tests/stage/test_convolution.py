@@ -100,12 +100,17 @@ OPERATORS = (aten.convolution.default, aten.convolution_backward.default)
 
 # A tap that meets padding only.
 TAP_OUTSIDE = ((1, 1, 1, 1), (1, 1, 1, 3), None, ([2, 1], [0, 2], [1, 2], False, [0, 0], 1))
+# Kernel and stride tile the image but for its last pixel; the same by output padding.
+PIXEL_LEFT = ((1, 1, 3), (1, 1, 2), None, ([2], [0], [1], False, [0], 1))
+PIXEL_ADDED = ((1, 1, 3), (1, 1, 2), (1,), ([2], [0], [1], True, [1], 1))
 
 
 @pytest.mark.unit
 @settings(max_examples=100, deadline=None)
 @given(layers())
 @example(TAP_OUTSIDE)
+@example(PIXEL_LEFT)
+@example(PIXEL_ADDED)
 def test_products_are_convolutions(layer):
     for module, arguments in random_layer(*layer):
         expected = module(*arguments)
@@ -113,7 +118,8 @@ def test_products_are_convolutions(layer):
         assert not any(target in OPERATORS for target in targets_of(module.graph))
         for actual, value in zip(module(*arguments), expected, strict=True):
             assert actual.shape == value.shape
-            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-5)
+            # Sums of hundreds of values around 1, in another order.
+            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-4)
 
 
 PLAIN = ([1, 1], [0, 0], [1, 1], False, [0, 0])
@@ -164,7 +170,8 @@ def test_one_number_may_stand_for_all_dimensions():
         expected = module(*arguments)
         expand_convolutions(module)
         for actual, value in zip(module(*arguments), expected, strict=True):
-            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-5)
+            # Sums of hundreds of values around 1, in another order.
+            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-4)
 
 
 def operators_of_stage(is_host):
