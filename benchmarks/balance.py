@@ -6,20 +6,15 @@ Trains the GPT of the other benchmarks with one core per rank, cut by time alone
 trace trace.json` says more about the same steps.
 """
 
-import os
+import statistics
 import sys
 from pathlib import Path
 
-RANK = int(os.environ["RANK"])
-CORES = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {CORES[RANK % len(CORES)]})  # before any library starts threads
+import torch
+from models import GPTCase
+from peers import RANK, WORLD, pin_to_core
 
-import statistics  # noqa: E402 - after the core is chosen
-
-import torch  # noqa: E402
-from models import GPTCase  # noqa: E402
-
-import mpxla as smp  # noqa: E402
+import mpxla as smp
 
 MICROBATCHES = 8
 STEPS = 6
@@ -27,13 +22,13 @@ STEPS = 6
 
 def main() -> None:
     """Trains some steps, and prints the partition and each rank's time per step."""
+    pin_to_core()
     path = Path(sys.argv[1])
     torch.set_num_threads(1)
     case = GPTCase()
-    ranks = int(os.environ["WORLD_SIZE"])
     smp.init(
         {
-            "pipeline_parallel_degree": ranks,
+            "pipeline_parallel_degree": WORLD,
             "microbatches": MICROBATCHES,
             "optimize": "speed",
             "memory_weight": 0.0,

@@ -157,15 +157,15 @@ def cut_step(
         ScheduleError: the user's schedule has stages elsewhere.
     """
     machine = MachineModel()
+    placement = placement_of(config)
     if saved is None:
-        saved = saved_tensors(step) if _weighs_memory(config) else {}
+        saved = saved_tensors(step) if _weighs_memory(config, len(placement)) else {}
     problem = build_problem(step, machine, stateful, measured_s, saved)
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
     if config.load_partition and not fixed:
         partition = read_decision(config, problem)
     elif config.auto_partition:
-        placement = placement_of(config)
         partition = partition_auto(
             problem.nodes,
             problem.parameter_bytes,
@@ -202,10 +202,10 @@ def cut_step(
     )
 
 
-def _weighs_memory(config: Config) -> bool:
+def _weighs_memory(config: Config, num_stages: int) -> bool:
     """Whether the automatic partition has a choice that depends on what stages keep."""
     is_automatic = config.auto_partition and not config.load_partition
-    return is_automatic and config.memory_weight > 0 and len(placement_of(config)) > 1
+    return is_automatic and config.memory_weight > 0 and num_stages > 1
 
 
 def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, int]:

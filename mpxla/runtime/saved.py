@@ -70,11 +70,7 @@ def saved_bytes(lowered: LoweredStage) -> int:
 
 def is_activation(lowered: LoweredStage, argument: int) -> bool:
     """Whether an argument of the forward exists once per microbatch."""
-    return argument >= _first_input(lowered.spec)
-
-
-def _first_input(spec: StageSpec) -> int:
-    return len(spec.parameters) + len(spec.buffers) + len(spec.constants)
+    return argument >= lowered.spec.first_input
 
 
 # --- windows -------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ class _Saved:
 
 
 def _saved_by(lowered: LoweredStage) -> Iterator[_Saved]:
-    spec, first_input = lowered.spec, _first_input(lowered.spec)
+    spec, first_input = lowered.spec, lowered.spec.first_input
     (returned,) = [n for n in lowered.forward.graph.nodes if n.op == "output"]
     values = list(returned.args[0])
     outputs = {_unviewed(value): i for i, value in enumerate(values[: len(spec.outputs)])}

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-__all__ = ["contract", "expand_convolutions", "spread", "weight_gradient"]
+__all__ = ["Window", "contract", "expand_convolutions", "spread", "weight_gradient"]
 
 _aten = torch.ops.aten
 _MOST_COLUMN_BYTES = 16 * 2**20
@@ -54,8 +54,12 @@ _MOST_WEIGHT_BYTES = 4 * 2**20
 _Sizes = Sequence[int]
 
 
-class _Window(NamedTuple):
-    """How a kernel moves: tap i of position t meets pixel stride * t + dilation * i - padding."""
+class Window(NamedTuple):
+    """How a kernel moves: tap i of position t meets pixel stride * t + dilation * i - padding.
+
+    One number per spatial dimension each. The image has as many zeros after it as the positions
+    need.
+    """
 
     stride: _Sizes
     padding: _Sizes
@@ -71,11 +75,11 @@ class _Window(NamedTuple):
         is_whole = not any(self.padding) and all(d == 1 for d in self.dilation)
         return is_whole and list(kernel) == list(self.stride)
 
-    def turned(self, kernel: _Sizes) -> "_Window":
+    def turned(self, kernel: _Sizes) -> "Window":
         """The window of the same products seen from the narrow image; for stride 1."""
         reach = [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
         padding = [r - p for r, p in zip(reach, self.padding, strict=True)]
-        return _Window(self.stride, padding, self.dilation)
+        return Window(self.stride, padding, self.dilation)
 
 
 def expand_convolutions(module: fx.GraphModule) -> None:
@@ -137,7 +141,7 @@ class _Layer(NamedTuple):
     image: torch.Tensor
     weight: torch.Tensor
     result: torch.Tensor
-    window: _Window
+    window: Window
     is_transposed: bool
     groups: int
 
@@ -149,7 +153,7 @@ class _Layer(NamedTuple):
         stride, padding, dilation, is_transposed, _, groups = options
         tensors = [node.meta["val"] for node in (image, weight, result)]
         dims = tensors[0].dim() - 2
-        window = _Window(*(list(v) * (dims // len(v)) for v in (stride, padding, dilation)))
+        window = Window(*(list(v) * (dims // len(v)) for v in (stride, padding, dilation)))
         return cls(*tensors, window, is_transposed, groups)
 
     @property
@@ -170,26 +174,24 @@ class _Layer(NamedTuple):
     def forward(self, image: fx.Node, weight: fx.Node, bias: fx.Node | None) -> _Call:
         """The layer itself."""
         target = spread if self.is_transposed else contract
-        return target, (image, weight, bias, *self.window, list(self.result.shape[2:]))
+        return target, (image, weight, bias, self.window, list(self.result.shape[2:]))
 
     def input_gradient(self, grad: fx.Node, weight: fx.Node) -> _Call:
         """The gradient of the layer's input."""
         target = contract if self.is_transposed else spread
-        return target, (grad, weight, None, *self.window, list(self.image.shape[2:]))
+        return target, (grad, weight, None, self.window, list(self.image.shape[2:]))
 
     def weight_gradient(self, grad: fx.Node, image: fx.Node) -> _Call:
         """The gradient of the layer's weight."""
         images = (grad, image) if self.is_transposed else (image, grad)
-        return weight_gradient, (*images, list(self.weight.shape[2:]), *self.window)
+        return weight_gradient, (*images, list(self.weight.shape[2:]), self.window)
 
 
 def contract(
     wide: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
+    window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
     """A convolution.
@@ -198,15 +200,12 @@ def contract(
         wide: [B, C, *S].
         weight: [O, C, *kernel].
         bias: [O], or None.
-        stride: for every spatial dimension, as the two that follow.
-        padding: zeros before the image, and as many after it as `size` needs.
-        dilation: distance of taps.
+        window: how the kernel moves over the wide image.
         size: T.
 
     Returns:
         The narrow image, [B, O, *T].
     """
-    window = _Window(stride, padding, dilation)
     kernel = weight.shape[2:]
     if window.is_dense and weight.shape[0] < weight.shape[1]:
         return _add_up(wide, _turned(weight), bias, window.turned(kernel), size)
@@ -217,9 +216,7 @@ def spread(
     narrow: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
+    window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
     """The transpose of `contract`: a transposed convolution, or the gradient of an input.
@@ -228,15 +225,12 @@ def spread(
         narrow: [B, O, *T].
         weight: [O, C, *kernel].
         bias: [C], or None.
-        stride: for every spatial dimension, as the two that follow.
-        padding: zeros before the image, and as many after it as `size` needs.
-        dilation: distance of taps.
+        window: how the kernel moves over the wide image.
         size: S.
 
     Returns:
         The wide image, [B, C, *S].
     """
-    window = _Window(stride, padding, dilation)
     kernel = weight.shape[2:]
     if window.is_dense and weight.shape[0] <= weight.shape[1]:
         return _gather(narrow, _turned(weight), bias, window.turned(kernel), size)
@@ -247,9 +241,7 @@ def weight_gradient(
     wide: torch.Tensor,
     narrow: torch.Tensor,
     kernel: _Sizes,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
+    window: Window,
 ) -> torch.Tensor:
     """The gradient of the weight of `contract` or `spread`.
 
@@ -257,21 +249,18 @@ def weight_gradient(
         wide: input of a convolution, or gradient of what a transposed one gives; [B, C, *S].
         narrow: the other one of the two, [B, O, *T].
         kernel: sizes of the kernel.
-        stride: for every spatial dimension, as the two that follow.
-        padding: zeros before the image, and as many after it as `size` needs.
-        dilation: distance of taps.
+        window: how the kernel moves over the wide image.
 
     Returns:
         [O, C, *kernel].
     """
-    window = _Window(stride, padding, dilation)
     if window.is_dense and narrow.shape[1] < wide.shape[1]:
         return _turned(_weight_product(narrow, wide, kernel, window.turned(kernel)))
     return _weight_product(wide, narrow, kernel, window)
 
 
 def _weight_product(
-    gathered: torch.Tensor, other: torch.Tensor, kernel: _Sizes, window: _Window
+    gathered: torch.Tensor, other: torch.Tensor, kernel: _Sizes, window: Window
 ) -> torch.Tensor:
     """[B, C, *S] and [B, O, *T] to [O, C, *kernel]; columns are made of the first."""
     columns = _columns(gathered, kernel, window, other.shape[2:])
@@ -289,7 +278,7 @@ def _gather(
     image: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: _Window,
+    window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
     """Columns, then a product with the weight [O, C, *kernel]."""
@@ -302,7 +291,7 @@ def _gather(
 
 
 def _columns(
-    image: torch.Tensor, kernel: _Sizes, window: _Window, positions: _Sizes
+    image: torch.Tensor, kernel: _Sizes, window: Window, positions: _Sizes
 ) -> torch.Tensor:
     """[B, C, *S] to [taps * C, B * positions]; the taps of one dimension after the other."""
     before, after = [], []
@@ -324,7 +313,7 @@ def _add_up(
     image: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: _Window,
+    window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
     """A product with the weight [O, C, *kernel], whose rows for every tap are added in place.
@@ -352,7 +341,7 @@ def _add_up(
 
 
 def _phase(
-    parts: torch.Tensor, kernel: _Sizes, window: _Window, phase: _Sizes, counts: _Sizes
+    parts: torch.Tensor, kernel: _Sizes, window: Window, phase: _Sizes, counts: _Sizes
 ) -> torch.Tensor:
     """Sum over taps of [taps, C, B, *T], each moved to the pixels of a phase: [C, B, *counts]."""
     total = None

@@ -104,9 +104,8 @@ def lower_stage(
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:
     """Indices of the arguments that get a gradient: trained parameters, then inputs."""
-    first_input = len(spec.parameters) + len(spec.buffers) + len(spec.constants)
     trained = [spec.parameters.index(name) for name in spec.trained]
-    return trained + [first_input + i for i, port in enumerate(spec.inputs) if port.has_grad]
+    return trained + [spec.first_input + i for i, port in enumerate(spec.inputs) if port.has_grad]
 
 
 def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list[torch.Tensor]]:

@@ -119,6 +119,11 @@ class StageSpec:
     num_objectives: int
 
     @property
+    def first_input(self) -> int:
+        """Index of the first of `inputs` among the arguments of the forward."""
+        return len(self.parameters) + len(self.buffers) + len(self.constants)
+
+    @property
     def has_backward(self) -> bool:
         """Whether anything in this stage receives a gradient."""
         return bool(self.trained) or any(port.has_grad for port in self.inputs)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from mpxla.stage import convolution
-from mpxla.stage.convolution import contract, expand_convolutions, spread, weight_gradient
+from mpxla.stage.convolution import Window, contract, expand_convolutions, spread, weight_gradient
 from mpxla.testing import run_ranks
 
 aten = torch.ops.aten
@@ -151,15 +151,15 @@ def test_columns_are_made_of_the_image_with_fewer_channels(monkeypatch):
     monkeypatch.setattr(
         convolution, "_columns", lambda *a: sizes.append(columns(*a).shape) or columns(*a)
     )
-    window = ([1, 1], [1, 1], [1, 1])
+    window = Window([1, 1], [1, 1], [1, 1])
     few, many, size = torch.randn(2, 3, 8, 8), torch.randn(2, 6, 8, 8), [8, 8]
     weight, turned = torch.randn(6, 3, 3, 3), torch.randn(3, 6, 3, 3)
-    contract(few, weight, None, *window, size)
-    contract(many, turned, None, *window, size)  # adds up its product instead
-    spread(few, turned, None, *window, size)
-    spread(many, weight, None, *window, size)
-    weight_gradient(few, many, [3, 3], *window)
-    weight_gradient(many, few, [3, 3], *window)
+    contract(few, weight, None, window, size)
+    contract(many, turned, None, window, size)  # adds up its product instead
+    spread(few, turned, None, window, size)
+    spread(many, weight, None, window, size)
+    weight_gradient(few, many, [3, 3], window)
+    weight_gradient(many, few, [3, 3], window)
     assert sizes == [(27, 128)] * 4
 
 
