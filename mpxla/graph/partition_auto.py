@@ -4,10 +4,11 @@ The spine of the graph (`partition_flow.py`) is a sequence; nodes that must shar
 to *pieces*, and a stage is a run of pieces. It costs
 
     memory_weight       * (parameters + in flight * saved activations) / total memory
-  + (1 - memory_weight) * (compute + link * bytes over its two cuts) / total compute
+  + (1 - memory_weight) * (pace * compute + link * bytes over its two cuts) / total compute
 
 where *in flight* is the most microbatches of which the schedule lets this stage hold activations at
-a time, and the bytes over a cut are all values and gradients alive across it. Whatever the pieces
+a time, *pace* is by how much a second of this stage's compute lengthens a step, and the bytes over
+a cut are all values and gradients alive across it. Whatever the pieces
 of a stage share (a parameter, a saved tensor, copied work) counts once, but again on every stage
 that has it. The totals are those of the graph on one stage that would hold the mean of the stages'
 microbatches in flight. If a rank has several stages, its memory is their sum, but the objective
@@ -50,6 +51,7 @@ def partition_auto(
     *,
     placement: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
+    paces: Sequence[float] | None = None,
 ) -> Partition:
     """Cut a graph into stages so that the most expensive stage is as cheap as possible.
 
@@ -65,6 +67,7 @@ def partition_auto(
             and placement may differ from what was asked for.
         placement: pp_rank of every stage; stage s is on rank s by default.
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
+        paces: How much a second of compute of every stage counts; 1 by default.
 
     Returns:
         The partition with the smallest largest cost.
@@ -78,6 +81,8 @@ def partition_auto(
     _check_placement(placement, num_stages)
     in_flight = (1,) * num_stages if in_flight is None else tuple(in_flight)
     assert len(in_flight) == num_stages and min(in_flight) >= 0, in_flight
+    paces = (1.0,) * num_stages if paces is None else tuple(paces)
+    assert len(paces) == num_stages and min(paces) > 0, paces
     fixed = fixed or {}
     flow = analyse(nodes, link)
     num_ranks = max(placement) + 1
@@ -88,7 +93,8 @@ def partition_auto(
     found = None
     if num_stages <= len(pieces):
         starts = _first_starts(pieces, placement, allowed) if allowed else None
-        chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, in_flight, starts)
+        weights = list(zip(in_flight, paces, strict=True))
+        chain = _chain(flow, pieces, parameter_bytes, memory_weight, link, weights, starts)
         found = best_cuts(chain)
     if found is None:
         return place_by_rank(flow, parameter_bytes, num_ranks, allowed, fixed)
@@ -186,12 +192,13 @@ def _chain(
     parameter_bytes: Mapping[str, int],
     memory_weight: float,
     link: float,
-    in_flight: tuple[int, ...],
+    weights: Sequence[tuple[int, float]],
     first_start: NDArray[np.int64] | None,
 ) -> Chain:
     """Put pieces, shared things and cuts into one unit: shares of the totals.
 
-    The first layer holds what is there once, the second one what every microbatch in flight has.
+    The layers: what is there once, what every microbatch in flight has, compute. `weights` gives
+    every stage's microbatches in flight and its pace.
     """
     position = {index: slot for slot, piece in enumerate(pieces) for index in piece}
     copies = spread(flow, position)
@@ -204,28 +211,30 @@ def _chain(
             saved[tensor].update(slots)
     costs = [node.cost for node in flow.nodes]
     total_memory = sum(parameter_bytes[name] for name in parameters)
-    total_memory += sum(tensor.num_bytes for tensor in saved) * sum(in_flight) / len(in_flight)
+    mean_in_flight = sum(count for count, _ in weights) / len(weights)
+    total_memory += sum(tensor.num_bytes for tensor in saved) * mean_in_flight
     total_compute = sum(cost.compute_s for cost in costs)
     per_byte = memory_weight / total_memory if total_memory else 0.0
     per_second = (1 - memory_weight) / total_compute if total_compute else 0.0
     once: Uses = defaultdict(float)
     per_microbatch: Uses = defaultdict(float)
+    compute: Uses = defaultdict(float)
     if per_byte == per_second == 0:
         for slot, piece in enumerate(pieces):
             once[frozenset((slot,))] = len(piece) / len(position)
     for name, slots in parameters.items():
         once[frozenset(slots)] += per_byte * parameter_bytes[name]
     for slots, cost in zip(copies, costs, strict=True):
-        once[slots] += per_second * cost.compute_s
+        compute[slots] += per_second * cost.compute_s
     for tensor, slots in saved.items():
         per_microbatch[frozenset(slots)] += per_byte * tensor.num_bytes
     cut_bytes = _cut_bytes(flow, copies, len(pieces))
-    upper, lower, shared = _prefix_sums((once, per_microbatch), len(pieces))
+    upper, lower, shared = _prefix_sums((once, per_microbatch, compute), len(pieces))
     return Chain(
         upper=upper,
         lower=lower,
         shared=shared,
-        weights=np.array([(1.0, count) for count in in_flight]),
+        weights=np.array([(1.0, *weight) for weight in weights]),
         crossing=np.array(cut_bytes, dtype=np.float64) * (per_second * link),
         preference=list(zip(_boundary_depths(flow, pieces), cut_bytes, strict=True)),
         first_start=first_start,

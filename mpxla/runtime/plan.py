@@ -23,7 +23,13 @@ from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.action import Action, Op, format_schedule
-from mpxla.schedule.choice import compute_actions, custom_schedule, in_flight, placement_of
+from mpxla.schedule.choice import (
+    compute_actions,
+    custom_schedule,
+    in_flight,
+    paces,
+    placement_of,
+)
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.compile import Executable, compile_graph
@@ -166,6 +172,7 @@ def cut_step(
     if config.load_partition and not fixed:
         partition = read_decision(config, problem)
     elif config.auto_partition:
+        counts = in_flight(config, placement, step.is_training)
         partition = partition_auto(
             problem.nodes,
             problem.parameter_bytes,
@@ -174,7 +181,8 @@ def cut_step(
             1.0 / machine.link_bytes_per_s,
             fixed=fixed,
             placement=placement,
-            in_flight=in_flight(config, placement, step.is_training),
+            in_flight=counts,
+            paces=paces(config, counts, step.is_training, _forward_share(problem)),
         )
     else:
         partition = partition_manual(
@@ -200,6 +208,12 @@ def cut_step(
         forward_transfers(stages),
         backward_transfers(stages),
     )
+
+
+def _forward_share(problem: PartitionProblem) -> float:
+    """Share of forwards in the compute of a step."""
+    total_s = sum(node.cost.compute_s for node in problem.nodes)
+    return sum(problem.forward_s) / total_s if total_s else 0.0
 
 
 def _weighs_memory(config: Config, num_stages: int) -> bool:

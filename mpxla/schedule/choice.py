@@ -1,8 +1,10 @@
-"""What the configuration's keys say about schedules: the user's own text, where stages are, and how
-many microbatches each has in flight.
+"""What the configuration's keys say about schedules: the user's own text, where stages are, how many
+microbatches each has in flight, and how much its compute matters.
 
 The only file of schedules that knows configurations.
 """
+
+from collections.abc import Sequence
 
 from mpxla.config import Config
 from mpxla.errors import ScheduleError
@@ -12,7 +14,7 @@ from mpxla.schedule.generate import generate
 from mpxla.schedule.placement import place_stages
 from mpxla.schedule.timeline import stage_peaks
 
-__all__ = ["compute_actions", "custom_schedule", "in_flight", "placement_of"]
+__all__ = ["compute_actions", "custom_schedule", "in_flight", "paces", "placement_of"]
 
 
 def custom_schedule(config: Config) -> CustomSchedule | None:
@@ -86,3 +88,34 @@ def in_flight(config: Config, placement: tuple[int, ...], training: bool) -> tup
     if not training:
         return (0,) * len(placement)
     return stage_peaks(compute_actions(config, placement, training), len(placement))
+
+
+def paces(
+    config: Config, counts: Sequence[int], training: bool, forward_share: float
+) -> tuple[float, ...]:
+    """By how much a second of compute lengthens a step, per stage; 1 on average.
+
+    A stage under 1F1B is busy for all m microbatches and waits once for the round trip of the first
+    one through the stages after it. While it waits, it runs the forwards of the others that it may
+    have in flight, so that
+
+        step = compute of one microbatch on all stages
+               + (m - 1) * compute of one microbatch on this stage
+               - (in flight - 1) * its forward
+
+    Early stages with many microbatches in flight can therefore be given more work. Only
+    `eager_1f1b` has enough forwards in advance to keep that up: under plain 1F1B every forward
+    waits for a backward of the next stage, and equal stages are fastest (both by simulation, see
+    the tests).
+
+    Args:
+        config: which schedule.
+        counts: the result of `in_flight`.
+        training: whether there are backwards.
+        forward_share: share of forwards in the compute of the step.
+    """
+    if config.pipeline != "eager_1f1b" or not training:
+        return (1.0,) * len(counts)
+    lengths = [config.microbatches - 1 - (count - 1) * forward_share for count in counts]
+    mean = sum(lengths) / len(lengths)
+    return tuple(length / mean for length in lengths) if mean > 0 else (1.0,) * len(counts)

@@ -81,10 +81,12 @@ def stage_costs(
     memory_weight: float,
     link: float,
     in_flight: Sequence[int] | None = None,
+    paces: Sequence[float] | None = None,
 ) -> list[float]:
     """The objective's terms, computed from their definition."""
     nodes = program.nodes
     counts = in_flight or [1] * partition.num_stages
+    paces = paces or [1.0] * partition.num_stages
     read = {name for node in nodes for name in node.parameters}
     total_memory = sum(program.parameter_bytes[name] for name in read)
     total_memory += saved_bytes(nodes) * sum(counts) / len(counts)
@@ -96,7 +98,7 @@ def stage_costs(
         held = {name for i in own for name in nodes[i].parameters}
         memory = sum(program.parameter_bytes[name] for name in held)
         memory += counts[stage] * saved_bytes([nodes[i] for i in own])
-        seconds = sum(nodes[i].cost.compute_s for i in own)
+        seconds = paces[stage] * sum(nodes[i].cost.compute_s for i in own)
         seconds += link * (crossing[stage] + crossing[stage + 1])
         costs.append(
             memory_weight * (memory / total_memory if total_memory else 0)
@@ -172,6 +174,7 @@ def brute_force(
     link: float,
     is_allowed=lambda stage: True,
     in_flight: Sequence[int] | None = None,
+    paces: Sequence[float] | None = None,
 ) -> list[tuple[float, dict[int, int]]]:
     """(cost, stage of every spine node) of all linear cuts of a sequence that `is_allowed`."""
     found = []
@@ -179,7 +182,7 @@ def brute_force(
         stage = dict(zip(spine, stages, strict=True))
         if is_allowed(stage):
             partition = completed(program, stage, num_stages)
-            costs = stage_costs(program, partition, memory_weight, link, in_flight)
+            costs = stage_costs(program, partition, memory_weight, link, in_flight, paces)
             found.append((max(costs), stage))
     return found
 

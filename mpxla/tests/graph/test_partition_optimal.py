@@ -94,6 +94,13 @@ def in_flight(data, num_stages):
     )
 
 
+def drawn_paces(data, num_stages):
+    """How much compute counts in each stage: the same everywhere by default, or any."""
+    return data.draw(
+        st.none() | st.lists(st.floats(0.25, 2.0), min_size=num_stages, max_size=num_stages)
+    )
+
+
 def preference(program, spine, stage, result):
     """(sum of depths, sum of crossing bytes) of the cuts."""
     depth = 0
@@ -116,20 +123,21 @@ def preference(program, spine, stage, result):
 )
 def test_optimal_against_brute_force(case, num_stages, memory_weight, link, data):
     program, spine = case
-    counts = in_flight(data, num_stages)
+    counts, paces = in_flight(data, num_stages), drawn_paces(data, num_stages)
     ways = brute_force(
-        program, spine, num_stages, memory_weight, link, keeps_groups(program), counts
+        program, spine, num_stages, memory_weight, link, keeps_groups(program), counts, paces
     )
+    per_stage = {"in_flight": counts, "paces": paces}
     if not ways:
         with pytest.raises(PartitionError, match="at most"):
-            partition(program, num_stages, memory_weight, link, in_flight=counts)
+            partition(program, num_stages, memory_weight, link, **per_stage)
         return
-    result = partition(program, num_stages, memory_weight, link, in_flight=counts)
+    result = partition(program, num_stages, memory_weight, link, **per_stage)
     assert {result.stage[index] for index in spine} == set(range(num_stages))
     best = min(cost for cost, _ in ways)
     if best > 0:
         assert result.objective == pytest.approx(best, rel=1e-8)
-        costs = stage_costs(program, result, memory_weight, link, counts)
+        costs = stage_costs(program, result, memory_weight, link, counts, paces)
         assert max(costs) == pytest.approx(result.objective, rel=1e-8)
 
 
@@ -217,11 +225,12 @@ def large_program(num_nodes):
 def test_ten_thousand_nodes_and_sixty_four_stages(counts):
     program = large_program(10_000)
     arguments = (program.nodes, program.parameter_bytes, 64, 0.2, 1e-6)
+    per_stage = {"in_flight": counts, "paces": counts and np.linspace(0.9, 1.1, 64).tolist()}
     started = time.process_time()
-    result = partition_auto(*arguments, in_flight=counts)
+    result = partition_auto(*arguments, **per_stage)
     assert time.process_time() - started < 5
     assert set(result.stage) == set(range(64))
-    assert result == partition_auto(*arguments, in_flight=counts), "not deterministic"
+    assert result == partition_auto(*arguments, **per_stage), "not deterministic"
     assert result.objective < 1.5 / 64
-    again = partition_auto(*arguments, result.parameter_ranks, in_flight=counts)
+    again = partition_auto(*arguments, result.parameter_ranks, **per_stage)
     assert again.objective == pytest.approx(result.objective)
