@@ -1,5 +1,5 @@
-"""What the configuration's keys say about schedules: the user's own text, where stages are, how many
-microbatches each has in flight, and how much its compute matters.
+"""What the configuration's keys say about schedules: the user's own text, where stages are, how
+many microbatches each has in flight, and how much its compute matters.
 
 The only file of schedules that knows configurations.
 """
