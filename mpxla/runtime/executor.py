@@ -160,6 +160,9 @@ class Executor:
         """
         self._held = {}
         step.progress.begin(actions, self._describe)
+        if 0 not in self._stages:  # the first inputs are still being computed elsewhere
+            for stage in self._stages.values():
+                self._prepared(stage, step)
         for index, action in enumerate(actions):
             step.progress.at(index)
             with _blame(action):
@@ -188,8 +191,7 @@ class Executor:
                 arguments.append(step.inputs[microbatch][port.leaf])
             else:
                 arguments.append(step.values.take(port.name, spec.index, microbatch))
-        if stage.prepare is not None:
-            arguments += self._prepared(stage, step)
+        arguments += self._prepared(stage, step)
         outputs = stage.forward(arguments, step.seeds.get((spec.index, microbatch)))
         self._deliver_outputs(stage, microbatch, outputs, step)
         if stage.lowered.backward is not None:
@@ -201,7 +203,9 @@ class Executor:
             step.values.save(spec.index, microbatch, saved)
 
     def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
-        """Transposed weights of a stage, computed at its first forward of a step."""
+        """Transposed weights of a stage, computed once per step."""
+        if stage.prepare is None:
+            return []
         index = stage.lowered.spec.index
         if index not in step.prepared:
             names = stage.lowered.spec.parameters

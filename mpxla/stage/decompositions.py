@@ -4,6 +4,7 @@
 - `unfold` (images to patches) and its derivative have no lowering.
 - `native_dropout` calls its mask bool, and gives floats that are scaled already: a backward that is
   a program of its own reads garbage.
+- Layer norm saves three values of its input's size for the backward (`normalization.py`).
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
 `test_decompositions` fails when torch_xla no longer needs an entry.
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
+
+from mpxla.stage.normalization import layer_norm
 
 __all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
 
@@ -35,7 +38,10 @@ def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch
     return windows.unflatten(dimension, (count, size)).movedim(dimension + 1, -1)
 
 
-REPLACEMENTS: dict[Any, Callable[..., Any]] = {_aten.unfold.default: _unfold}
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    _aten.unfold.default: _unfold,
+    _aten.layer_norm.default: layer_norm,
+}
 """Replaced before differentiation, so that the derivative is that of the replacement."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -1,0 +1,39 @@
+"""A lowered stage with stages before and after it, for tests of what is done to stages."""
+
+import torch
+from torch import nn
+
+
+def middle_stage(module, shape, for_speed=False):
+    """The stage in the middle of three, which has inputs with gradients and parameters."""
+    from mpxla.config import Config
+    from mpxla.graph.capture import capture_step
+    from mpxla.runtime.plan import cut_step
+    from mpxla.stage.lower import lower_stage
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(shape[-1], shape[-1])
+            self.middle = module
+            self.last = nn.Linear(5 if isinstance(module, nn.Sequential) else 16, 1)
+
+        def forward(self, x):
+            return self.last(self.middle(torch.tanh(self.first(x)))).sum()
+
+    model = Model()
+    objects = {name: name for name in dict(model.named_parameters())}
+
+    def step(leaves):
+        from mpxla.graph.capture import current_recorder
+
+        loss = model(*leaves)
+        current_recorder().backward(loss, None)
+        return loss
+
+    leaf = torch.zeros(shape)
+    graph = capture_step(step, model, [leaf], objects | {n: n for n, _ in model.named_buffers()})
+    pins = {"model.first": 0, "model.middle": 1, "model.last": 2}
+    config = Config(pipeline_parallel_degree=3, auto_partition=False, default_partition=0)
+    cut = cut_step(graph, config, pins, None)
+    return lower_stage(cut.stages[1], True, torch.device("xla:0"), for_speed)
