@@ -4,6 +4,7 @@ many microbatches each has in flight, and how much its compute matters.
 The only file of schedules that knows configurations.
 """
 
+import functools
 from collections.abc import Sequence
 
 from mpxla.config import Config
@@ -25,12 +26,16 @@ def custom_schedule(config: Config) -> CustomSchedule | None:
     """
     if config.schedule is None:
         return None
-    return CustomSchedule(
+    return _read_schedule(
         config.schedule,
         config.pipeline_parallel_degree,
         config.microbatches,
         config.active_microbatches,
     )
+
+
+# Every cut asks where stages are and how many microbatches they have in flight.
+_read_schedule = functools.lru_cache(maxsize=8)(CustomSchedule)
 
 
 def placement_of(config: Config) -> tuple[int, ...]:
@@ -45,7 +50,7 @@ def placement_of(config: Config) -> tuple[int, ...]:
 
 def compute_actions(
     config: Config, placement: tuple[int, ...], training: bool
-) -> list[list[Action]]:
+) -> Sequence[Sequence[Action]]:
     """Every rank's actions as the configuration's generator or the user's text gives them.
 
     Args:

@@ -10,6 +10,8 @@ simulator checks the rest once it is known what travels between stages. This mod
 the configuration's keys besides naming them in errors.
 """
 
+from collections.abc import Sequence
+
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, parse_schedule
 from mpxla.schedule.dataflow import Dataflow, Edge
@@ -20,7 +22,7 @@ from mpxla.schedule.timeline import stage_peaks
 
 __all__ = ["CustomSchedule"]
 
-Lists = list[list[Action]]
+Lists = Sequence[Sequence[Action]]
 
 
 class CustomSchedule:
@@ -46,7 +48,7 @@ class CustomSchedule:
                 stage on two ranks or missing, or an order that cannot run; with the grid and the
                 failing cell where there is one; or one that keeps too many microbatches in flight.
         """
-        self.lists: Lists = parse_schedule(text)
+        self.lists: Lists = tuple(tuple(line) for line in parse_schedule(text))
         self.num_microbatches = num_microbatches
         if len(self.lists) != num_ranks:
             raise ScheduleError(
