@@ -159,6 +159,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         return [*parameters, *state]
 
+    def describe_settings(self) -> str:
+        """Class and settings of all param groups, without values on a device."""
+        groups = [
+            {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
+            for group in self.optimizer.param_groups
+        ]
+        return f"{type(self.optimizer).__name__} {groups}"
+
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """State of this rank's parameters, on the host, numbered as in the full optimizer.
 
