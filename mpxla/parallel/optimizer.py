@@ -130,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        self._notice_groups()
         if self._pieces is not None:
             self._pieces.refresh()
         if any(group["params"] for group in self.optimizer.param_groups):
@@ -174,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, gather the shares of all replicas (all
                 ranks must call it then); else the state is that of this rank's share alone.
         """
+        self._notice_groups()
         inner = self.optimizer.state_dict()
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
@@ -336,11 +338,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
-        for parameter in self.optimizer.param_groups[-1]["params"]:
-            self._positions[id(parameter)] = len(self._positions)
-        self._group_sizes.append(len(self.optimizer.param_groups[-1]["params"]))
+        self._notice_groups()
+
+    def _notice_groups(self) -> None:
+        """Takes in groups that were added since, perhaps to the inner optimizer."""
+        new = self.optimizer.param_groups[len(self._group_sizes) :]
+        for group in new:
+            first = sum(self._group_sizes)
+            for position, parameter in enumerate(group["params"], first):
+                self._positions[id(parameter)] = position
+            self._group_sizes.append(len(group["params"]))
         model = current().model
-        if model is not None and model.partitioned:
+        if new and model is not None and model.partitioned:
             self.keep_local()
 
     def keep_local(self) -> None:

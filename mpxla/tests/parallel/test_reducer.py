@@ -132,67 +132,6 @@ def test_gradients_are_means_or_sums_over_microbatches(config, mean, is_averaged
             assert torch.equal(gradient, torch.full((8, 8), expected)), "always means over replicas"
 
 
-# Replicas that do different things.
-
-
-class Fork(nn.Module):
-    """Two layers of one shape, of which a step uses one."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, side):
-        return getattr(self, side)(x)
-
-
-@smp.step
-def train_a_side(model, x, side):
-    loss = model(x, side).square().sum()
-    model.backward(loss)
-    return loss
-
-
-def part_ways(how):
-    """The second step is not the same on both replicas."""
-    smp.init({"ddp": True, "shard_optimizer_state": how == "rate"})
-    other = smp.rank() == 1
-    model = smp.DistributedModel(Fork(), bucket_cap_mb=1 if how == "options" and other else 25)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    train_a_side(model, torch.ones(2, 8), "left")
-    optimizer.step()
-    if how == "rate" and other:
-        optimizer.param_groups[0]["lr"] = 0.2
-    if how == "plain":
-        x = torch.ones(2, 8).to(model.module.left.weight.device)
-        model(x, "right" if other else "left").sum().backward()
-    else:
-        train_a_side(model, torch.ones(2, 8), "right" if how == "layers" and other else "left")
-
-
-def error_of(function, *args):
-    try:
-        function(*args)
-    except MpxlaError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("layers", "trains other parameters in this step than rank"),
-        ("plain", "trains other parameters in this step than rank"),
-        ("options", "was given other options of smp.DistributedModel"),
-        ("rate", "On rank 1: SGD [{'lr': 0.2,"),
-    ],
-)
-def test_replicas_that_do_different_things(how, text):
-    """Equal shapes: without the comparison, gradients of two layers would be added up."""
-    results = run_ranks(error_of, 2, part_ways, how)
-    assert text in results[1]
-    assert all("than rank" in result for result in results)
-
-
 # Overlap.
 
 
