@@ -280,7 +280,7 @@ class DistributedModel(PartitionedModule):
         """Clears the gradients of this rank's parameters, and of its pieces of them."""
         super().zero_grad(set_to_none)
         if self.shards is not None:
-            self.shards.clear_gradients()
+            self.shards.clear_gradients(set_to_none)
 
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""

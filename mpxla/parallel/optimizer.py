@@ -143,6 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
+        self._notice_groups()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._pieces is not None:
             self._pieces.clear_gradients()
