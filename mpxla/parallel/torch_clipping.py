@@ -18,8 +18,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
-from torch_xla import _patched_functions  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import MpxlaError
 from mpxla.parallel.norms import GradientNorm, clip_grad_norm_
@@ -41,8 +41,8 @@ def see_all_gradients() -> None:
             # `func` of torch's wrapper, which every reference to the function shares.
             (cell,) = getattr(clip_grad, name).__closure__
             cell.cell_contents = make(cell.cell_contents)
-    known: Any = _patched_functions.clip_grad_norm_
-    if known.__name__ not in _bodies:
+    known: Any = nn.utils.clip_grad_norm_
+    if known is not clip_grad.clip_grad_norm_ and known.__name__ not in _bodies:
         before = FunctionType(known.__code__, known.__globals__, argdefs=known.__defaults__)
         _bodies[known.__name__] = _clip_norm(before)
         known.__code__ = _clip_by_new_body.__code__

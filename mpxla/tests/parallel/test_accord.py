@@ -18,7 +18,7 @@ from mpxla.testing import run_ranks
         ("aaa", "xxx", ["", "", ""]),
         ("aab", "xxx", ["other parameters", "", "other parameters"]),
         ("aaa", "xyx", ["", "other settings", "other settings"]),
-        ("abb", "xyx", ["other settings", "other parameters", "other settings"]),
+        ("abb", "xyx", ["other parameters", "other parameters", "other settings"]),
     ],
 )
 def test_each_is_compared_with_the_one_before(flows, settings, found):
@@ -81,11 +81,10 @@ def error_of(function, *args):
         ("layers", "trains other parameters in this step than rank"),
         ("plain", "trains other parameters in this step than rank"),
         ("options", "was given other options of smp.DistributedModel"),
-        ("rate", "On rank 1: SGD [{'lr': 0.2,"),
+        ("rate", "parameters would differ after the update. On rank"),
     ],
 )
 def test_replicas_that_do_different_things(how, text):
     """Equal shapes: without the comparison, gradients of two layers would be added up."""
     results = run_ranks(error_of, 2, part_ways, how)
-    assert text in results[1]
-    assert all("than rank" in result for result in results)
+    assert all(text in result for result in results), "its own, or the news of the other's"
