@@ -100,6 +100,7 @@ class BucketedReduction:
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
         bucketed = {name for bucket in self._buckets for name in bucket.names}
         self._direct = [name for name in self._sources if name not in bucketed]
+        self._description = self._describe()
         self._reduces = True
         self._source = 0
         self._waiting: dict[int, set[int]] = {}
@@ -148,12 +149,19 @@ class BucketedReduction:
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if name in self._sources]
 
+    def _describe(self) -> str:
+        """What is reduced, in words that are equal on replicas that do the same."""
+        buckets = [(bucket.names, bucket.specs) for bucket in self._buckets]
+        return f"{buckets} {sorted(self._sources)} {self._flow.changed}"
+
     # --- every call -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Counts the pass, and inside `join` agrees with the replicas that still have batches."""
         self._reduces = self._reducer.next_pass_reduces()
-        self._source = self._reducer.meet(self._outline) if self._reduces else 0
+        self._source = 0
+        if self._reduces:
+            self._source = self._reducer.meet(self._description, self._outline)
         self._under_way.clear()
         self._waiting = {
             index: {stage for name in self._present(bucket) for stage, _ in self._sources[name]}
@@ -193,6 +201,7 @@ class BucketedReduction:
         for index in range(len(self._buckets)):
             if index not in self._under_way:
                 self._launch(index, gradients)
+        self._reducer.check_accord()
         buffers = self._start_buffers()
         direct = [(name, self._gradient(name, gradients)) for name in self._direct]
         self._accumulate(direct, is_total=True)
@@ -215,6 +224,7 @@ class BucketedReduction:
             )
 
     def _launch(self, index: int, gradients: Accumulators) -> None:
+        self._reducer.check_accord()
         bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
         present = self._present(bucket)
         scale = 1.0 if hook is not None else 1.0 / self._replica.count

@@ -32,6 +32,13 @@ class Collective(NamedTuple):
     """Of the tensor."""
 
 
+class _Step(NamedTuple):
+    """What a replica with a batch is about to reduce."""
+
+    description: str
+    outline: tuple[Collective, ...]
+
+
 class Join:
     """One `with model.join():` on one rank.
 
@@ -45,8 +52,12 @@ class Join:
         self._attendance = attendance
         self._num_steps = 0
 
-    def meet(self, outline: Sequence[Collective]) -> int:
+    def meet(self, description: str, outline: Sequence[Collective]) -> int:
         """Before a reduction of this replica; all others meet as well, or stay.
+
+        Args:
+            description: what will be reduced, in words that are equal on all replicas.
+            outline: its collectives, for those that stay.
 
         Returns:
             Index of the first replica that has a batch.
@@ -55,10 +66,11 @@ class Join:
             RankMismatch: replicas reduce different things.
         """
         self._num_steps += 1
-        outlines = self._exchange(list(outline))
-        active = [index for index, other in enumerate(outlines) if isinstance(other, list)]
+        own = _Step(description, tuple(outline))
+        steps = self._exchange(own)
+        active = [index for index, other in enumerate(steps) if isinstance(other, _Step)]
         for index in active:
-            if outlines[index] != list(outline):
+            if steps[index] != own:
                 raise RankMismatch(
                     f"rank {self._replica.rank} reduces {len(outline)} tensors in this step, and "
                     f"rank {self._replica.group[index]} others. Call the same step functions in "
@@ -73,14 +85,14 @@ class Join:
             Index of a replica that had most batches; None if all had as many.
         """
         while True:
-            outlines = self._exchange(self._num_steps)
-            for index, other in enumerate(outlines):
-                if isinstance(other, list):
+            found = self._exchange(self._num_steps)
+            for index, other in enumerate(found):
+                if isinstance(other, _Step):
                     self._attendance.count_step()
-                    self._take_part(other, self._replica.group[index])
+                    self._take_part(other.outline, self._replica.group[index])
                     break
             else:
-                steps = [other for other in outlines if isinstance(other, int)]
+                steps = [other for other in found if isinstance(other, int)]
                 return None if min(steps) == max(steps) else steps.index(max(steps))
 
     def _take_part(self, outline: Sequence[Collective], source: int) -> None:
@@ -94,6 +106,6 @@ class Join:
         for handle in under_way:
             handle.result()
 
-    def _exchange(self, own: list[Collective] | int) -> list[list[Collective] | int]:
-        """An outline of every replica with a batch, the number of steps of every other."""
+    def _exchange(self, own: _Step | int) -> list[_Step | int]:
+        """What every replica with a batch does, the number of steps of every other."""
         return self._replica.objects.allgather(own, self._replica.group)

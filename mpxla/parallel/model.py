@@ -24,6 +24,7 @@ from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOp
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
+from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
@@ -114,7 +115,9 @@ class DistributedModel(PartitionedModule):
             trace_execution_times,
         )
         self._is_single = session.config.pipeline_parallel_degree == 1
+        see_all_gradients()
         session.model = self
+        self._plain_backward: PlainBackward | None = None
         if self._is_single:
             self._engine.adopt_single_stage()
             if session.topology.dp_size > 1:
@@ -131,7 +134,7 @@ class DistributedModel(PartitionedModule):
             session.device,
             self._state,
         )
-        self._reducer = GradientReducer(replica, options)
+        self._reducer = GradientReducer(replica, options, self._optimizer_settings)
         pipeline = session.topology.pp_group(session.rank)
         self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
         return self._reducer
@@ -149,6 +152,8 @@ class DistributedModel(PartitionedModule):
                 "the model was called outside a step function. With pipeline_parallel_degree > 1 "
                 "its parts live on different ranks: call it in a function decorated with @smp.step."
             )
+        if current_recorder() is None and self._plain_backward is not None:
+            self._plain_backward.watch()
         return self.module(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -275,13 +280,16 @@ class DistributedModel(PartitionedModule):
         """Clears the gradients of this rank's parameters, and of its pieces of them."""
         super().zero_grad(set_to_none)
         if self.shards is not None:
-            self.shards.clear_gradients()
+            self.shards.clear_gradients(set_to_none)
 
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""
         self._optimizers.append(optimizer)
         if self.partitioned:
             optimizer.keep_local()
+
+    def _optimizer_settings(self) -> str:
+        return "; ".join(optimizer.describe_settings() for optimizer in self._optimizers)
 
     def first_optimizer(self) -> Any:
         """The `DistributedOptimizer`, or None where there is none."""

@@ -33,9 +33,10 @@ def clip_grad_norm_(
     """Clips gradients by their norm over all stages, replicas and shards. Extension of SMP's API.
 
     Like `torch.nn.utils.clip_grad_norm_` in one process: the norm is that of all gradients of the
-    parameters given, as one vector, tied parameters counted once. Torch's own function sees the
-    gradients of its rank only. Call it between the step function and `optimizer.step()`; all ranks
-    of a replica must call it, and all ranks with `shard_optimizer_state`.
+    parameters given, as one vector, tied parameters counted once. Torch's own function does the
+    same when it is given parameters of the model (see `torch_clipping`). Call it between the step
+    function and `optimizer.step()`; all ranks of a replica must call it, and all ranks with
+    `shard_optimizer_state`.
 
     Args:
         parameters: usually `model.parameters()`; the same selection on all ranks.
@@ -47,15 +48,27 @@ def clip_grad_norm_(
         The norm before clipping, a scalar on the device.
 
     Raises:
-        MpxlaError: there is no `DistributedModel`, or it is not partitioned yet.
+        MpxlaError: there is no `DistributedModel`, it is not partitioned yet, or it does not have
+            some of the parameters.
         RuntimeError: `error_if_nonfinite`, as in torch.
+        ValueError: `norm_type` is not positive.
     """
     model = current().model
     if model is None or not model.partitioned:
         raise MpxlaError(
             "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function."
         )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; use a positive order, or float('inf').")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    strangers = model.gradient_norm.strangers(given)
+    if strangers:
+        raise MpxlaError(
+            f"{len(strangers)} of the {len(given)} parameters to clip are not the distributed "
+            f"model's (the first has shape {list(strangers[0].shape)}), so their gradients are not "
+            f"in the norm over all ranks. Clip them in a call of their own, by "
+            f"torch.nn.utils.clip_grad_norm_."
+        )
     norm = model.gradient_norm.clip(given, float(max_norm), float(norm_type))
     if error_if_nonfinite and not norm.isfinite().item():
         raise RuntimeError(
@@ -114,6 +127,28 @@ class GradientNorm:
         self._world = tuple(world)
         self._programs: dict[Any, Executable] = {}
         self._limits: dict[float, torch.Tensor] = {}
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the gradients of parameters are in pieces on their owners."""
+        return self._reducer.shards is not None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether there are gradients of the model that this rank does not hold."""
+        return self.is_divided or len(self._pipeline) > 1
+
+    def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are no parameters of the model, here or elsewhere, and no pieces of one."""
+        shards = self._reducer.shards
+        known = {id(parameter) for parameter in self._reducer.replica.state.parameters.values()}
+        if shards is not None:
+            known |= {id(piece.parameter) for piece in shards.pieces()}
+        return [parameter for parameter in parameters if id(parameter) not in known]
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What holds the gradients of some parameters on this rank."""
+        return [owner for owner, _ in self._owners(parameters)]
 
     def clip(
         self, parameters: Sequence[torch.Tensor], max_norm: float, order: float

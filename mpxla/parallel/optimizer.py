@@ -130,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        self._notice_groups()
         if self._pieces is not None:
             self._pieces.refresh()
         if any(group["params"] for group in self.optimizer.param_groups):
@@ -142,6 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
+        self._notice_groups()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._pieces is not None:
             self._pieces.clear_gradients()
@@ -159,6 +161,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         return [*parameters, *state]
 
+    def describe_settings(self) -> str:
+        """Class and settings of all param groups, without values on a device."""
+        groups = [
+            {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
+            for group in self.optimizer.param_groups
+        ]
+        return f"{type(self.optimizer).__name__} {groups}"
+
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """State of this rank's parameters, on the host, numbered as in the full optimizer.
 
@@ -166,6 +176,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, gather the shares of all replicas (all
                 ranks must call it then); else the state is that of this rank's share alone.
         """
+        self._notice_groups()
         inner = self.optimizer.state_dict()
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
@@ -328,11 +339,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
-        for parameter in self.optimizer.param_groups[-1]["params"]:
-            self._positions[id(parameter)] = len(self._positions)
-        self._group_sizes.append(len(self.optimizer.param_groups[-1]["params"]))
+        self._notice_groups()
+
+    def _notice_groups(self) -> None:
+        """Takes in groups that were added since, perhaps to the inner optimizer."""
+        new = self.optimizer.param_groups[len(self._group_sizes) :]
+        for group in new:
+            first = sum(self._group_sizes)
+            for position, parameter in enumerate(group["params"], first):
+                self._positions[id(parameter)] = position
+            self._group_sizes.append(len(group["params"]))
         model = current().model
-        if model is not None and model.partitioned:
+        if new and model is not None and model.partitioned:
             self.keep_local()
 
     def keep_local(self) -> None:

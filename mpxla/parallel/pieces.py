@@ -78,12 +78,9 @@ class OptimizerPieces:
         self._shards.publish(self._names)
 
     def clear_gradients(self) -> None:
-        """Forgets gradients, also those of earlier passes that wait on the parameters."""
+        """Forgets gradients of earlier passes that wait on the parameters; pieces keep theirs."""
         for name in self._names:
             self._state.parameters[name].grad = None
-            piece = self._shards.piece_of(name)
-            if piece is not None:
-                piece.parameter.grad = None
 
     def ranges(self) -> dict[int, tuple[Range, tuple[int, ...]]]:
         """By position: (range of the piece, shape of the whole parameter)."""

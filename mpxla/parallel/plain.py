@@ -6,7 +6,6 @@ step function are.
 """
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,9 +32,15 @@ class PlainBackward:
         self._state = reducer.replica.state
         self._touched: set[str] = set()
         self._reductions: dict[tuple[str, ...], BucketedReduction] = {}
+        self._watched: set[str] = set()
+        self.watch()
+
+    def watch(self) -> None:
+        """Called before every forward: parameters may be trained that were frozen before."""
         for name, parameter in self._state.local_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_note_in(self, name))
+            if parameter.requires_grad and name not in self._watched:
+                self._watched.add(name)
+                parameter.register_post_accumulate_grad_hook(_Note(self, name))
 
     def _note(self, name: str) -> None:
         if not self._touched:
@@ -61,16 +66,20 @@ class PlainBackward:
         reduction.finish({0: gradients})
 
 
-def _note_in(owner: PlainBackward, name: str) -> Callable[[nn.Parameter], None]:
+class _Note:
     """A hook that does not keep its owner alive.
 
     The garbage collector does not see through autograd: a parameter whose hook held the model's
     state, parameters included, would stay for ever.
     """
-    found = weakref.ref(owner)
 
-    def note(_parameter: nn.Parameter) -> None:
-        if (alive := found()) is not None:
-            alive._note(name)
+    is_internal = True
+    """Other hooks on gradients are the user's, and refused (`ModelState.refuse_hooks`)."""
 
-    return note
+    def __init__(self, owner: PlainBackward, name: str):
+        self._owner = weakref.ref(owner)
+        self._name = name
+
+    def __call__(self, _parameter: nn.Parameter) -> None:
+        if (owner := self._owner()) is not None:
+            owner._note(self._name)

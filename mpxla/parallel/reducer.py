@@ -13,6 +13,7 @@ import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.errors import ConfigError
+from mpxla.parallel.accord import Accord
 from mpxla.parallel.attendance import Attendance
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.comm_hook import CommHook
@@ -61,15 +62,18 @@ class GradientReducer:
     Args:
         replica: this rank among the replicas.
         options: what the user chose.
+        settings: gives those of the optimizers, in words that are equal on all replicas.
     """
 
-    def __init__(self, replica: Replica, options: ReductionOptions):
+    def __init__(self, replica: Replica, options: ReductionOptions, settings: Callable[[], str]):
         self.replica = replica
         self.options = options
+        self._settings = settings
         self.hook: CommHook | None = None
         self.shards: ShardedParameters | None = None
         self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
         self.attendance = Attendance(replica.transport, replica.group)
+        self._accord = Accord(replica.transport, replica.group)
         self.join: Join | None = None
         self._is_prepared = False
         self._pass = 0
@@ -112,17 +116,30 @@ class GradientReducer:
             self, GradientFlow.of(cut, self.replica.pp_rank, self.parameter_ranks)
         )
 
-    def meet(self, outline: Callable[[], Sequence[Collective]]) -> int:
+    def meet(self, description: str, outline: Callable[[], Sequence[Collective]]) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.
 
         Args:
+            description: what will be reduced, in words that are equal on all replicas.
             outline: gives the collectives of the reduction.
 
         Returns:
             Index of the replica whose buffers count.
         """
         self.attendance.count_step()
-        return 0 if self.join is None else self.join.meet(outline())
+        if self.join is not None:
+            return self.join.meet(description, outline())
+        if self.replica.count > 1:
+            self._accord.announce(f"{self.options} {description}", self._settings())
+        return 0
+
+    def check_accord(self) -> None:
+        """Waits until the previous replica has begun the step, if this one has not seen it yet.
+
+        Raises:
+            RankMismatch: it does something else, or has had its last step.
+        """
+        self._accord.check(self.wait)
 
     def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
         """The result of a collective; an error if another replica has had its last step.

@@ -234,10 +234,12 @@ class ShardedParameters:
         for shard, handle in [(shard, shard.publish()) for shard in concerned]:
             shard.adopt(handle.result())
 
-    def clear_gradients(self) -> None:
-        """Forgets the gradients of all pieces."""
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Forgets the gradients of all pieces, or makes them zeros."""
         for piece in self.pieces():
-            piece.parameter.grad = None
+            gradient = piece.parameter.grad
+            zeros = None if set_to_none or gradient is None else torch.zeros_like(gradient)
+            piece.parameter.grad = zeros
 
     def _concerned(self, names: Iterable[str]) -> list[_Shard]:
         buckets = {self._bucket_of[name] for name in names}

@@ -38,7 +38,7 @@ from mpxla.runtime.signature import (
     describe_change,
     fill,
     local_objects,
-    module_modes,
+    model_flags,
     sign,
 )
 from mpxla.runtime.state import ModelState
@@ -169,10 +169,16 @@ class StepEngine:
             error_type, text = rest
             raise _announced(error_type(f"{text} (found on pp_rank 0)"))
         signature = rest[0] if kind == "new" else self._known[rest[0]]
-        if signature.modes != module_modes(self._state.module):
+        modes, trainable = model_flags(self._state.module)
+        if signature.modes != modes:
             raise RankMismatch(
                 f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
                 f"from pp_rank 0. Call model.train() and model.eval() on all ranks."
+            )
+        if signature.trainable != trainable:
+            raise RankMismatch(
+                f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
+                f"differs from pp_rank 0. Freeze the same parameters on all ranks."
             )
         objects = local_objects(args, kwargs)
         return signature, [], objects, rest[1] if kind == "known" else 0
@@ -253,6 +259,8 @@ class StepEngine:
             args, kwargs = fill(signature, leaves, objects)
             return function(*args, **kwargs)
 
+        if signature.grad_enabled:
+            self._state.refuse_hooks()
         self.is_tracing = True
         try:
             with torch.set_grad_enabled(signature.grad_enabled):

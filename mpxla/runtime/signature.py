@@ -87,6 +87,7 @@ class Signature:
         leaves: description of every leaf.
         num_microbatches: how many microbatches the call has.
         modes: digest of the train/eval flags of the model's modules.
+        trainable: digest of the `requires_grad` flags of the model's parameters.
         grad_enabled: whether gradients are enabled around the call.
         autocast: (enabled, dtype) of the active autocast regions.
     """
@@ -97,6 +98,7 @@ class Signature:
     leaves: tuple[TensorLeaf | PlainValue | LocalObject, ...]
     num_microbatches: int
     modes: str
+    trainable: str
     grad_enabled: bool
     autocast: tuple[Any, ...]
 
@@ -109,6 +111,7 @@ class Signature:
             self.leaves,
             self.num_microbatches,
             self.modes,
+            self.trainable,
             self.grad_enabled,
             self.autocast,
         )
@@ -130,7 +133,7 @@ def sign(
     Args:
         function: name of the step function.
         microbatches: (args, kwargs) of every microbatch.
-        model: the model, whose modes count.
+        model: the model, whose flags count.
         identities: numbers of the objects that earlier calls were given.
 
     Returns:
@@ -157,13 +160,15 @@ def sign(
         for leaves_of_mb, _ in flat
     ]
     _check_equal_parts(function, structure, flat, tensors)
+    modes, trainable = model_flags(model)
     signature = Signature(
         function=function,
         structure=structure,
         paths=paths,
         leaves=tuple(leaves),
         num_microbatches=len(microbatches),
-        modes=module_modes(model),
+        modes=modes,
+        trainable=trainable,
         grad_enabled=torch.is_grad_enabled(),
         autocast=_autocast_state(),
     )
@@ -218,11 +223,21 @@ def fill(
     return tuple(args), dict(kwargs)
 
 
-def module_modes(model: nn.Module | None) -> str:
-    """Digest of the train/eval flags of all modules."""
+def model_flags(model: nn.Module | None) -> tuple[str, str]:
+    """Digests of the train/eval flags of all modules, and of what is trained of their parameters.
+
+    A rank that does not hold a parameter knows whether it is trained all the same.
+    """
     if model is None:
-        return ""
-    flags = bytes(module.training for module in model.modules())
+        return "", ""
+    modes, trainable = bytearray(), bytearray()
+    for module in model.modules():
+        modes.append(module.training)
+        trainable.extend(p.requires_grad for p in module.parameters(recurse=False))
+    return _digest(modes), _digest(trainable)
+
+
+def _digest(flags: bytearray) -> str:
     return hashlib.blake2b(flags, digest_size=8).hexdigest()
 
 
@@ -256,6 +271,8 @@ def _differences(new: Signature, old: Signature) -> list[str]:
             changes.append(f"{name} changed from {a} to {b}")
     if new.modes != old.modes:
         changes.append("the train/eval mode of the model changed")
+    if new.trainable != old.trainable:
+        changes.append("requires_grad of the model's parameters changed")
     return [" and ".join(changes), *changes]
 
 

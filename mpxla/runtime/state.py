@@ -82,7 +82,8 @@ class ModelState:
             device: this rank's device.
 
         Raises:
-            MpxlaError: a parameter is still part of an autograd graph.
+            MpxlaError: a parameter is still part of an autograd graph, or has a hook on its
+                gradient.
         """
         self.local_names = frozenset(local_names)
         delayed = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
@@ -108,6 +109,15 @@ class ModelState:
         for name, buffer in self.buffers.items():
             self.set_buffer(name, full[name].clone() if name in full else buffer.cpu())
         self.local_names = frozenset((*self.parameters, *self.buffers))
+
+    def refuse_hooks(self) -> None:
+        """Refuses hooks on gradients, which no program runs and no copy of a parameter keeps.
+
+        Raises:
+            MpxlaError: a parameter has one.
+        """
+        for name, parameter in self.parameters.items():
+            _refuse_hooks(name, parameter)
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
@@ -144,9 +154,30 @@ def _buffers_of(owner: nn.Module) -> dict[str, Any]:
     return owner._buffers  # pyright: ignore[reportPrivateUsage]
 
 
+def _refuse_hooks(name: str, parameter: nn.Parameter) -> None:
+    held: Any = parameter  # torch has no public way to ask for hooks
+    hooks = [
+        *(held._backward_hooks or {}).values(),
+        *(held._post_accumulate_grad_hooks or {}).values(),
+    ]
+    for hook in hooks:
+        if not getattr(hook, "is_internal", False):
+            raise MpxlaError(
+                f"parameter {name} has a hook on its gradient ({_name_of(hook)}), which step "
+                f"functions do not run. Change param.grad between the step function and "
+                f"optimizer.step(). With one stage and plain loss.backward(), register hooks after "
+                f"wrapping the model."
+            )
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
 def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:
     if parameter.device == device:
         return
+    _refuse_hooks(name, parameter)
     gradient = parameter.grad
     parameter.grad = None
     value = parameter.detach() if device.type == "meta" else materialize(name, parameter)

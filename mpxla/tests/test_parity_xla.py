@@ -13,11 +13,10 @@ from mpxla import session
 from mpxla.comm.recorder import Kind, Recorder, check
 from mpxla.comm.xla import XlaTransport
 from mpxla.testing import run_ranks
-from mpxla.tests.models import subject
-from mpxla.tests.parity import NUM_STEPS, Case, Plain, batch_of, build, step_plainly, train
-from mpxla.tests.parity_checks import assert_parity, assert_promises, merge
+from mpxla.tests import test_parity_replicas as replicas
+from mpxla.tests.parity import Case, train
+from mpxla.tests.parity_checks import assert_parity, assert_promises
 from mpxla.tests.test_parity import train_plainly
-from mpxla.tests.tolerances import LOSS, PARAMETER, ROUNDING, assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
@@ -66,50 +65,66 @@ def test_pipelines_train_as_one_process(case):
     assert {e.kind for e in transfers} == {Kind.LOAD, Kind.EXECUTE}
 
 
-def train_replica(case, dp):
-    """Trains on this replica's part of every batch."""
-    smp.init(
-        {"pipeline_parallel_degree": case.stages, "microbatches": case.microbatches, "ddp": True}
-    )
-    chosen = subject(case.subject)
-    model = smp.DistributedModel(build(chosen))
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=chosen.learning_rate)
-    )
-    step, losses = smp.step(chosen.step), []
-    for number in range(NUM_STEPS):
-        batch = batch_of(chosen, number, case.microbatches * dp)
-        part = {name: value.chunk(dp)[smp.dp_rank()] for name, value in batch.items()}
-        optimizer.zero_grad()
-        losses.append(step(model, part)["loss"].reduce_mean().item())
-        optimizer.step()
-    state = {n: v.cpu() for n, v in model.local_state_dict().items() if torch.is_tensor(v)}
-    return losses, state
-
-
-def train_union(case, dp):
-    """The same in one process, on whole batches."""
-    chosen, count, losses = subject(case.subject), case.microbatches * dp, []
-    model = Plain(build(chosen), count)
-    optimizer = torch.optim.SGD(model.parameters(), lr=chosen.learning_rate)
-    for number in range(NUM_STEPS):
-        optimizer.zero_grad()
-        returned = step_plainly(chosen, model, batch_of(chosen, number, count), count)
-        losses.append(torch.stack([value["loss"] for value in returned]).mean().item())
-        optimizer.step()
-    return losses, {n: v.detach().clone() for n, v in model.module.state_dict().items()}
+def run_replicas(case):
+    """With everything that replicas do; see `test_parity_replicas`."""
+    observed, recordings = run(replicas.train, case.world_size, case)
+    replicas.assert_parity(case, observed, replicas.train_plainly(case))
+    check(recordings)
+    return {event.program.op for events in recordings for event in events}
 
 
 @pytest.mark.parametrize(
-    ("dp", "stages"), [(2, 1), (2, 2), pytest.param(2, 3, marks=pytest.mark.slow)]
+    "case",
+    [
+        replicas.Case("mlp", 2, 1, is_sharded=True, max_norm=0.1),
+        replicas.Case("mlp", 2, 2, passes=2, max_norm=0.3),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                replicas.Case("mlp", 2, 1, passes=2),
+                replicas.Case("shared", 1, 2, passes=2, max_norm=0.3),
+                replicas.Case("shared", 1, 3, max_norm=0.3),
+                replicas.Case("gpt", 2, 2, is_sharded=True, max_norm=0.3, strategy="spread"),
+                replicas.Case("mlp", 2, 3, is_sharded=True, passes=2),
+            )
+        ),
+    ],
+    ids=str,
 )
-def test_replicas_train_as_one_process(dp, stages):
-    case = Case("mlp", stages, 2)
-    results, recordings = run(train_replica, dp * stages, case, dp)
-    losses, state = train_union(case, dp)
-    means = torch.tensor([found for found, _ in results]).mean(0).tolist()
-    assert means == pytest.approx(losses, rel=LOSS)
-    merged = merge([found for _, found in results])
-    assert_close_by_norm(merged, state, PARAMETER, floor=ROUNDING)
+def test_replicas_train_as_one_process(case):
+    operations = run_replicas(case)
+    assert ("reduce_scatter" in operations) == case.is_sharded
+    assert ("transfer" in operations) == (case.stages > 1)
+    assert case.max_norm is None or "all_gather" in operations
+
+
+def train_on(values):
+    """One step on each, clipped."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(torch.nn.Linear(3, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    for value in values:
+        optimizer.zero_grad()
+        step(model, torch.full((2, 3), value))
+        smp.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_rule_9_what_ranks_do_does_not_depend_on_values():
+    """Zeros are what `neuron_parallel_compile` gives; not a number, what an overflow leaves."""
+    values = [1.0, 2.0, 0.0, float("inf"), float("nan")]
+    _, recordings = run(train_on, 2, values)
     check(recordings)
-    assert {"all_reduce"} <= {e.program.op for events in recordings for e in events}
+    for events in recordings:
+        (bucket,) = {e.program for e in events if e.program.operands[0].shape == (8,)}
+        of_steps = [(e.kind, e.program) for e in events]
+        of_steps = of_steps[of_steps.index((Kind.EXECUTE, bucket)) :]
+        assert of_steps.count((Kind.EXECUTE, bucket)) == len(values)
+        assert Kind.LOAD not in [kind for kind, _ in of_steps]

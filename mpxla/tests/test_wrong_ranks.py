@@ -126,6 +126,23 @@ def test_different_modes():
     assert first[0] == "PeerFailure"
 
 
+def differ_in_what_is_trained():
+    model = made()
+    if smp.rank() == 1:
+        model.module.first.requires_grad_(False)
+    train(model, batch())
+
+
+def test_different_frozen_parameters():
+    first, _ = check(
+        differ_in_what_is_trained,
+        RankMismatch,
+        r"requires_grad of the model's parameters on rank 1 differs from pp_rank 0\. Freeze the",
+        at=[1],
+    )
+    assert first[0] == "PeerFailure"
+
+
 def differ_in_mode_later():
     model = made()
     train(model, batch())

@@ -12,6 +12,7 @@ import mpxla as smp
 from mpxla.errors import (
     CaptureError,
     LoweringError,
+    MpxlaError,
     PeerFailure,
     RankMismatch,
     StepError,
@@ -326,3 +327,31 @@ def test_warnings():
     ]
     assert len(first) == len(expected), first
     assert all(re.search(p, line) for p, line in zip(expected, first, strict=True)), first
+
+
+# Hooks on gradients.
+
+
+def double(gradient):
+    return 2 * gradient
+
+
+def wrap_with_a_hook():
+    smp.init({"pipeline_parallel_degree": 2})
+    net = Net()
+    net.second.weight.register_hook(double)
+    train(smp.DistributedModel(net), batch())
+
+
+def step_with_a_hook():
+    model = made({})
+    model.module.first.bias.register_post_accumulate_grad_hook(double)
+    evaluate(model, batch())
+    train(model, batch())
+
+
+def test_hooks_on_gradients_are_refused():
+    """No program would run them, and the parameter on the device would not have them."""
+    text = r"parameter {} has a hook on its gradient \(double\), which step functions do not run"
+    check(wrap_with_a_hook, MpxlaError, text.format(r"second\.weight"))
+    check(step_with_a_hook, MpxlaError, text.format(r"first\.bias"), world_size=1)

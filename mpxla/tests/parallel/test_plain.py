@@ -74,6 +74,39 @@ def test_gradients_are_reduced_when_the_backward_is_over(config, passes):
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+def thaw(numbers):
+    """The first layer is frozen before, and trained from the second step on."""
+    from mpxla.session import current
+    from mpxla.stage.device import flush
+
+    smp.init({"ddp": True})
+    raw = Net()
+    raw.first.requires_grad_(False)
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for number in numbers:
+        raw.first.requires_grad_(number > 0)
+        optimizer.zero_grad()
+        model(batch(smp.rank(), number).to(current().device)).square().mean().backward()
+        optimizer.step()
+        flush()
+    return {name: value for name, value in model.state_dict().items() if "first" in name}
+
+
+def test_parameters_that_are_trained_later_are_reduced_too():
+    """A parameter without a hook would keep its own replica's gradient."""
+    model, numbers = Net(), range(2)
+    for number in numbers:
+        model.first.requires_grad_(number > 0)
+        model.zero_grad()
+        for replica in (0, 1):
+            (model(batch(replica, number)).square().mean() / 2).backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for found in run_ranks(thaw, 2, numbers):
+        for name, value in found.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
 def gather_on_the_host():
     from mpxla.session import current
 

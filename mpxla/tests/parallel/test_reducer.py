@@ -113,6 +113,25 @@ def test_one_replica_adds_up():
     assert run_ranks(accumulate, 1, 3) == [[(1, 0), (3, 0), (6, 0), (8, 0)]]
 
 
+def sum_or_mean(config, is_averaged):
+    """Two microbatches of two samples on every rank."""
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    model = smp.DistributedModel(Stack(2), average_grads_across_microbatches=is_averaged)
+    train(model, torch.full((4, 8), 1.0 + smp.rdp_rank()))
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "mean"), [({}, 1.5), ({"pipeline_parallel_degree": 2, "pipeline": "simple"}, 1.0)]
+)
+@pytest.mark.parametrize("is_averaged", [True, False])
+def test_gradients_are_means_or_sums_over_microbatches(config, mean, is_averaged):
+    for gradients in run_ranks(sum_or_mean, 2, config, is_averaged):
+        for gradient in gradients.values():
+            expected = mean * 2 * (1 if is_averaged else 2)
+            assert torch.equal(gradient, torch.full((8, 8), expected)), "always means over replicas"
+
+
 # Overlap.
 
 

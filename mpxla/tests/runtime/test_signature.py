@@ -20,7 +20,7 @@ from mpxla.runtime.signature import (
     describe_change,
     fill,
     local_objects,
-    module_modes,
+    model_flags,
     sign,
 )
 
@@ -149,7 +149,9 @@ def test_modes_that_change_what_a_function_does():
         assert key(1, model=model) != base
     assert key(1, model=model, function="other") != base
     assert key(1, model=model, count=3) != base
-    assert module_modes(None) == ""
+    model[0].requires_grad_(False)
+    assert key(1, model=model) != base
+    assert model_flags(None) == ("", "")
 
 
 def test_autocast_of_another_dtype_is_another_program():
@@ -240,6 +242,11 @@ def test_first_call():
             lambda: signature(1, model=nn.ReLU().eval()),
             lambda: signature(1, model=nn.ReLU()),
             "the train/eval mode of the model changed",
+        ),
+        (
+            lambda: signature(1, model=nn.Linear(1, 1).requires_grad_(False)),
+            lambda: signature(1, model=nn.Linear(1, 1)),
+            "requires_grad of the model's parameters changed",
         ),
         (
             lambda: dataclasses.replace(signature(2), grad_enabled=False),

@@ -1,0 +1,136 @@
+"""Torch's own clipping functions, made to see all gradients of the distributed model.
+
+Scripts call `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, or a library does it for
+them. Torch would take the norm of what this process holds: the gradients of one stage, or nothing
+where replicas divide the updates. From the first `DistributedModel` on, the functions look whether
+they are given parameters of the session's model, and what they hold is somewhere else too; all else
+goes to torch as before.
+
+Scripts may have imported the functions by name long ago, so the functions themselves stay, and
+their bodies are exchanged: inside torch's `no_grad` wrapper (torch 2.9), and the code of
+torch_xla's `clip_grad_norm_`, which torch's gives way to once torch_xla is imported (2.9).
+
+`get_total_norm` stays torch's own: it takes tensors, and scripts that use it add over ranks.
+"""
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from mpxla.errors import MpxlaError
+from mpxla.parallel.norms import GradientNorm, clip_grad_norm_
+from mpxla.session import current, is_initialized
+
+__all__ = ["new_body", "see_all_gradients"]
+
+_Parameters = torch.Tensor | Iterable[torch.Tensor]
+_bodies: dict[str, Callable[..., torch.Tensor]] = {}
+"""What torch_xla's functions did before."""
+_done: set[str] = set()
+
+
+def see_all_gradients() -> None:
+    """Exchanges the bodies of the functions; once in a process."""
+    for name, make in _BODIES.items():
+        if name not in _done:
+            _done.add(name)
+            # `func` of torch's wrapper, which every reference to the function shares.
+            (cell,) = getattr(clip_grad, name).__closure__
+            cell.cell_contents = make(cell.cell_contents)
+    known: Any = nn.utils.clip_grad_norm_
+    if known is not clip_grad.clip_grad_norm_ and known.__name__ not in _bodies:
+        before = FunctionType(known.__code__, known.__globals__, argdefs=known.__defaults__)
+        _bodies[known.__name__] = _clip_norm(before)
+        known.__code__ = _clip_by_new_body.__code__
+
+
+def _clip_by_new_body(
+    parameters: _Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """The code of torch_xla's function from then on; it runs with the globals of that module."""
+    from mpxla.parallel.torch_clipping import new_body
+
+    return new_body(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def new_body(*args: Any) -> torch.Tensor:
+    """What torch_xla's `clip_grad_norm_` does now."""
+    return _bodies["clip_grad_norm_"](*args)
+
+
+def _norm_of(given: list[torch.Tensor]) -> GradientNorm | None:
+    """What clips some parameters, if they are the model's and torch would not see all of them.
+
+    A rank that holds none of the parameters may give an empty list, and has to take part.
+    """
+    model = current().model if is_initialized() else None
+    if model is None or not model.partitioned or not model.gradient_norm.is_spread:
+        return None
+    is_ours = not given or len(model.gradient_norm.strangers(given)) < len(given)
+    return model.gradient_norm if is_ours else None
+
+
+def _listed(parameters: _Parameters) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _clip_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def clip_all(
+        parameters: _Parameters,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = _listed(parameters)
+        if _norm_of(given) is not None:
+            return clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+        rest = given or parameters  # torch warns of an empty generator
+        return original(rest, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    return clip_all
+
+
+def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
+    def clip_all(parameters: _Parameters, clip_value: float, foreach: bool | None = None) -> None:
+        given = _listed(parameters)
+        norm = _norm_of(given)
+        original(given if norm is None else norm.owners(given), clip_value, foreach)
+
+    return clip_all
+
+
+def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
+    def clip_all(
+        parameters: _Parameters,
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        given = _listed(parameters)
+        norm = _norm_of(given)
+        if norm is not None and norm.is_divided:
+            raise MpxlaError(
+                "torch.nn.utils.clip_grads_with_norm_ was called with shard_optimizer_state: True, "
+                "where the gradients of parameters are on their owners only, so that "
+                "get_total_norm has not seen them. Use torch.nn.utils.clip_grad_norm_ or "
+                "smp.clip_grad_norm_, which do both."
+            )
+        original(given, max_norm, total_norm, foreach)
+
+    return clip_all
+
+
+_BODIES: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": _clip_norm,
+    "clip_grad_value_": _clip_value,
+    "_clip_grads_with_norm_": _clip_with_norm,
+}

@@ -1,0 +1,273 @@
+"""What training scripts do beyond forward, backward and update has plain PyTorch's results.
+
+Each habit is one function over a `Run`, which is either plain PyTorch on the union of the replicas'
+batches or mpxla on one rank. All habits run one after the other in each kind of world.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """With a layer that is never used, and two that are used in turns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.left, self.right = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last, self.spare = nn.Linear(8, 3), nn.Linear(3, 3)
+
+    def forward(self, x, turn="both"):
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.left(x)) if turn != "right" else x
+        x = torch.tanh(self.right(x)) if turn != "left" else x
+        return self.last(x)
+
+
+def loss_of(model, x, turn):
+    return (model(x, turn) - 1).square().mean() * 3
+
+
+@smp.step
+def train_step(model, x, turn):
+    loss = loss_of(model, x, turn)
+    model.backward(loss)
+    return loss
+
+
+class Run:
+    """Plain PyTorch. Subclasses train otherwise."""
+
+    def __init__(self, replicas: int):
+        self.raw = Net()
+        self.model: Any = self.raw
+        self._replicas = replicas
+
+    def wrapped(self, optimizer):
+        self._optimizer = optimizer
+        return optimizer
+
+    def batch(self, number):
+        torch.manual_seed(number)
+        return torch.randn(4 * self._replicas, 5)
+
+    def step(self, number, turn="both"):
+        loss = loss_of(self.model, self.batch(number), turn)
+        loss.backward()
+        return loss.item()
+
+    def loop(self, optimizer, numbers=range(STEPS), before=lambda: None):
+        for number in numbers:
+            optimizer.zero_grad()
+            self.step(number)
+            before()
+            optimizer.step()
+
+    def weights(self):
+        return self.raw.state_dict()
+
+    def result(self):
+        """Weights and moments; plain names, as everything is gathered on all ranks."""
+        found = {name: value.detach().clone() for name, value in self.weights().items()}
+        for position, state in self._optimizer.state_dict()["state"].items():
+            moments = {k: v for k, v in state.items() if torch.is_tensor(v) and v.dim() > 0}
+            found |= {f"{key} {position}": value for key, value in moments.items()}
+        return found
+
+
+class RankRun(Run):
+    """mpxla on one rank."""
+
+    def __init__(self, config):
+        smp.init({"ddp": True, "microbatches": 2, **config})
+        super().__init__(smp.rdp_size())
+        self.model = smp.DistributedModel(self.raw, bucket_cap_mb=400 / 2**20)
+
+    def wrapped(self, optimizer):
+        return super().wrapped(smp.DistributedOptimizer(optimizer))
+
+    def step(self, number, turn="both"):
+        part = self.batch(number).chunk(self._replicas)[smp.rdp_rank()]
+        loss = train_step(self.model, part, turn).reduce_mean().item()
+        return sum(smp.allgather(loss, smp.DP_GROUP)) / self._replicas
+
+    def weights(self):
+        return self.model.state_dict()
+
+
+def freezing_later(run):
+    optimizer = run.wrapped(optim.AdamW(run.model.parameters(), 0.01, eps=1e-3))
+    run.loop(optimizer, range(2))
+    run.raw.left.requires_grad_(False)
+    run.loop(optimizer, range(2, 4))
+    run.raw.left.requires_grad_(True)
+    run.loop(optimizer, range(4, 6))
+
+
+def part_of_the_parameters(run):
+    run.loop(run.wrapped(optim.SGD([run.raw.left.weight, run.raw.last.bias], 0.1, 0.9)))
+
+
+def groups_added_later(run):
+    optimizer = run.wrapped(optim.AdamW(run.raw.last.parameters(), 0.01, eps=1e-3))
+    run.loop(optimizer, range(2))
+    optimizer.add_param_group({"params": list(run.raw.first.parameters()), "lr": 0.02})
+    run.loop(optimizer, range(2, 4))
+
+
+def groups_added_to_the_inner_optimizer(run):
+    inner = optim.AdamW(run.raw.last.parameters(), 0.01, eps=1e-3)
+    optimizer = run.wrapped(inner)
+    run.loop(optimizer, range(2))
+    inner.add_param_group({"params": list(run.raw.first.parameters()), "lr": 0.02})
+    run.loop(optimizer, range(2, 4))
+
+
+def accumulation_and_clipping(run):
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1))
+    for number in range(STEPS):
+        run.step(number)
+        if number % 2:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipping_by_value(run):
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1))
+    parameters = run.model.parameters
+    run.loop(optimizer, before=lambda: nn.utils.clip_grad_value_(parameters(), 0.05))
+
+
+def zeros_instead_of_none(run):
+    """Momentum moves parameters whose gradients are zero; layers take turns."""
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1, 0.9))
+    for number in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        run.step(number, "left" if number % 2 else "right")
+        optimizer.step()
+
+
+def layers_in_turns(run):
+    """Without gradients, parameters do not decay."""
+    optimizer = run.wrapped(optim.AdamW(run.model.parameters(), 0.01, eps=1e-3, weight_decay=1.0))
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        run.step(number, "left" if number % 2 else "right")
+        optimizer.step()
+
+
+def cycling_momentum(run):
+    inner = optim.SGD(run.model.parameters(), 0.1, 0.9)
+    optimizer = run.wrapped(inner)
+    schedule = optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=12)
+    for number in range(12):
+        optimizer.zero_grad()
+        run.step(number)
+        optimizer.step()
+        schedule.step()
+
+
+def reducing_on_plateaus(run):
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.3))
+    schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = run.step(number)
+        optimizer.step()
+        schedule.step(loss)
+
+
+def weights_changed_in_between(run):
+    optimizer = run.wrapped(optim.Adam(run.model.parameters(), 0.02, eps=1e-3))
+    for number in range(STEPS):
+        run.loop(optimizer, [number])
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+def resetting_state(run):
+    optimizer = run.wrapped(optim.Adam(run.model.parameters(), 0.02, eps=1e-3))
+    run.loop(optimizer, range(2))
+    optimizer.state.clear()
+    run.loop(optimizer, range(2, 4))
+
+
+def any_optimizer(run, kind, settings):
+    run.loop(run.wrapped(kind(run.model.parameters(), **settings)))
+
+
+OPTIMIZERS = {
+    "nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "amsgrad": (optim.Adam, {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
+    "maximize": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "maximize": True}),
+    "foreach": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
+    "fused": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "fused": True}),
+    "asgd": (optim.ASGD, {"lr": 0.05}),
+    "adadelta": (optim.Adadelta, {"lr": 0.5, "eps": 1e-3}),
+    "adagrad": (optim.Adagrad, {"lr": 0.05, "eps": 1e-3, "initial_accumulator_value": 0.1}),
+    "adamax": (optim.Adamax, {"lr": 0.02, "eps": 1e-3}),
+    "nadam": (optim.NAdam, {"lr": 0.02, "eps": 1e-3}),
+    "radam": (optim.RAdam, {"lr": 0.02, "eps": 1e-3}),
+    "rmsprop": (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "centered": True, "momentum": 0.5}),
+    "rprop": (optim.Rprop, {"lr": 0.01}),
+}
+HABITS = {
+    habit.__name__: habit
+    for habit in (
+        *(freezing_later, part_of_the_parameters, groups_added_later),
+        *(groups_added_to_the_inner_optimizer, accumulation_and_clipping, clipping_by_value),
+        *(zeros_instead_of_none, layers_in_turns, cycling_momentum, reducing_on_plateaus),
+        *(weights_changed_in_between, resetting_state),
+    )
+} | {
+    name: partial(any_optimizer, kind=kind, settings=settings)
+    for name, (kind, settings) in OPTIMIZERS.items()
+}
+
+
+def train_in_all_ways(config, names):
+    found = {}
+    for name in names:
+        run = RankRun(config)
+        HABITS[name](run)
+        found[name] = run.result()
+        smp.shutdown()
+    return found
+
+
+WORLDS = {
+    "replicas": (2, {}),
+    "zero": (2, {"shard_optimizer_state": True}),
+    "stages": (2, {"pipeline_parallel_degree": 2}),
+    "grid": (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True}),
+}
+CASES = [
+    ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
+    ("grid", ["freezing_later", "accumulation_and_clipping"]),
+    *(pytest.param(world, list(HABITS), marks=pytest.mark.slow) for world in WORLDS),
+]
+
+
+@pytest.mark.parametrize(("world", "names"), CASES)
+def test_habits(world, names):
+    size, config = WORLDS[world]
+    ranks = run_ranks(train_in_all_ways, size, config, names, timeout_s=500)
+    for name in names:
+        plain = Run(size // config.get("pipeline_parallel_degree", 1))
+        HABITS[name](plain)
+        for key, value in plain.result().items():
+            for found in ranks:
+                assert torch.allclose(found[name][key], value, rtol=1e-4, atol=1e-5), (name, key)
