@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpxla.compat import CompatError
+from mpxla.compat.names import cuda_name
 from mpxla.compat.user_code import at_script_line
 from mpxla.stage.device import current_device
 
@@ -97,6 +98,14 @@ class DeviceMapping(TorchFunctionMode):
         """XLA reads host memory as it is."""
         return tensor
 
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            reason = cuda_name(dtype.removeprefix("torch.cuda.")).text
+            raise CompatError(
+                f"{at_script_line()}: {dtype} cannot be mapped onto an XLA device: {reason}."
+            )
+        return tensor.type(dtype, *args, **kwargs)
+
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type in ("cuda", "xla")
 
@@ -111,6 +120,7 @@ class DeviceMapping(TorchFunctionMode):
         torch.device: _make_device,
         torch.Tensor.cuda: _cuda,
         torch.Tensor.pin_memory: _pin_memory,
+        torch.Tensor.type: _type,
         cast(Any, torch.Tensor.is_cuda).__get__: _is_cuda,
     }
 

@@ -6,17 +6,11 @@ import os
 import pytest
 import torch
 
-from mpxla.compat import CompatError
 from mpxla.errors import ConfigError
 from mpxla.testing import run_ranks
+from mpxla.tests.compat.launching import refusal
 
 pytestmark = pytest.mark.ranks
-
-
-def refusal(function, kind=CompatError):
-    with pytest.raises(kind) as refused:
-        function()
-    return str(refused.value)
 
 
 def use_smp():
@@ -48,6 +42,11 @@ def _use_smp():
 
         gpt2.translate_state_dict_to_hf_gpt2({})
 
+    def import_full_state():
+        from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (  # noqa: F401
+            get_full_state_dict_from_sharded_data_parallel_checkpoint,
+        )
+
     half = torch.float16
     texts = {
         "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
@@ -59,6 +58,7 @@ def _use_smp():
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
+        "full_state": refusal(import_full_state),
         "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
         "recompute_import": refusal(import_checkpoint),
         "fused": refusal(lambda: smp.optimizers.FusedLAMB),
@@ -90,7 +90,7 @@ def _use_smp():
 FEATURES = {
     "tensor parallelism": ("nn", "from", "translate", "register", "context", "set", "creation"),
     "fp16 training": ("half", "clip", "overflow", "scale"),
-    "sharded data parallelism": ("sharded", "norm"),
+    "sharded data parallelism": ("sharded", "norm", "full_state"),
     "activation checkpointing": ("recompute", "recompute_import"),
 }
 
