@@ -13,6 +13,13 @@ from mpxla.tests.compat.launching import refusal
 pytestmark = pytest.mark.ranks
 
 
+OF_THE_MODEL = (
+    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
+    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
+    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
+)
+
+
 def use_smp():
     from mpxla.compat.launcher import mapped
 
@@ -84,11 +91,16 @@ def _use_smp():
         "norm": refusal(lambda: optimizer._global_grad_norm, missing),
     }
     assert not hasattr(optimizer, "overflow")
+    texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
+    assert not hasattr(model, "nothing_of_that_name")
     return texts
 
 
 FEATURES = {
-    "tensor parallelism": ("nn", "from", "translate", "register", "context", "set", "creation"),
+    "tensor parallelism": (
+        *OF_THE_MODEL,
+        *("nn", "from", "translate", "register", "context", "set", "creation"),
+    ),
     "fp16 training": ("half", "clip", "overflow", "scale"),
     "sharded data parallelism": ("sharded", "norm", "full_state"),
     "activation checkpointing": ("recompute", "recompute_import"),
@@ -146,3 +158,27 @@ def move_the_model():
 
 def test_moving_the_distributed_model_is_left_to_the_first_step():
     assert run_ranks(move_the_model, 1) == [True]
+
+
+def move_a_delayed_model():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init()
+        torch.manual_seed(1)
+        expected = torch.nn.Linear(64, 64).weight.detach().clone()
+        torch.manual_seed(1)
+        with smp.model_creation():
+            linear = torch.nn.Linear(64, 64)
+        linear.to("cuda").cuda(0).to(torch.device("cuda", 0)).to(device="cuda:0")
+        assert linear.weight.device.type == "meta", "nothing is moved before it has values"
+        model = smp.DistributedModel(linear)
+        smp.step(lambda model, x: model(x))(model, torch.ones(2, 64).cuda())
+        assert next(model.local_parameters()).is_cuda
+        torch.testing.assert_close(model.state_dict()["weight"].cpu(), expected, rtol=0, atol=0)
+
+
+def test_moving_a_model_without_values_is_left_to_the_first_step():
+    run_ranks(move_a_delayed_model, 1)
