@@ -16,5 +16,5 @@ __all__ = ["CompatError"]
 class CompatError(MpxlaError):
     """A script uses a name that has no counterpart on an XLA device, or that mpxla does not have.
 
-    Example: ``torch.cuda.Stream()``. The text names the script's line and the reason.
+    Example: ``torch.cuda.CUDAGraph()``. The text names the script's line and the reason.
     """

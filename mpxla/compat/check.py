@@ -14,6 +14,7 @@ from mpxla.compat.names import (
     BACKEND_FLAG,
     IS_CUDA_TYPE,
     METHODS,
+    SMP_MODULES,
     SMP_PACKAGE,
     Fate,
     Name,
@@ -112,6 +113,8 @@ class _Reader(ast.NodeVisitor):
         self._file = file
         self._imported: dict[str, str] = {}
         """Name in the file -> dotted path of what it stands for."""
+        self._configurations: dict[str, ast.expr] = {}
+        """Name in the file -> the dictionary last written out for it."""
         self.findings: list[Finding] = []
 
     def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
@@ -125,9 +128,27 @@ class _Reader(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
+            if alias.name == "*" and node.module is not None:
+                self._import_all(node, node.module)
+                continue
             path = f"{node.module}.{alias.name}"
             self._imported[alias.asname or alias.name] = path
             self._note(node, path)
+
+    def _import_all(self, node: ast.AST, module: str) -> None:
+        """`from module import *`: later uses of the module's names are its own."""
+        below = (module + ".").removeprefix(f"{SMP_PACKAGE}.").removesuffix(".")
+        if below not in SMP_MODULES or not module.startswith(SMP_PACKAGE):
+            return
+        self._add(node, f"smp.{below}.*" if below else "smp.*", Name(Fate.SUPPORTED, "a module"))
+        for name in SMP_MODULES[below]:
+            self._imported[name] = f"{module}.{name}"
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._configurations[target.id] = node.value
+        self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id in self._imported:
@@ -144,8 +165,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
-        if any(isinstance(s, ast.Attribute) and s.attr == "type" for s in sides) and any(
-            _is_cuda_text(s) for s in sides
+        if any(_is_device_text(side) for side in sides) and any(
+            _is_cuda_text(part) for side in sides for part in getattr(side, "elts", [side])
         ):
             self._add(node, '.type == "cuda"', IS_CUDA_TYPE)
         self.generic_visit(node)
@@ -159,6 +180,9 @@ class _Reader(ast.NodeVisitor):
             self._add(node, '.to("cuda")', _ON_DEVICE)
         elif called == "torch.device" and any(_is_cuda_text(a) for a in node.args):
             self._add(node, 'torch.device("cuda")', _ON_DEVICE)
+        elif method == "startswith" and isinstance(node.func, ast.Attribute):
+            if _is_device_text(node.func.value) and any(_is_cuda_text(a) for a in node.args):
+                self._add(node, '.type == "cuda"', IS_CUDA_TYPE)
         for keyword in node.keywords:
             is_place = keyword.arg in ("device", "map_location", "device_type")
             if is_place and _is_cuda_text(keyword.value):
@@ -169,6 +193,8 @@ class _Reader(ast.NodeVisitor):
 
     def _check_configuration(self, call: ast.Call) -> None:
         for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+            if isinstance(value, ast.Name):
+                value = self._configurations.get(value.id, value)
             for key, setting in _items(value):
                 if key not in MISSING_FEATURES:
                     continue
@@ -226,6 +252,14 @@ def _is_cuda_text(node: ast.AST) -> bool:
     if isinstance(node, ast.IfExp):
         return _is_cuda_text(node.body) or _is_cuda_text(node.orelse)
     return False
+
+
+def _is_device_text(node: ast.AST) -> bool:
+    """Whether an expression is the text of a device: `x.type`, `str(device)`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "type"
+    is_str = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "str"
+    return is_str and any("device" in getattr(a, "attr", getattr(a, "id", "")) for a in node.args)
 
 
 def _is_index(node: ast.AST) -> bool:

@@ -19,8 +19,8 @@ __all__ = ["collectives_on_device"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("broadcast", "gather", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("scatter", "send"),
+    *("broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "send"),
 )
 _GROUP_MAKERS = ("init_process_group", "new_group")
 _DEVICE_BACKENDS = ("nccl", "smddp")

@@ -4,22 +4,27 @@ This module must not know SMP's names (`alias.py`).
 """
 
 import contextlib
-from collections.abc import Generator
-from types import SimpleNamespace
-from typing import Any
+import functools
+import sys
+from collections.abc import Generator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
+from mpxla.compat import CompatError
 from mpxla.compat.amp import Autocast, GradScaler
 from mpxla.compat.devices import DeviceMap
 from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
-from mpxla.compat.names import cuda_name
+from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
 from mpxla.compat.randomness import DeviceRandomness
+from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, recorded, synchronize
+from mpxla.compat.user_code import at_script_line
 from mpxla.compat.views import View, show
-from mpxla.stage.device import flush, wait
 
 __all__ = ["cuda_names"]
 
+_AMP_MODULES = ("amp", "amp.autocast_mode", "amp.grad_scaler")
 _SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork"))
 """Libraries read them too: `torch.manual_seed` seeds all devices by them."""
 
@@ -28,20 +33,67 @@ _SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_
 def cuda_names(devices: DeviceMap) -> Generator[None]:
     """Lets the script's code read `torch.cuda` as names for the rank's device, until exit."""
     randomness = DeviceRandomness()
-    functions = _functions(devices) | MEMORY_FUNCTIONS | randomness.functions()
+    functions = _functions(devices) | STREAM_FUNCTIONS | MEMORY_FUNCTIONS | randomness.functions()
     amp = {"autocast": Autocast, "GradScaler": GradScaler}
-    modules = {name: getattr(torch.cuda, name) for name in ("amp", "random", "memory")}
-    cuda = View(functions | modules, lambda name: cuda_name(name).text, _SEEDING)
+    replacements = {
+        **dict.fromkeys(("", "random", "memory", "streams"), functions | _modules(CUDA_NAMES)),
+        **dict.fromkeys(_AMP_MODULES, amp | _modules(CUDA_AMP_NAMES, "amp.")),
+        "nvtx": NVTX_FUNCTIONS,
+    }
     with contextlib.ExitStack() as views:
-        views.enter_context(show(torch.cuda, cuda))
-        views.enter_context(show(torch.cuda.random, cuda))
-        views.enter_context(show(torch.cuda.memory, cuda))
-        refuse_amp = View(amp, lambda name: cuda_name(f"amp.{name}").text)
-        views.enter_context(show(torch.cuda.amp, refuse_amp))
+        for below, module in _public_modules():
+            reason = functools.partial(_reason, below)
+            shared = _SEEDING if below in ("", "random") else frozenset[str]()
+            view = View(replacements.get(below, {}), reason, shared)
+            views.enter_context(show(module, view))
         views.enter_context(show(torch.amp, View({"GradScaler": GradScaler})))
+        forking = View({"fork_rng": randomness.fork}, shared=frozenset(("fork_rng",)))
+        views.enter_context(show(torch.random, forking))
+        views.enter_context(recorded())
         randomness.start()
         views.callback(randomness.stop)
         yield
+
+
+def _public_modules() -> list[tuple[str, ModuleType]]:
+    """`torch.cuda` under "", and its submodules under their paths below it."""
+    found = [("", torch.cuda)]
+    for path, module in sys.modules.items():
+        below = path.removeprefix("torch.cuda.")
+        if below != path and "._" not in f".{below}":
+            found.append((below, module))
+    return found
+
+
+def _modules(names: Mapping[str, Name], prefix: str = "") -> dict[str, ModuleType]:
+    """Those of the names that are modules."""
+    paths = {name: sys.modules.get(f"torch.cuda.{prefix}{name}") for name in names}
+    return {
+        name: module
+        for name, module in paths.items()
+        if module is not None and names[name].fate is Fate.SUPPORTED
+    }
+
+
+def _reason(below: str, name: str) -> str:
+    """Why a name of a module below `torch.cuda` cannot be mapped."""
+    return cuda_name(f"{below}.{name}" if below else name).text
+
+
+class _Properties(NamedTuple):
+    """What `get_device_properties` knows of an XLA device."""
+
+    name: str
+    total_memory: int
+    """Bytes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CompatError(
+            f"{at_script_line()}: get_device_properties().{name} cannot be mapped onto an XLA "
+            f"device: {REFUSED}."
+        )
 
 
 def _functions(devices: DeviceMap) -> dict[str, Any]:
@@ -52,14 +104,12 @@ def _functions(devices: DeviceMap) -> dict[str, Any]:
         devices.check(index)
         yield
 
-    def synchronize(index: Any = None) -> None:
+    def synchronize_device(index: Any = None) -> None:
         devices.check(index)
-        flush()
-        wait()
+        synchronize()
 
-    def properties(index: Any = None) -> SimpleNamespace:
-        devices.check(index)
-        return SimpleNamespace(name=device_name(index), total_memory=total_bytes())
+    def properties(index: Any = None) -> _Properties:
+        return _Properties(device_name(index), total_bytes())
 
     def device_name(index: Any = None) -> str:
         return f"XLA device {devices.find(index)}"
@@ -74,7 +124,7 @@ def _functions(devices: DeviceMap) -> dict[str, Any]:
         "device": device,
         "get_device_name": device_name,
         "get_device_properties": properties,
-        "synchronize": synchronize,
+        "synchronize": synchronize_device,
         "init": lambda: None,
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,

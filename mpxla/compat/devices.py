@@ -12,7 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpxla.compat import CompatError
+from mpxla.compat.names import cuda_name
 from mpxla.compat.user_code import at_script_line
+from mpxla.stage.delayed import is_delayed
 from mpxla.stage.device import current_device
 
 __all__ = ["DeviceMap", "DeviceMapping"]
@@ -80,6 +82,8 @@ class DeviceMapping(TorchFunctionMode):
         if own is not None:
             return own(self, *args, **(kwargs or {}))
         if func in _TAKE_DEVICE_BY_POSITION:
+            if args and _is_delayed(args[0]):
+                return func(args[0], *map(_delayed, args[1:]), **_delayed_names(kwargs))
             args = tuple(self._mapped(value) for value in args)
         if not kwargs:
             return func(*args)
@@ -91,11 +95,20 @@ class DeviceMapping(TorchFunctionMode):
         return self._devices.find(value) if _means_cuda(value) else value
 
     def _cuda(self, tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return tensor.to(self._devices.find(device))
+        self._devices.check(device)
+        return tensor if _is_delayed(tensor) else tensor.to(self._devices.find(device))
 
     def _pin_memory(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         """XLA reads host memory as it is."""
         return tensor
+
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            reason = cuda_name(dtype.removeprefix("torch.cuda.")).text
+            raise CompatError(
+                f"{at_script_line()}: {dtype} cannot be mapped onto an XLA device: {reason}."
+            )
+        return tensor.type(dtype, *args, **kwargs)
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type in ("cuda", "xla")
@@ -111,6 +124,7 @@ class DeviceMapping(TorchFunctionMode):
         torch.device: _make_device,
         torch.Tensor.cuda: _cuda,
         torch.Tensor.pin_memory: _pin_memory,
+        torch.Tensor.type: _type,
         cast(Any, torch.Tensor.is_cuda).__get__: _is_cuda,
     }
 
@@ -122,3 +136,20 @@ def _means_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+# A parameter of `smp.delay_param_initialization` has no values yet; the first step moves it.
+
+
+def _is_delayed(value: Any) -> bool:
+    is_meta = isinstance(value, torch.Tensor) and value.device.type == "meta"
+    return is_meta and is_delayed(value)
+
+
+def _delayed(value: Any) -> Any:
+    is_device = isinstance(value, torch.device) and value.type == "xla"
+    return torch.device("meta") if is_device or _means_cuda(value) else value
+
+
+def _delayed_names(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: _delayed(value) for name, value in (kwargs or {}).items()}

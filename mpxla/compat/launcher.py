@@ -1,6 +1,8 @@
 """Runs a script as `__main__` where SMP's package exists and CUDA names mean the XLA device."""
 
 import contextlib
+import functools
+import os
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpxla.compat import CompatError
 from mpxla.compat.alias import importable
 from mpxla.compat.check import check_script
 from mpxla.compat.collectives import collectives_on_device
@@ -16,6 +19,7 @@ from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
+from mpxla.compat.user_code import at_script_line, script_line_of
 from mpxla.env import read_environment
 from mpxla.log import get_logger
 
@@ -31,9 +35,10 @@ def mapped() -> Generator[None]:
         importable(),
         cuda_names(devices),
         collectives_on_device(),
-        loads_onto_device(),
+        loads_onto_device(devices),
         _kept_parameters(),
         _autocast_on_device(),
+        _default_type_on_host(),
         DeviceMapping(devices),
     ):
         yield
@@ -50,16 +55,16 @@ def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
         The script's global names at its end.
     """
     main = ModuleType("__main__")
-    main.__file__ = str(script)
+    main.__file__ = os.path.abspath(script)  # as Python does: scripts look for files beside them
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     saved = sys.argv, list(sys.path), sys.modules["__main__"]
-    code = compile(script.read_bytes(), str(script), "exec")
+    code = compile(script.read_bytes(), main.__file__, "exec")
     _warn_of_differences(script)
     sys.argv = [str(script), *arguments]
     sys.path[0:1] = [str(script.resolve().parent)]
     sys.modules["__main__"] = main
     try:
-        with mapped():
+        with mapped(), _explained():
             exec(code, main.__dict__)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = saved
@@ -103,3 +108,41 @@ def _autocast_on_device() -> Generator[None]:
         yield
     finally:
         torch.autocast.__init__ = original
+
+
+@contextlib.contextmanager
+def _default_type_on_host() -> Generator[None]:
+    """`torch.set_default_tensor_type` refuses types of CUDA, which torch takes without a device."""
+    original = torch.set_default_tensor_type
+
+    @functools.wraps(original)
+    def set_type(kind: Any) -> None:
+        if isinstance(kind, str) and kind.startswith("torch.cuda."):
+            raise CompatError(
+                f"{at_script_line()}: {kind} as the default type cannot be mapped onto an XLA "
+                f'device: use torch.set_default_device("cuda") and torch.set_default_dtype.'
+            )
+        original(kind)
+
+    torch.set_default_tensor_type = set_type
+    try:
+        yield
+    finally:
+        torch.set_default_tensor_type = original
+
+
+_TORCHS_TEXTS = ("NVIDIA driver", "CUDA driver", "compiled with CUDA")
+
+
+@contextlib.contextmanager
+def _explained() -> Generator[None]:
+    """Torch's errors for want of a CUDA device say which line of the script asks for one."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if isinstance(error, CompatError) or not any(t in str(error) for t in _TORCHS_TEXTS):
+            raise
+        raise CompatError(
+            f"{script_line_of(error)}: this asks torch for a CUDA device in a way that cannot be "
+            f"mapped onto an XLA device ({str(error).splitlines()[0]})"
+        ) from error

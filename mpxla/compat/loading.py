@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from mpxla.compat import CompatError
+from mpxla.compat.devices import DeviceMap
+from mpxla.compat.user_code import at_script_line
+
 __all__ = ["loads_onto_device"]
 
 _PRIORITY = 5
@@ -15,10 +19,15 @@ _PRIORITY = 5
 
 
 @contextlib.contextmanager
-def loads_onto_device() -> Generator[None]:
-    """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit."""
-    original = torch.load
+def loads_onto_device(devices: DeviceMap) -> Generator[None]:
+    """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit.
+
+    XLA's tensors have no storages. Those for the device stay on the host while a file is read;
+    then the tensors in them are moved.
+    """
+    original, storage_class = torch.load, torch.UntypedStorage
     on_device: set[int] = set()
+    loads_running: list[None] = []
 
     def restore(storage: Any, location: str) -> Any:
         """Leaves a storage of the device on the host, for now; None: it is another package's."""
@@ -27,31 +36,62 @@ def loads_onto_device() -> Generator[None]:
         on_device.add(storage.data_ptr())
         return storage
 
+    def move_storage(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        """`storage.cuda()`, which functions given as `map_location` call."""
+        if not loads_running:
+            raise CompatError(
+                f"{at_script_line()}: a storage cannot be moved to an XLA device, whose tensors "
+                f"have none; move the tensor."
+            )
+        devices.check(device)
+        return restore(storage, "cuda")
+
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
         on_device.clear()
-        loaded = original(*args, **kwargs)
+        loads_running.append(None)
+        try:
+            loaded = original(*args, **kwargs)
+        finally:
+            loads_running.pop()
         return pytree.tree_map(_mover(on_device), loaded) if on_device else loaded
 
     torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)
     torch.load = torch.serialization.load = load
+    storage_class.cuda = move_storage  # type: ignore[method-assign]
     try:
         yield
     finally:
+        del storage_class.cuda  # its own; that of its base is there again
         torch.load = torch.serialization.load = original
         registry = torch.serialization._package_registry  # pyright: ignore[reportPrivateUsage]
         registry[:] = [entry for entry in registry if entry[2] is not restore]
 
 
 def _mover(on_device: set[int]) -> Callable[[Any], Any]:
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """By the id of a tensor on the host, which is kept: what two places share stays shared."""
+
     def move(value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            _move_module(value, move)
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
             return value
         if value.untyped_storage().data_ptr() not in on_device:
             return value
-        moved = value.detach().cuda()
-        if isinstance(value, torch.nn.Parameter):
-            return torch.nn.Parameter(moved, requires_grad=value.requires_grad)
-        return moved.requires_grad_(value.requires_grad)
+        if id(value) not in moved:
+            copy = value.detach().cuda()
+            if isinstance(value, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy)
+            moved[id(value)] = value, copy.requires_grad_(value.requires_grad)
+        return moved[id(value)][1]
 
     return move
+
+
+def _move_module(module: torch.nn.Module, move: Callable[[Any], Any]) -> None:
+    """Moves what the modules of a tree hold."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in table.items():
+                table[name] = move(tensor)  # pyright: ignore[reportArgumentType]

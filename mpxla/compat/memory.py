@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpxla.compat import CompatError
+from mpxla.compat.user_code import at_script_line
 from mpxla.stage.device import memory_counters
 
 __all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
@@ -46,13 +48,23 @@ def _free_and_total(device: Any = None) -> tuple[int, int]:
     return total - used, total
 
 
+class _Statistics(dict[str, int]):
+    """Counters by CUDA's names; reading one that XLA does not keep is an error with a reason."""
+
+    def __missing__(self, name: str) -> int:
+        raise CompatError(
+            f"{at_script_line()}: memory_stats()[{name!r}] cannot be mapped onto an XLA device: "
+            f"it counts {', '.join(sorted(self))} only."
+        )
+
+
 def _statistics(device: Any = None) -> dict[str, int]:
     used, peak, _ = _counters()
-    return {
-        f"{kind}_bytes.all.{what}": value
+    return _Statistics(
+        (f"{kind}_bytes.all.{what}", value)
         for kind in ("allocated", "reserved", "active")
         for what, value in (("current", used), ("peak", peak))
-    }
+    )
 
 
 def _summary(device: Any = None, abbreviated: bool = False) -> str:

@@ -13,6 +13,7 @@ __all__ = [
     "BACKEND_FLAG",
     "CUDA_AMP_NAMES",
     "CUDA_NAMES",
+    "CUDA_NVTX_NAMES",
     "IS_CUDA_TYPE",
     "METHODS",
     "REFUSED",
@@ -79,7 +80,7 @@ _SWITCHES = {
     "tp_register_with_module": _missing(_TP),
     "register_parameter": _missing(_SHARDING),
     "set_activation_checkpointing": _missing(_RECOMPUTE),
-    "sharded_data_parallel_checkpoint": _missing(_SHARDING),
+    "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
 _LAYERS = (
@@ -124,6 +125,9 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         for family, names in _TRANSLATIONS.items()
     },
     "optimizers": {name: _refused(_FUSED) for name in ("FusedNovoGrad", "FusedLamb", "FusedLAMB")},
+    "sharded_data_parallel_checkpoint": {
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(_SHARDING)
+    },
     "patches": {"checkpoint": _supported("a module")},
     "patches.checkpoint": {
         name: _missing(_RECOMPUTE) for name in ("checkpoint", "checkpoint_sequential")
@@ -170,17 +174,17 @@ def smp_name(path: str) -> Name:
 
 # --- CUDA -------------------------------------------------------------------------------------
 
-_STREAMS = (
-    "XLA orders its work by itself and has no streams; remove them, and wait with "
-    "torch.cuda.synchronize()"
-)
+_STREAM = "XLA runs work in the order of the program, which every stream is"
+_CUDA_STREAM = "it wraps a stream of CUDA's runtime; use torch.cuda.Stream and torch.cuda.stream"
+_RANGE = "NVIDIA's profiler, which shows such ranges, does not see XLA devices"
 _MEMORY = "bytes that the device's runtime counts; on the CPU, resident bytes of the process"
 _GRAPHS = "step functions are captured and compiled anyway; remove it"
 _ALLOCATOR = "XLA's runtime has its own allocator, which scripts cannot steer"
 BACKEND_FLAG = Name(Fate.IDLE, "a flag of CUDA's libraries")
 """Everything in `torch.backends.cuda` and `torch.backends.cudnn`."""
 IS_CUDA_TYPE = Name(Fate.DIFFERS, "False: the type of the script's device is 'xla'")
-"""`device.type == "cuda"`, which nothing can map: the launcher warns of it."""
+"""Comparing a device's text, as in `device.type == "cuda"`: nothing can map it, so the launcher
+warns."""
 REFUSED = "it says something about a CUDA device that an XLA device does not have"
 """Reason for names of `torch.cuda` that no table lists."""
 
@@ -217,13 +221,15 @@ CUDA_NAMES: dict[str, Name] = {
     "amp": _supported("a module"),
     "random": _supported("a module with names of torch.cuda"),
     "memory": _supported("a module with names of torch.cuda"),
+    "streams": _supported("a module with names of torch.cuda"),
+    "nvtx": _supported("a module"),
+    "Event": _supported("recorded when the work before it is done; its times are those of work"),
     **{
-        name: _refused(_STREAMS)
-        for name in (
-            *("Stream", "ExternalStream", "StreamContext", "stream", "set_stream", "streams"),
-            *("current_stream", "default_stream", "Event"),
-        )
+        name: _supported(_STREAM)
+        for name in ("Stream", "stream", "set_stream", "current_stream", "default_stream")
     },
+    "ExternalStream": _refused(_CUDA_STREAM),
+    "StreamContext": _refused(_CUDA_STREAM),
     **{
         name: _refused(_GRAPHS)
         for name in ("CUDAGraph", "graph", "graphs", "make_graphed_callables", "graph_pool_handle")
@@ -237,9 +243,12 @@ CUDA_NAMES: dict[str, Name] = {
         )
     },
     "nccl": _refused("processes talk through mpxla; use smp's or torch.distributed's functions"),
-    "nvtx": _refused("NVIDIA's profiler does not see XLA devices; remove it"),
     "profiler": _refused("NVIDIA's profiler does not see XLA devices; remove it"),
     "cudart": _refused("there is no CUDA runtime; remove it"),
+    "_lazy_init": _refused(
+        "torch asks for a CUDA device here; CUDA devices mean the XLA device on the thread that "
+        "runs the script only"
+    ),
     "get_device_capability": _refused("an XLA device has no compute capability"),
     **{
         f"{kind}{what}": _refused(
@@ -254,14 +263,35 @@ CUDA_NAMES: dict[str, Name] = {
 CUDA_AMP_NAMES: dict[str, Name] = {
     "autocast": _supported("the device's autocast; without dtype, bfloat16"),
     "GradScaler": _SCALER,
+    "autocast_mode": _supported("a module with names of torch.cuda.amp"),
+    "grad_scaler": _supported("a module with names of torch.cuda.amp"),
 }
 """Name in `torch.cuda.amp` -> what happens to it."""
+
+CUDA_NVTX_NAMES: dict[str, Name] = {
+    name: Name(Fate.IDLE, _RANGE)
+    for name in ("range", "range_push", "range_pop", "range_start", "range_end", "mark")
+}
+"""Name in `torch.cuda.nvtx` -> what happens to it."""
+
+_NAMES_IN: dict[str, dict[str, Name]] = {
+    "": CUDA_NAMES,
+    "random": CUDA_NAMES,
+    "memory": CUDA_NAMES,
+    "streams": CUDA_NAMES,
+    "amp": CUDA_AMP_NAMES,
+    "amp.autocast_mode": CUDA_AMP_NAMES,
+    "amp.grad_scaler": CUDA_AMP_NAMES,
+    "nvtx": CUDA_NVTX_NAMES,
+}
+"""Module below `torch.cuda` -> the names that are found in it."""
 
 
 def cuda_name(path: str) -> Name:
     """What happens to a dotted path below `torch.cuda`, such as `amp.autocast`."""
-    names, head = CUDA_NAMES, path.split(".")
-    if head[0] in ("random", "memory", "amp") and len(head) > 1:
-        names = CUDA_AMP_NAMES if head[0] == "amp" else CUDA_NAMES
-        head = head[1:]
-    return names.get(head[0], _refused(REFUSED))
+    parts = path.split(".")
+    for length in range(len(parts) - 1, -1, -1):  # the longest module; then an attribute's owner
+        names = _NAMES_IN.get(".".join(parts[:length]))
+        if names is not None:
+            return names.get(parts[length], _refused(REFUSED))
+    raise AssertionError("torch.cuda itself has a table")

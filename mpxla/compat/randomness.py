@@ -5,12 +5,15 @@ the initialization of weights alone. Here, a host generator of its own gives the
 operators in step functions, and XLA's state those of operators outside.
 """
 
+import contextlib
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
+from torch.random import fork_rng
 
 from mpxla.runtime.seeds import use_generator
-from mpxla.stage.device import set_random_state
+from mpxla.stage.device import random_state, set_random_state
 
 __all__ = ["DeviceRandomness"]
 
@@ -44,6 +47,29 @@ class DeviceRandomness:
             # torch.manual_seed asks it, and passes CUDA over in some forked processes.
             "_is_in_bad_fork": lambda: False,
         }
+
+    @contextlib.contextmanager
+    def fork(
+        self,
+        devices: Iterable[Any] | None = None,
+        enabled: bool = True,
+        *names: str,
+        device_type: str = "cuda",
+    ) -> Generator[None]:
+        """`torch.random.fork_rng`, which cannot ask torch for a module of XLA's generators."""
+        if device_type not in ("cuda", "xla"):
+            with fork_rng(devices, enabled, *names, device_type=device_type):
+                yield
+            return
+        is_device_forked = enabled and (devices is None or len(list(devices)) > 0)
+        state, device_state = self._state(), random_state()
+        with fork_rng([], enabled, device_type="cpu"):
+            try:
+                yield
+            finally:
+                if is_device_forked:
+                    self._generator.set_state(state)
+                    set_random_state(device_state)
 
     def _seed(self, seed: int) -> None:
         self._generator.manual_seed(int(seed))

@@ -8,15 +8,18 @@ import functools
 import linecache
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["at_script_line", "is_script_code"]
+__all__ = ["at_script_line", "is_script_code", "script_line_of"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(
     f"{Path(sysconfig.get_path(kind)).resolve()}/" for kind in ("stdlib", "purelib", "platlib")
 )
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of installed packages, wherever they are: those of the user, of the system."""
 
 
 @functools.cache
@@ -27,7 +30,7 @@ def is_script_code(filename: str) -> bool:
     path = Path(filename).resolve()
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")
-    return not str(path).startswith(_LIBRARIES)
+    return not str(path).startswith(_LIBRARIES) and _INSTALLED.isdisjoint(path.parts)
 
 
 def at_script_line() -> str:
@@ -36,7 +39,17 @@ def at_script_line() -> str:
     while frame is not None:
         filename = frame.f_code.co_filename
         if is_script_code(filename):
-            source = linecache.getline(filename, frame.f_lineno).strip()
-            return f"{filename}:{frame.f_lineno}: {source}"
+            return _line(filename, frame.f_lineno)
         frame = frame.f_back
     return "the script"
+
+
+def script_line_of(error: BaseException) -> str:
+    """`file:line: source` of the script's innermost line that an error came through."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(f.f_code.co_filename, n) for f, n in frames if is_script_code(f.f_code.co_filename)]
+    return _line(*lines[-1]) if lines else "the script"
+
+
+def _line(filename: str, number: int) -> str:
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"

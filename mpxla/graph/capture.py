@@ -24,6 +24,7 @@ from mpxla.graph.capture_modes import (
     StepSemantics,
     attributes_named_by_keywords,
     fake_state,
+    host_autocast,
     quiet_export,
     unmapped_autocast,
 )
@@ -197,6 +198,7 @@ def capture_step(
     with (
         fake_state(model, fake_mode),
         unmapped_autocast(),
+        host_autocast(),
         quiet_export(),
         attributes_named_by_keywords(),
     ):

@@ -24,6 +24,7 @@ __all__ = [
     "StepSemantics",
     "attributes_named_by_keywords",
     "fake_state",
+    "host_autocast",
     "quiet_export",
     "unmapped_autocast",
 ]
@@ -167,3 +168,31 @@ def unmapped_autocast() -> Generator[None]:
                 yield
             return
     yield
+
+
+@contextlib.contextmanager
+def host_autocast() -> Generator[None]:
+    """Autocast regions for the device, entered in the step, apply to the host's fakes.
+
+    So user code reads the dtypes that the tensors will have.
+    """
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    entered: list[str] = []
+
+    def enter_on_host(self: torch.autocast) -> Any:
+        entered.append(self.device)
+        self.device = "cpu" if self.device in ("xla", "cuda") else self.device
+        return enter(self)
+
+    def leave_on_host(self: torch.autocast, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            self.device = entered.pop()
+
+    torch.autocast.__enter__ = enter_on_host
+    torch.autocast.__exit__ = leave_on_host
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave

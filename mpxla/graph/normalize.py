@@ -30,11 +30,10 @@ _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def keep_gradient_barriers(module: fx.GraphModule) -> None:
-    """Makes regions under `torch.no_grad()` detach their results, and autocast regions host ones.
+    """Makes regions under `torch.no_grad()` detach their results, in autocast regions too.
 
     Functionalization inlines such regions. A region without gradients would lose that meaning, so
-    its outputs get an explicit `detach`; an autocast region for the device would not apply to the
-    host tensors of the capture, so it is renamed.
+    its outputs get an explicit `detach`.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function":
@@ -46,10 +45,7 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
             if arguments[0] is False:
                 _detach_outputs(body)
         elif name == "wrap_with_autocast":
-            device_type, *rest = arguments
-            if device_type in ("xla", "cuda"):
-                node.args = ("cpu", *rest)
-            body_node = next(a for a in rest if isinstance(a, fx.Node) and a.op == "get_attr")
+            body_node = next(a for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr")
             keep_gradient_barriers(getattr(module, str(body_node.target)))
 
 

@@ -19,6 +19,14 @@ from mpxla.stage.delayed import is_delayed
 __all__ = ["PartitionedModule"]
 
 
+_TENSOR_PARALLELISM = (
+    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
+    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
+    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
+)
+"""Methods of SMP's wrapper that belong to a missing feature."""
+
+
 class PartitionedModule(nn.Module):
     """A module whose parameters and buffers live on several ranks.
 
@@ -30,6 +38,13 @@ class PartitionedModule(nn.Module):
         super().__init__()
         self.module = module
         self._state = ModelState(module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSOR_PARALLELISM:
+            raise AttributeError(
+                f"model.{name} belongs to tensor parallelism, which mpxla does not have yet."
+            )
+        return super().__getattr__(name)
 
     @property
     def partitioned(self) -> bool:

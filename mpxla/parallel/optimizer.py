@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mpxla.errors import CheckpointError, ConfigError, MpxlaError
+from mpxla.errors import CheckpointError, MpxlaError
+from mpxla.log import warn_once
 from mpxla.parallel.elementwise import check_elementwise
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
@@ -44,13 +45,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: the optimizer to wrap.
-        static_loss_scale: loss scale of fp16 training; only 1.0 is supported.
-        dynamic_loss_scale: dynamic loss scaling of fp16 training; not supported.
+        static_loss_scale: loss scale of fp16 training, without which it has no effect.
+        dynamic_loss_scale: dynamic loss scaling of fp16 training, likewise.
         **dynamic_loss_args: settings of dynamic loss scaling.
 
     Raises:
         MpxlaError: there is no `DistributedModel` yet, or it is not a torch optimizer.
-        ConfigError: loss scaling was asked for.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{type(optimizer).__name__}."
             )
         if dynamic_loss_scale or static_loss_scale not in (None, 1.0):
-            raise ConfigError(
-                "loss scaling belongs to fp16 training, which mpxla does not have yet; leave "
-                "static_loss_scale at 1.0 and dynamic_loss_scale at False."
+            warn_once(
+                "loss scaling",
+                "loss scaling (static_loss_scale, dynamic_loss_scale) has no effect: it belongs to "
+                "fp16 training, which is not switched on.",
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")

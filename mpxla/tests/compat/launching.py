@@ -4,8 +4,14 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from mpxla.compat import CompatError
+from mpxla.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "smp_clients"
 
@@ -23,6 +29,25 @@ def launch(script: str, arguments: list[str], config: dict[str, Any] | None = No
         os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(config)
     _forget_files_beside(script)
     return run_script(Path(script), arguments).get("final_loss")
+
+
+def inside(function: Callable[[], Any]) -> Any:
+    """Calls a function of a test on one rank inside the launcher, as if a script called it."""
+    return run_ranks(_call_mapped, 1, function)[0]
+
+
+def _call_mapped(function: Callable[[], Any]) -> Any:
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        return function()
+
+
+def refusal(function: Callable[[], Any], kind: type[Exception] = CompatError) -> str:
+    """Text of the error that a call raises."""
+    with pytest.raises(kind) as refused:
+        function()
+    return str(refused.value)
 
 
 def run_plainly(script: str, arguments: list[str]) -> float:

@@ -63,11 +63,15 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             [(2, "smdistributed.dataparallel", REFUSED)],
         ),
         (
-            "import torch\ntorch.cuda.empty_cache()\ntorch.cuda.Event()\ntorch.cuda.nvtx.mark('a')",
+            "import torch\ntorch.cuda.empty_cache()\ntorch.cuda.CUDAGraph()\n"
+            "torch.cuda.nvtx.mark('a')\ntorch.cuda.nvtx.device('b')\n"
+            "torch.cuda.streams.Event().record()",
             [
                 (2, "torch.cuda.empty_cache", IDLE),
-                (3, "torch.cuda.Event", REFUSED),
-                (4, "torch.cuda.nvtx.mark", REFUSED),
+                (3, "torch.cuda.CUDAGraph", REFUSED),
+                (4, "torch.cuda.nvtx.mark", IDLE),
+                (5, "torch.cuda.nvtx.device", REFUSED),
+                (6, "torch.cuda.streams.Event", SUPPORTED),
             ],
         ),
         (
@@ -99,6 +103,24 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
         ),
         ("if x.device.type == 'cuda': pass", [(1, '.type == "cuda"', DIFFERS)]),
         (
+            "x.device.type in ('cpu', 'cuda')\n'cuda' in str(x.device)\n"
+            "device.type.startswith('cuda')\nstr(device).startswith('cuda')\n"
+            "name.startswith('cuda')\nstr(count) == 'cuda'\nx.device.type == 'cpu'",
+            [(line, '.type == "cuda"', DIFFERS) for line in range(1, 5)],
+        ),
+        (
+            "from smdistributed.modelparallel.torch import *\ninit()\ntp_register(1)\n"
+            "from smdistributed.modelparallel.torch.amp import *\nGradScaler()\n"
+            "from elsewhere import *",
+            [
+                (1, "smp.*", SUPPORTED),
+                (2, "smp.init", SUPPORTED),
+                (3, "smp.tp_register", REFUSED),
+                (4, "smp.amp.*", SUPPORTED),
+                (5, "smp.amp.GradScaler", SUPPORTED),
+            ],
+        ),
+        (
             "model.register_post_step_hook(f)\noptimizer.clip_master_grads(1.0)\n"
             "norm = optimizer._global_grad_norm",
             [
@@ -114,6 +136,14 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
                 (2, 'configuration "bf16"', SUPPORTED),
                 (2, 'configuration "fp16"', REFUSED),
                 (2, "smp.init", SUPPORTED),
+            ],
+        ),
+        (
+            "import mpxla\nconfig = {'fp16': True}\nmpxla.init(config)\nmpxla.init(unknown)",
+            [
+                (2, 'configuration "fp16"', REFUSED),
+                (3, "smp.init", SUPPORTED),
+                (4, "smp.init", SUPPORTED),
             ],
         ),
         (
@@ -144,19 +174,19 @@ def test_files_beside_the_script_are_read_once(tmp_path):
         tmp_path,
         "import model\nfrom data import loader\nimport json",
         model="import data\nx.cuda()",
-        data="import model\nimport torch\ntorch.cuda.Stream()",
+        data="import model\nimport torch\ntorch.cuda.CUDAGraph()",
     )
     assert [(f.file.name, f.name) for f in findings] == [
         ("model.py", ".cuda()"),
-        ("data.py", "torch.cuda.Stream"),
+        ("data.py", "torch.cuda.CUDAGraph"),
     ]
 
 
 def test_the_table_puts_what_is_not_supported_first(tmp_path):
-    findings = check(tmp_path, "import torch\nx.cuda()\ntorch.cuda.Stream()\ny.cuda()")
+    findings = check(tmp_path, "import torch\nx.cuda()\ntorch.cuda.CUDAGraph()\ny.cuda()")
     head, *rows, total = format_findings(findings).splitlines()
     assert head == f"{tmp_path / 'train.py'}:"
-    assert rows[0].startswith("  not supported torch.cuda.Stream (line 3): XLA orders its work")
+    assert rows[0].startswith("  not supported torch.cuda.CUDAGraph (line 3): step functions are")
     assert rows[1] == "  supported     .cuda() (line 2, 4): the rank's XLA device"
     assert total == "2 names of SMP and CUDA, 1 of them not supported"
 

@@ -62,3 +62,7 @@ def test_15_16_hooks():
 @pytest.mark.parametrize("config", [PIPELINE, REPLICAS], ids=["pipeline", "replicas"])
 def test_22_accumulation(config):
     run_client("accumulation", config)
+
+
+def test_autocast_in_steps():
+    run_client("mixed_precision", PIPELINE)

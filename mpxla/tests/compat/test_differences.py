@@ -51,6 +51,31 @@ def test_values_read_by_a_step_are_those_of_its_capture():
     assert with_argument == 35.0
 
 
+def ask_in_a_step():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init()
+        model = smp.DistributedModel(torch.nn.Linear(2, 1))
+
+        @smp.step
+        def step(model, x):
+            places = torch.arange(2, device=x.device) + torch.zeros(2, device="cuda")
+            output = model(x * places.cuda().to("cuda"))
+            return output, (str(x.device), x.is_cuda, str(torch.device("cuda")))
+
+        output, (place, is_cuda, named) = step(model, torch.ones(4, 2).cuda())
+        return output.concat().is_cuda, (place, *set(is_cuda), named)
+
+
+def test_tensors_read_as_host_tensors_while_a_step_is_captured():
+    ((is_cuda, answers),) = run_ranks(ask_in_a_step, 1)
+    assert is_cuda
+    assert answers == ("cpu", False, "xla:0")
+
+
 SCRIPT = """\
 import torch
 device = torch.device("cuda")

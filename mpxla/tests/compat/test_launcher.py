@@ -13,6 +13,8 @@ from mpxla.comm.ports import reserved_port
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = """\
 import argparse
+import os
+import sys
 
 import smdistributed.modelparallel.torch as smp
 import torch
@@ -37,7 +39,8 @@ def train_step(model, x):
 
 loss = train_step(model, torch.ones(4, 2).cuda()).reduce_mean()
 optimizer.step()
-assert __name__ == "__main__" and loss.is_cuda and __version__ == "1.15.0"
+assert __name__ == "__main__" and loss.is_cuda and __version__ == smp.__version__ == "1.15.0"
+assert os.path.isabs(__file__) and os.path.basename(sys.argv[0]) == "train.py"
 print("done", smp.rank(), smp.size(), smp.local_rank(), torch.cuda.device_count(), args.lr)
 """
 
@@ -82,7 +85,7 @@ def done_lines(output):
 
 @pytest.mark.ranks
 def test_one_process(script):
-    output, _ = finish(start("-m", "mpxla.compat", str(script), "--lr", "0.1"))
+    output, _ = finish(start("-m", "mpxla.compat", os.path.relpath(script), "--lr", "0.1"))
     assert done_lines(output) == ["done 0 1 0 1 0.1"]
 
 
@@ -119,15 +122,24 @@ def test_mpirun(script):
 @pytest.mark.ranks
 def test_what_cannot_be_mapped_ends_the_script_with_its_line(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text("import torch\n\nprint('before')\nside = torch.cuda.Stream()\n")
+    path.write_text("import torch\n\nprint('before')\ngraph = torch.cuda.CUDAGraph()\n")
     output, errors = finish(start("-m", "mpxla.compat", str(path)), exit_code=1)
     assert output == "before\n"
     last = next(line for line in reversed(errors.splitlines()) if "CompatError: " in line)
     assert re.match(
-        r".*CompatError: \S+/train.py:4: side = torch.cuda.Stream\(\): torch.cuda.Stream cannot be "
-        r"mapped onto an XLA device: XLA orders its work by itself",
+        r".*CompatError: \S+/train.py:4: graph = torch.cuda.CUDAGraph\(\): torch.cuda.CUDAGraph "
+        r"cannot be mapped onto an XLA device: step functions are captured and compiled anyway",
         last,
     ), last
+
+
+@pytest.mark.ranks
+def test_torchs_own_errors_about_cuda_get_the_scripts_line(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n\ngenerator = torch.Generator(device='cuda')\n")
+    _, errors = finish(start("-m", "mpxla.compat", str(path)), exit_code=1)
+    line = f"CompatError: {path}:3: generator = torch.Generator(device='cuda'): "
+    assert f"{line}this asks torch for a CUDA device in a way that cannot be mapped" in errors
 
 
 @pytest.mark.ranks
@@ -135,6 +147,58 @@ def test_the_scripts_exit_code_is_the_launchers(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import sys\nsys.exit(7)\n")
     finish(start("-m", "mpxla.compat", str(path)), exit_code=7)
+
+
+OUTSIDE = """\
+import sys
+
+import torch
+import torch.distributed
+import torch_xla
+
+
+def picture():
+    modules = [m for n, m in sys.modules.items() if n.startswith(("torch.cuda", "torch.amp"))]
+    owners = [torch, torch.distributed, torch.serialization, torch.random, torch.autocast, *modules]
+    owners += [torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.nn.Linear]
+    found = {(repr(o), name): value for o in owners for name, value in vars(o).items()}
+    registry = list(torch.serialization._package_registry)
+    modes = torch.overrides._get_current_function_mode_stack()
+    return found, [type(o) for o in owners], registry, modes
+
+
+before, *others = picture()
+import mpxla as smp
+import mpxla.compat.launcher
+
+smp.init()
+model = smp.DistributedModel(torch.nn.Linear(2, 3))
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@smp.step
+def train_step(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+train_step(model, torch.ones(4, 2)).reduce_mean().item()
+optimizer.step()
+after, *others_after = picture()
+changed = {key for key, value in before.items() if after.get(key) is not value}
+assert not changed and others == others_after, changed
+assert not torch.cuda.is_available() and "smdistributed" not in sys.modules
+print("done")
+"""
+
+
+@pytest.mark.ranks
+def test_outside_the_launcher_nothing_of_torch_is_touched(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(OUTSIDE)
+    output, _ = finish(start(str(path)))
+    assert done_lines(output) == ["done"]
 
 
 # The command line needs no torch, so it is called here.
@@ -162,8 +226,8 @@ def test_check_lists_and_counts(script, capsys):
 
     assert main(["--check", str(script)]) == 0
     output = capsys.readouterr().out
-    assert "supported     smp.DistributedModel (line 13)" in output
+    assert "supported     smp.DistributedModel (line 15)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
     script.write_text(SCRIPT + "smp.tp_register(None)\n")
     assert main(["--check", str(script)]) == 1
-    assert "not supported smp.tp_register (line 28): tensor parallelism" in capsys.readouterr().out
+    assert "not supported smp.tp_register (line 31): tensor parallelism" in capsys.readouterr().out

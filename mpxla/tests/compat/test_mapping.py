@@ -3,6 +3,7 @@
 Each function runs on one rank, as if a script called it: files of tests count as the user's.
 """
 
+import argparse
 import threading
 import time
 import types
@@ -11,27 +12,11 @@ import pytest
 import torch
 
 from mpxla.compat import CompatError
+from mpxla.compat.user_code import is_script_code
 from mpxla.testing import run_ranks
+from mpxla.tests.compat.launching import inside, refusal
 
 pytestmark = pytest.mark.ranks
-
-
-def inside(function):
-    """Calls a function of this file on one rank inside the launcher."""
-    return run_ranks(_call_mapped, 1, function.__name__)[0]
-
-
-def _call_mapped(name):
-    from mpxla.compat.launcher import mapped
-
-    with mapped():
-        return globals()[name]()
-
-
-def refusal(function):
-    with pytest.raises(CompatError) as refused:
-        function()
-    return str(refused.value)
 
 
 # Devices.
@@ -72,11 +57,19 @@ def name_devices():
     assert x.to("cpu").device == x.to(torch.float64).device == torch.device("cpu")
     assert x.to(torch.float64, True).dtype is torch.float64, "True is not the device 1"
     assert torch.device("cpu").type == "cpu" and torch.device("meta").type == "meta"
-    return refusal(lambda: torch.device("cuda:1")), refusal(lambda: x.to(3))
+    assert x.type(torch.float64).dtype is torch.float64 and x.type() == "torch.FloatTensor"
+    return (
+        refusal(lambda: torch.device("cuda:1")),
+        refusal(lambda: x.to(3)),
+        refusal(lambda: x.type("torch.cuda.HalfTensor")),
+        refusal(lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor")),
+    )
 
 
 def test_devices():
-    by_name, by_index = inside(name_devices)
+    by_name, by_index, by_type, by_default = inside(name_devices)
+    assert "torch.cuda.FloatTensor as the default type cannot be mapped" in by_default
+    assert "torch.cuda.HalfTensor cannot be mapped onto an XLA device: use torch.tensor(" in by_type
     assert 'torch.device("cuda:1")' in by_name
     for text, index in ((by_name, 1), (by_index, 3)):
         assert f"there is no device cuda:{index}: 1 process(es) run on this host" in text
@@ -88,7 +81,7 @@ def use_a_thread():
     def move():
         try:
             torch.ones(2).to("cuda")
-        except (RuntimeError, AssertionError) as error:
+        except CompatError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=move)
@@ -97,9 +90,10 @@ def use_a_thread():
     return errors
 
 
-def test_other_threads_get_torchs_error():
+def test_other_threads_get_an_error():
     (text,) = inside(use_a_thread)
-    assert "NVIDIA" in text or "CUDA" in text
+    assert "test_mapping.py:" in text and 'torch.ones(2).to("cuda")' in text
+    assert "CUDA devices mean the XLA device on the thread that runs the script only" in text
 
 
 # Names of torch.cuda.
@@ -115,10 +109,18 @@ def ask_about_the_device():
         pass
     assert cuda.get_device_name() == cuda.get_device_properties(0).name == "XLA device xla:0"
     assert refusal(lambda: cuda.set_device(1)).endswith("Use smp.local_rank() or no index.")
+    return (
+        refusal(lambda: cuda.get_device_properties(0).multi_processor_count),
+        refusal(lambda: cuda.memory_stats()["num_alloc_retries"]),
+    )
 
 
 def test_questions_about_the_device():
-    inside(ask_about_the_device)
+    processors, retries = inside(ask_about_the_device)
+    text = "get_device_properties().multi_processor_count cannot be mapped onto an XLA device"
+    assert text in processors and "test_mapping.py:" in processors
+    assert "memory_stats()['num_alloc_retries'] cannot be mapped" in retries
+    assert "it counts active_bytes.all.current, " in retries
 
 
 def count_memory():
@@ -173,6 +175,34 @@ def seed():
 
 def test_random_numbers():
     inside(seed)
+
+
+def fork_generators():
+    def draw():
+        return torch.rand(2), torch.rand(2, device="cuda").cpu(), torch.cuda.get_rng_state()
+
+    for devices in (None, [0]):
+        torch.manual_seed(4)
+        with torch.random.fork_rng(devices=devices):
+            forked = draw()
+        torch.testing.assert_close(draw(), forked, rtol=0, atol=0)
+    torch.manual_seed(4)
+    with torch.random.fork_rng(devices=[]):
+        torch.cuda.manual_seed(9)
+        torch.rand(2)
+    assert torch.equal(torch.rand(2), forked[0]) and torch.cuda.initial_seed() == 9
+    torch.manual_seed(4)
+    with torch.random.fork_rng(enabled=False):
+        draw()
+    assert not torch.equal(torch.rand(2), forked[0])
+    torch.manual_seed(4)
+    with torch.random.fork_rng([], device_type="cpu"):
+        torch.rand(2)
+    assert torch.equal(torch.rand(2), forked[0])
+
+
+def test_forked_random_numbers():
+    inside(fork_generators)
 
 
 def use_autocast():
@@ -231,10 +261,15 @@ def test_loss_scaling_is_refused_when_it_is_used():
         assert "test_mapping.py:" in text and f"scaler.{name}(" in text
 
 
-def touch_every_name():
-    from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, Fate, cuda_name
+def import_from_a_submodule():
+    from torch.cuda.nccl import version  # noqa: F401 - it must fail
 
-    for module, names in ((torch.cuda, CUDA_NAMES), (torch.cuda.amp, CUDA_AMP_NAMES)):
+
+def touch_every_name():
+    from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, CUDA_NVTX_NAMES, Fate, cuda_name
+
+    tables = ((torch.cuda, CUDA_NAMES), (torch.cuda.amp, CUDA_AMP_NAMES))
+    for module, names in (*tables, (torch.cuda.nvtx, CUDA_NVTX_NAMES)):
         for name, entry in names.items():
             if entry.fate is Fate.REFUSED:
                 assert entry.text in refusal(lambda m=module, n=name: m.__getattribute__(n)), name
@@ -247,6 +282,11 @@ def touch_every_name():
     refusal(lambda: torch.cuda.amp.custom_fwd)
     assert torch.cuda.random.manual_seed == torch.cuda.manual_seed
     assert torch.cuda.memory.memory_allocated == torch.cuda.memory_allocated
+    from torch.cuda.amp.autocast_mode import autocast
+    from torch.cuda.amp.grad_scaler import GradScaler
+
+    assert (autocast, GradScaler) == (torch.cuda.amp.autocast, torch.cuda.amp.GradScaler)
+    assert "an XLA device" in refusal(import_from_a_submodule)
     try:
         torch.cuda.nothing_of_that_name  # noqa: B018 - reading is the test
     except AttributeError:
@@ -273,30 +313,19 @@ def test_libraries_see_torch_as_it_is():
     inside(ask_as_a_library)
 
 
-# Loading.
-
-
-def load_files():
-    import io
-
-    def saved(value):
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        return buffer
-
-    state = {"w": torch.nn.Parameter(torch.ones(2)), "list": [torch.zeros(1)], "n": 3}
-    for place in ("cuda", "cuda:0", torch.device("cuda"), {"cpu": "cuda:0"}):
-        found = torch.load(saved(state), map_location=place)
-        assert found["w"].device.type == found["list"][0].device.type == "xla"
-        assert isinstance(found["w"], torch.nn.Parameter) and found["n"] == 3
-    for place in (None, "cpu", torch.device("cpu"), lambda storage, location: storage):
-        assert torch.load(saved(state), map_location=place)["w"].device.type == "cpu"
-    assert torch.load(saved(torch.ones(2).cuda())).device.type == "xla"
-
-
-def test_loading():
-    inside(load_files)
+@pytest.mark.parametrize(
+    ("path", "is_script"),
+    [
+        ("/home/me/train.py", True),
+        ("/home/me/.local/lib/python3.11/site-packages/package/module.py", False),
+        ("/usr/lib/python3/dist-packages/package.py", False),
+        (torch.__file__, False),
+        (argparse.__file__, False),
+        ("<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_code_of_installed_packages_is_none_of_the_scripts(path, is_script):
+    assert is_script_code(path) is is_script
 
 
 # Outside.
@@ -311,6 +340,9 @@ def leave_and_compare():
         return (
             type(torch.cuda), type(torch.cuda.amp), type(torch.distributed), torch.load,
             torch.autocast.__init__, torch.overrides._get_current_function_mode_stack(),
+            torch.serialization.load, list(torch.serialization._package_registry),
+            torch.UntypedStorage.cuda, type(torch.amp), type(torch.distributed.distributed_c10d),
+            [type(m) for n, m in sys.modules.items() if n.startswith("torch.cuda")],
             torch.__future__.get_swap_module_params_on_conversion(), list(sys.meta_path),
             torch.cuda.is_available(), [n for n in sys.modules if n.startswith("smdistributed")],
         )  # fmt: skip

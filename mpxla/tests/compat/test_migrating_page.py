@@ -9,6 +9,7 @@ import pytest
 from mpxla.compat.names import (
     CUDA_AMP_NAMES,
     CUDA_NAMES,
+    CUDA_NVTX_NAMES,
     METHODS,
     REFUSED,
     SMP_MODULES,
@@ -51,6 +52,7 @@ def cuda_rows():
     names = [
         *((name, entry) for name, entry in CUDA_NAMES.items()),
         *((f"amp.{name}", entry) for name, entry in CUDA_AMP_NAMES.items()),
+        *((f"nvtx.{name}", entry) for name, entry in CUDA_NVTX_NAMES.items()),
     ]
     return grouped((name, prefix.get(entry.fate, "") + entry.text) for name, entry in names)
 

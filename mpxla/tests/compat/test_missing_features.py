@@ -6,17 +6,18 @@ import os
 import pytest
 import torch
 
-from mpxla.compat import CompatError
 from mpxla.errors import ConfigError
 from mpxla.testing import run_ranks
+from mpxla.tests.compat.launching import refusal
 
 pytestmark = pytest.mark.ranks
 
 
-def refusal(function, kind=CompatError):
-    with pytest.raises(kind) as refused:
-        function()
-    return str(refused.value)
+OF_THE_MODEL = (
+    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
+    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
+    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
+)
 
 
 def use_smp():
@@ -48,6 +49,11 @@ def _use_smp():
 
         gpt2.translate_state_dict_to_hf_gpt2({})
 
+    def import_full_state():
+        from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (  # noqa: F401
+            get_full_state_dict_from_sharded_data_parallel_checkpoint,
+        )
+
     half = torch.float16
     texts = {
         "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
@@ -59,6 +65,7 @@ def _use_smp():
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
+        "full_state": refusal(import_full_state),
         "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
         "recompute_import": refusal(import_checkpoint),
         "fused": refusal(lambda: smp.optimizers.FusedLAMB),
@@ -84,13 +91,18 @@ def _use_smp():
         "norm": refusal(lambda: optimizer._global_grad_norm, missing),
     }
     assert not hasattr(optimizer, "overflow")
+    texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
+    assert not hasattr(model, "nothing_of_that_name")
     return texts
 
 
 FEATURES = {
-    "tensor parallelism": ("nn", "from", "translate", "register", "context", "set", "creation"),
+    "tensor parallelism": (
+        *OF_THE_MODEL,
+        *("nn", "from", "translate", "register", "context", "set", "creation"),
+    ),
     "fp16 training": ("half", "clip", "overflow", "scale"),
-    "sharded data parallelism": ("sharded", "norm"),
+    "sharded data parallelism": ("sharded", "norm", "full_state"),
     "activation checkpointing": ("recompute", "recompute_import"),
 }
 
@@ -146,3 +158,27 @@ def move_the_model():
 
 def test_moving_the_distributed_model_is_left_to_the_first_step():
     assert run_ranks(move_the_model, 1) == [True]
+
+
+def move_a_delayed_model():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init()
+        torch.manual_seed(1)
+        expected = torch.nn.Linear(64, 64).weight.detach().clone()
+        torch.manual_seed(1)
+        with smp.model_creation():
+            linear = torch.nn.Linear(64, 64)
+        linear.to("cuda").cuda(0).to(torch.device("cuda", 0)).to(device="cuda:0")
+        assert linear.weight.device.type == "meta", "nothing is moved before it has values"
+        model = smp.DistributedModel(linear)
+        smp.step(lambda model, x: model(x))(model, torch.ones(2, 64).cuda())
+        assert next(model.local_parameters()).is_cuda
+        torch.testing.assert_close(model.state_dict()["weight"].cpu(), expected, rtol=0, atol=0)
+
+
+def test_moving_a_model_without_values_is_left_to_the_first_step():
+    run_ranks(move_a_delayed_model, 1)

@@ -1,5 +1,8 @@
 """What the client scripts share, as training programs have such files beside them."""
 
+import contextlib
+import logging
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -47,3 +50,15 @@ def plain_losses(steps, make_optimizer=None, make_scheduler=None):
 
 def assert_close(found, expected):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=1e-6)
+
+
+@contextlib.contextmanager
+def listening():
+    """Collects what is logged."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mpxla").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("mpxla").removeHandler(handler)

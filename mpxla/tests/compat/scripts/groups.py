@@ -33,6 +33,12 @@ assert sent.item() == 5.0
 group = dist.new_group(ranks=[0, 1], backend="nccl")
 dist.reduce(sent, dst=0, group=group)
 
+if rank == 0:
+    dist.isend(torch.tensor([8.0]).cuda(), dst=1).wait()
+else:
+    dist.irecv(sent, src=0).wait()
+    assert sent.item() == 8.0 and sent.is_cuda
+
 assert smp.allgather(1.5 + rank, smp.DP_GROUP) == [1.5, 2.5]
 found = smp.allgather(torch.full((2,), rank).cuda(), smp.CommGroup.DP_GROUP)
 assert [part.cpu().tolist() for part in found] == [[0, 0], [1, 1]]

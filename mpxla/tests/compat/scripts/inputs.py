@@ -4,7 +4,6 @@ import argparse
 
 import smdistributed.modelparallel.torch as smp
 import torch
-import torch.nn.functional as F
 from client_lib import BATCH, assert_close, batch, make_net, plain_losses
 
 smp.init()
@@ -23,10 +22,11 @@ optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 @smp.step
-def train_step(args, model, batch, nothing, optimizer, **extra):
-    assert nothing is None and extra["name"] == "a" and args.scale == 1.0
+def train_step(args, model, batch, nothing, optimizer, criterion, count, **extra):
+    assert nothing is None and extra["name"] == "a" and args.scale == 1.0 and count == 7
+    assert isinstance(optimizer, torch.optim.Optimizer)
     logits = model(batch["x"].to(device)) * extra["weights"]
-    loss = F.cross_entropy(logits, batch["y"].to("cuda")) * args.scale
+    loss = criterion(logits, batch["y"].to("cuda")) * args.scale
     model.backward(loss)
     return loss
 
@@ -39,11 +39,13 @@ def loader():
         yield {"x": x.cuda(), "y": y.cuda()}
 
 
+criterion = torch.nn.CrossEntropyLoss().cuda()
 args, losses = argparse.Namespace(scale=1.0), []
 for inputs in loader():
     optimizer.zero_grad()
     loss = train_step(
-        args, model, inputs, None, optimizer, weights=plan["weights"].cuda(), name="a"
+        *(args, model, inputs, None, optimizer, criterion, 7),
+        **{"weights": plan["weights"].cuda(), "name": "a"},
     )
     optimizer.step()
     losses.append(loss.reduce_mean().item())

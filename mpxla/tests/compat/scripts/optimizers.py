@@ -5,7 +5,7 @@ import argparse
 import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
-from client_lib import assert_close, batch, make_net, plain_losses
+from client_lib import assert_close, batch, listening, make_net, plain_losses
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--built", choices=["before", "after"])
@@ -43,7 +43,16 @@ else:
     model = smp.DistributedModel(net)
     optimizer = make_optimizer(model.parameters())
     scheduler = None
-optimizer = smp.DistributedOptimizer(optimizer)
+with listening() as lines:
+    optimizer = smp.DistributedOptimizer(
+        optimizer,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
+    )
+assert [line.split(":")[0] for line in lines] == [
+    "loss scaling (static_loss_scale, dynamic_loss_scale) has no effect"
+]
 assert isinstance(optimizer, torch.optim.Optimizer)
 scheduler = scheduler or make_scheduler(optimizer)
 

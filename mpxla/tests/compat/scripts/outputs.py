@@ -3,11 +3,13 @@
 import smdistributed.modelparallel.torch as smp
 import torch
 import torch.nn.functional as F
-from client_lib import assert_close, batch, make_net
+from client_lib import assert_close, batch, listening, make_net
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 smp.init()
-smp.init({"microbatches": 8})  # warns
+with listening() as lines:
+    smp.init({"microbatches": 8})
+assert lines == ["smp.init() was called again; the second call changes nothing."]
 assert smp.num_microbatches() == 2 and smp.state.cfg.microbatches == 2
 torch.cuda.set_device(smp.local_rank())
 net = make_net()
