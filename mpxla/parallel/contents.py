@@ -30,6 +30,7 @@ class PartitionedModule(nn.Module):
         super().__init__()
         self.module = module
         self._state = ModelState(module)
+        self._awaits_values = False
 
     @property
     def partitioned(self) -> bool:
@@ -123,6 +124,12 @@ class PartitionedModule(nn.Module):
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
         own = self.module.state_dict()
         if not self.partitioned:
+            if self._awaits_values:
+                raise MpxlaError(
+                    "model.state_dict was called before the first step, in which the values of the "
+                    "checkpoint are loaded; call it after a step (one without model.backward will "
+                    "do)."
+                )
             delayed = [name for name, value in own.items() if is_delayed(value)]
             if delayed:
                 raise MpxlaError(
