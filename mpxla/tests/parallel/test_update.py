@@ -56,6 +56,7 @@ OPTIMIZERS = {
 }
 LAZY = {
     "Adagrad": "it reads values on the host",
+    "Adafactor": "it reads values on the host",
     "Python": "it keeps counts or values in Python",
     "Noisy": "it draws random numbers",
 }
