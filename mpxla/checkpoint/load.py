@@ -102,7 +102,13 @@ def resume_from_checkpoint(
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
     world = session.env.world_size
-    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    exchange = ObjectExchange(
+        session.objects.allgather,
+        session.rank,
+        world,
+        session.progress,
+        "smp.resume_from_checkpoint",
+    )
     folder = Path(os.path.abspath(path))
     what = f"resuming from {folder}"
     loader: Any = None

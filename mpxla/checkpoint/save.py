@@ -123,7 +123,10 @@ def save_checkpoint(
     finish_pending(session)
     folder = Path(os.path.abspath(path))
     world = session.env.world_size
-    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    what = f"saving checkpoint {tag!r} in {folder}"
+    exchange = ObjectExchange(
+        session.objects.allgather, session.rank, world, session.progress, "smp.save_checkpoint"
+    )
     inventory = Inventory({}, [], {})
 
     def begin() -> dict[str, Any]:
@@ -145,7 +148,6 @@ def save_checkpoint(
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
 
-    what = f"saving checkpoint {tag!r} in {folder}"
     begun = together(exchange, what, begin)
     _check_equal([b["request"] for b in begun])
     tag, token = begun[0]["request"]["tag"], begun[0]["token"]
@@ -184,7 +186,8 @@ def finish_pending(session: Session) -> None:
     """Waits for the checkpoint that is being written in the background, if there is one."""
     pending, session.pending_checkpoint = session.pending_checkpoint, None
     if pending is not None:
-        pending.wait()
+        with session.progress.busy():
+            pending.wait()
 
 
 def _background_exchange(session: Session, token: str) -> Exchange:

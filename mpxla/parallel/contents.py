@@ -140,7 +140,8 @@ class PartitionedModule(nn.Module):
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), list(own))
+        with session.gathering("model.state_dict", group):
+            return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.

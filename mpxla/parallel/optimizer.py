@@ -197,7 +197,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         session = current()
         group = session.topology.pp_group(session.rank)
-        return merge_optimizer_states(session.objects.allgather(self.local_state_dict(), group))
+        with session.gathering("optimizer.state_dict", group):
+            parts = session.objects.allgather(self.local_state_dict(), group)
+        return merge_optimizer_states(parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state dict, or the partial ones of all ranks of a replica.

@@ -1,5 +1,6 @@
 """A checkpoint is there completely or not at all, whoever is killed whenever."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -31,6 +32,9 @@ class Alone:
 
     def allgather(self, value):
         return [value]
+
+    def working(self):
+        return contextlib.nullcontext()
 
 
 def writer(number, rank=0):
