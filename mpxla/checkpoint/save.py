@@ -59,6 +59,8 @@ class PendingCheckpoint:
             self._work()
         except BaseException as error:  # it is raised in the main thread
             self._error = error
+        finally:
+            del self._work  # it holds the copied values
 
     @property
     def is_done(self) -> bool:

@@ -101,19 +101,23 @@ def save_and_measure(path):
 
 def resume_and_measure(path):
     run = deep_run()
-    return growth_mib(lambda: run.resume(path)), held_mib(run)
+    whole = sum(p.nbytes for p in run.model.parameters()) / 2**20
+    return growth_mib(lambda: run.resume(path)), held_mib(run), whole
 
 
 def test_no_rank_gathers_the_model(tmp_path):
-    """A rank needs a copy of what it holds to save, and that and its part of the files to load."""
+    """To save, torch_xla copies what a rank holds twice; to load, files are mapped beside it.
+
+    Who gathered the model would need all of it in addition.
+    """
     ranks = run_ranks_unpooled(save_and_measure, STAGES, str(tmp_path), timeout_s=300)
     for saved, in_background, held, whole in (rank.value for rank in ranks):
         print(f"save {saved:.0f}, {in_background:.0f}; held {held:.0f} MiB, model {whole:.0f}")
         assert held < 1.2 * 3 * whole / STAGES
-        assert saved < held + SLACK_MIB and in_background < held + SLACK_MIB
-    for loaded, held in (
+        assert max(saved, in_background) < 2 * held + SLACK_MIB < 2 * held + whole
+    for loaded, held, whole in (
         rank.value
         for rank in run_ranks_unpooled(resume_and_measure, STAGES, str(tmp_path), timeout_s=300)
     ):
         print(f"load {loaded:.0f}; held {held:.0f}")
-        assert loaded < 2 * held + SLACK_MIB
+        assert loaded < 3 * held < 2 * held + whole
