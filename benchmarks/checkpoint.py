@@ -10,6 +10,8 @@ part compares a model larger than one rank's share, built with and without delay
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -35,6 +37,8 @@ _CASE = '{"width": 1024, "num_blocks": 2, "num_heads": 8, "length": 16, "microba
 def peak_mib(reset: bool = False) -> float:
     """Peak of this process's resident memory in MiB, mapped files included; or starts anew."""
     if reset:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier action freed would serve the next one
         Path("/proc/self/clear_refs").write_text("5")
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) / 1024

@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +26,7 @@ from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
 from mpxla.comm.stall import Progress
-from mpxla.comm.transport import Transport
+from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.comm.xla_device import DeviceRunner, is_device_world
@@ -89,6 +89,22 @@ class Session:
     def rank(self) -> int:
         """Global rank."""
         return self.env.rank
+
+    @contextlib.contextmanager
+    def gathering(self, what: str, ranks: Group) -> Generator[None]:
+        """Around an exchange that takes long: ranks that do not come to it end the job.
+
+        Every rank of the group calls it. A rank that does not within `stall_timeout_s` is a
+        failure, as in a step; the exchange itself takes what time it takes.
+
+        Args:
+            what: for the error.
+            ranks: global ranks.
+        """
+        with self.progress.meeting(what):
+            self.objects.barrier(ranks)
+        with self.progress.busy():
+            yield
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one cannot go on."""

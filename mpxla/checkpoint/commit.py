@@ -1,6 +1,6 @@
 """A partial checkpoint becomes visible in one step, after everything in it is on the disk.
 
-    prepare   rank 0 removes what an interrupted attempt left, and makes the folder `.writing`
+    prepare   rank 0 removes what interrupted attempts left, and makes the folder `.writing`
     write     every rank writes its files there, flushes them and tells their checksums
     commit    rank 0 writes the manifest, renames the folder, and then points `newest` at it
 
@@ -29,9 +29,12 @@ from mpxla.checkpoint.files import (
 from mpxla.checkpoint.layout import (
     MANIFEST,
     NEWEST,
+    full_file,
     hidden_folder,
+    leftovers,
+    manifests,
     partial_folder,
-    partial_tags,
+    writing_folder,
 )
 from mpxla.checkpoint.together import Exchange, together
 from mpxla.errors import CheckpointError
@@ -42,6 +45,7 @@ __all__ = [
     "abandon",
     "check_share",
     "find_partial",
+    "partial_tags",
     "prepare",
     "read_manifest",
     "record_newest",
@@ -60,31 +64,38 @@ class Written(NamedTuple):
     """What the manifest says about it; JSON-able."""
 
 
-def prepare(path: Path, tag: str) -> None:
+def prepare(path: Path, tag: str, token: str) -> None:
     """Makes the folder to write to; for rank 0, before any rank writes.
+
+    Args:
+        path: folder of the checkpoints.
+        tag: name of the one to write.
+        token: of this attempt; those of other jobs that save to the same folder are different.
 
     Raises:
         OSError: the folder cannot be made.
     """
     path.mkdir(parents=True, exist_ok=True)
-    final, replaced = partial_folder(path, tag), hidden_folder(path, tag, "replaced")
-    if replaced.exists() and not final.exists():  # killed between the two renames of a replacement
-        os.rename(replaced, final)
-    for state in ("writing", "replaced", "removed"):
-        _remove(hidden_folder(path, tag, state))
+    for other, state, folder in list(leftovers(path)):
+        final = partial_folder(path, other)
+        if state == "replaced" and not final.exists():  # killed between the renames of a commit
+            os.rename(folder, final)
+        else:
+            _remove(folder)
     remove_stale(path / NEWEST)
-    hidden_folder(path, tag, "writing").mkdir()
+    writing_folder(path, tag, token).mkdir()
     sync_folder(path)
 
 
-def abandon(path: Path, tag: str) -> None:
+def abandon(path: Path, tag: str, token: str) -> None:
     """Removes what an attempt to save has written so far; for rank 0."""
-    shutil.rmtree(hidden_folder(path, tag, "writing"), ignore_errors=True)
+    shutil.rmtree(writing_folder(path, tag, token), ignore_errors=True)
 
 
 def write_partial(
     path: Path,
     tag: str,
+    token: str,
     exchange: Exchange,
     write: Callable[[Path], Written],
     facts: Mapping[str, Any],
@@ -95,6 +106,7 @@ def write_partial(
     Args:
         path: folder of the checkpoints.
         tag: name of this one.
+        token: of this attempt, as given to `prepare`.
         exchange: between all ranks.
         write: writes this rank's files to the folder that it gets.
         facts: of the manifest, from rank 0.
@@ -104,25 +116,36 @@ def write_partial(
         CheckpointError: writing failed on some rank; raised on all, and nothing has changed.
     """
     what = f"saving checkpoint {tag!r} in {path}"
-    folder = hidden_folder(path, tag, "writing")
+    folder = writing_folder(path, tag, token)
+
+    def write_own() -> dict[str, Any]:
+        try:
+            return write(folder)._asdict()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder} is not there, or was removed meanwhile; all ranks need one shared "
+                f"folder, and every job one of its own"
+            ) from error
+
+    def commit() -> None:
+        if exchange.rank == 0:
+            _commit(path, tag, folder, parts, facts)
+
     try:
-        parts = together(exchange, what, lambda: write(folder)._asdict())
-
-        def commit() -> None:
-            if exchange.rank == 0:
-                _commit(path, tag, parts, facts)
-
+        parts = together(exchange, what, write_own)
         together(exchange, what, commit)
     except CheckpointError:
         if exchange.rank == 0:
-            abandon(path, tag)
+            abandon(path, tag, token)
         raise
     if exchange.rank == 0 and num_kept is not None:
         _prune(path, tag, num_kept)
 
 
-def _commit(path: Path, tag: str, parts: list[dict[str, Any]], facts: Mapping[str, Any]) -> None:
-    folder, final = hidden_folder(path, tag, "writing"), partial_folder(path, tag)
+def _commit(
+    path: Path, tag: str, folder: Path, parts: list[dict[str, Any]], facts: Mapping[str, Any]
+) -> None:
+    final = partial_folder(path, tag)
     files = {name: FileRecord(*record) for part in parts for name, record in part["files"].items()}
     for name, record in files.items():
         if not (folder / name).exists() or (folder / name).stat().st_size != record.num_bytes:
@@ -179,6 +202,21 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def partial_tags(path: Path) -> list[str]:
+    """Tags of the complete partial checkpoints, oldest first.
+
+    By what their manifests say: copying a folder changes the times of its files.
+    """
+    found = []
+    for tag, file in manifests(path).items():
+        try:
+            saved_at_s = float(read_manifest(file.parent, tag)["saved_at_s"])
+        except (CheckpointError, OSError):
+            saved_at_s = file.stat().st_mtime
+        found.append((saved_at_s, tag))
+    return [tag for _, tag in sorted(found)]
+
+
 def find_partial(path: Path, tag: str) -> Path:
     """Folder of a complete partial checkpoint.
 
@@ -189,8 +227,13 @@ def find_partial(path: Path, tag: str) -> Path:
         if folder.is_dir():
             return folder
     there = ", ".join(partial_tags(path)) or "none"
+    full = (
+        " There is a full one of that name: pass partial=False."
+        if full_file(path, tag).is_file()
+        else ""
+    )
     raise CheckpointError(
-        f"there is no partial checkpoint {tag!r} in {path}. Its partial checkpoints: {there}."
+        f"there is no partial checkpoint {tag!r} in {path}. Its partial checkpoints: {there}.{full}"
     )
 
 

@@ -38,8 +38,9 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
     for name, value in model.get_module().state_dict().items():
         if name not in canonical or not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"the model's state {name!r} is no parameter or buffer (get_extra_state); keep it "
-                f"in user_content, or save with partial=False."
+                f"the model's state {name!r} is no parameter or buffer (get_extra_state), which "
+                f"checkpoints cannot hold; keep it in user_content, or use "
+                f"smp.save(model.state_dict(), ...) and model.load_state_dict."
             )
         names.setdefault(canonical[name], []).append(name)
     return names

@@ -11,6 +11,7 @@ import glob
 import io
 import os
 import pickle
+import secrets
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -148,13 +149,12 @@ def replace_files(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
     Raises:
         OSError: naming the file; the old ones are as they were.
     """
-    # Several ranks may write one file at once, as scripts do that save on all dp_rank 0 ranks.
-    ending = f"{os.getpid()}{_WRITING}"
+    # Several ranks may write one file at once, as scripts do that save on all dp_rank 0 ranks; in
+    # containers on several hosts they may even have the same process number.
+    ending = f"{os.getpid()}-{secrets.token_hex(4)}{_WRITING}"
     temporary = {path: path.with_name(f".{path.name}.{ending}") for path in contents}
     try:
         for path, write in contents.items():
-            with contextlib.suppress(FileNotFoundError):
-                temporary[path].unlink()
             write_file(temporary[path], write)
         for path in contents:
             os.replace(temporary[path], path)

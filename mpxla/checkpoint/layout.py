@@ -10,7 +10,7 @@
                manifest.json              what is in which file, with checksums
     <path>/<tag>, user_content_<tag>      a full checkpoint
     <path>/newest                         the tag of the newest checkpoint
-    <path>/.<tag>_partial.writing         not complete yet, or never completed
+    <path>/.<tag>_partial.<token>.writing not complete yet, or never completed
     <path>/.<tag>_partial.replaced        the earlier one of that tag, while it is being replaced
     <path>/.<tag>_partial.removed         about to be deleted
 
@@ -19,6 +19,7 @@ This module must not know what files hold.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpxla.errors import CheckpointError
@@ -33,11 +34,13 @@ __all__ = [
     "full_file",
     "full_user_content",
     "hidden_folder",
+    "leftovers",
+    "manifests",
     "partial_folder",
-    "partial_tags",
     "rank_file",
     "rank_info",
     "read_newest",
+    "writing_folder",
 ]
 
 MANIFEST = "manifest.json"
@@ -81,8 +84,22 @@ def partial_folder(path: Path, tag: str) -> Path:
 
 
 def hidden_folder(path: Path, tag: str, state: str) -> Path:
-    """Folder of a partial checkpoint that is "writing", "replaced" or "removed"."""
+    """Folder of a partial checkpoint that is "replaced" or "removed"."""
     return path / f".{tag}{_SUFFIX}.{state}"
+
+
+def writing_folder(path: Path, tag: str, token: str) -> Path:
+    """Folder of a partial checkpoint while it is written; no other attempt has the token."""
+    return path / f".{tag}{_SUFFIX}.{token}.writing"
+
+
+def leftovers(path: Path) -> Iterator[tuple[str, str, Path]]:
+    """(tag, state, folder) of everything that is no complete checkpoint, or about to be deleted."""
+    for folder in path.glob(f".*{_SUFFIX}.*"):
+        tag, _, rest = folder.name.removeprefix(".").rpartition(f"{_SUFFIX}.")
+        state = rest.rpartition(".")[2]
+        if state in ("writing", "replaced", "removed"):
+            yield tag, state, folder
 
 
 def full_file(path: Path, tag: str) -> Path:
@@ -95,14 +112,14 @@ def full_user_content(path: Path, tag: str) -> Path:
     return path / f"user_content_{tag}"
 
 
-def partial_tags(path: Path) -> list[str]:
-    """Tags of the complete partial checkpoints, oldest first."""
-    found = []
-    for manifest in path.glob(f"*{_SUFFIX}/{MANIFEST}"):
-        if not manifest.parent.name.startswith("."):
-            tag = manifest.parent.name.removesuffix(_SUFFIX)
-            found.append((manifest.stat().st_mtime_ns, tag))
-    return [tag for _, tag in sorted(found)]
+def manifests(path: Path) -> dict[str, Path]:
+    """Manifests of the complete partial checkpoints, by tag."""
+    found = path.glob(f"*{_SUFFIX}/{MANIFEST}")
+    return {
+        file.parent.name.removesuffix(_SUFFIX): file
+        for file in found
+        if not file.parent.name.startswith(".")
+    }
 
 
 def read_newest(path: Path) -> str:
@@ -112,7 +129,7 @@ def read_newest(path: Path) -> str:
         CheckpointError: there is no such file, or it names nothing.
     """
     try:
-        tag = (path / NEWEST).read_text().strip()
+        tag = (path / NEWEST).read_bytes().decode(errors="replace").strip()
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} has no file '{NEWEST}', so there is no checkpoint to resume from, or it was "

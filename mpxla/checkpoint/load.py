@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpxla.checkpoint.commit import check_share, find_partial, read_manifest
+from mpxla.checkpoint.commit import check_share, find_partial, partial_tags, read_manifest
 from mpxla.checkpoint.content import model_names
 from mpxla.checkpoint.files import check_zip, load_object
 from mpxla.checkpoint.full import StateSource, open_state
@@ -28,12 +28,12 @@ from mpxla.checkpoint.layout import (
     full_file,
     full_user_content,
     partial_folder,
-    partial_tags,
     rank_file,
     rank_info,
     read_newest,
 )
 from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
+from mpxla.checkpoint.save import finish_pending
 from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
@@ -62,7 +62,8 @@ def resume_from_checkpoint(
     Everything is checked at once; with several stages, values are loaded in the first step, when it
     is known which rank holds what (settings of the optimizer, such as learning rates, at once). The
     number of stages and replicas may differ from when it was saved. Random states are those of the
-    same rank if the topology is the same, else the host's of the replica's first rank.
+    same rank if the topology is the same, else the host's of the replica's first rank. A checkpoint
+    that is still being written in the background is waited for.
     (SMP API reference, "smp.resume_from_checkpoint".)
 
     Args:
@@ -101,10 +102,17 @@ def resume_from_checkpoint(
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
     world = session.env.world_size
-    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    exchange = ObjectExchange(
+        session.objects.allgather,
+        session.rank,
+        world,
+        session.progress,
+        "smp.resume_from_checkpoint",
+    )
     folder = Path(os.path.abspath(path))
     what = f"resuming from {folder}"
     loader: Any = None
+    finish_pending(session)
 
     def resolve() -> Any:
         nonlocal loader
@@ -141,14 +149,6 @@ def _partial_tag(folder: Path, newest: str) -> str:
     if not partial_folder(folder, newest).exists() and full_file(folder, newest).exists() and tags:
         return tags[-1]
     return newest
-
-
-def _when_placed(model: DistributedModel, action: Callable[[], None]) -> None:
-    """Runs an action when every rank has its parameters: now, or in the first step."""
-    if model.partitioned:
-        action()
-    else:
-        model.register_post_partition_hook(lambda model, optimizer: action())
 
 
 def _check_fit(
@@ -214,6 +214,10 @@ class _FullLoader:
     ):
         self._model = model
         self._file = full_file(folder, tag)
+        if not self._file.exists() and partial_folder(folder, tag).exists():
+            raise CheckpointError(
+                f"{folder} has no full checkpoint {tag!r} but a partial one; pass partial=True."
+            )
         self._user_file = full_user_content(folder, tag)
         self._weights_only = weights_only
         self._source: StateSource = open_state(self._file, weights_only, translate)
@@ -238,7 +242,8 @@ class _FullLoader:
 
     def load(self, load_optimizer: bool) -> Any:
         """Loads the model, now or when it is partitioned; returns the user content."""
-        _when_placed(self._model, lambda: _copy_into(self._model, self._names, self._source.read))
+        model = self._model
+        model.load_when_placed(lambda: _copy_into(model, self._names, self._source.read))
         if not self._user_file.exists():
             return None
         return load_object(self._user_file, self._weights_only)
@@ -284,11 +289,15 @@ class _PartialLoader:
         """Loads everything, now or when the model is partitioned; returns the user content."""
         model, optimizer = self._model, self._model.first_optimizer()
         if load_optimizer and optimizer is not None:
-            if PARAM_GROUPS not in self._manifest["files"]:
-                raise CheckpointError(
-                    f"{self._folder} was saved without an optimizer; pass load_optimizer=False."
-                )
+            self._check_optimizer(optimizer.kind)
             optimizer.load_group_settings(load_object(self._folder / PARAM_GROUPS))
+        elif load_optimizer and PARAM_GROUPS in self._manifest["files"]:
+            get_logger().warning(
+                "the optimizer's state in %s is not loaded, because no smp.DistributedOptimizer "
+                "was made yet. To train on, make it before smp.resume_from_checkpoint; otherwise "
+                "pass load_optimizer=False.",
+                self._folder,
+            )
         self._restore_partition()
 
         def load_values() -> None:
@@ -301,9 +310,21 @@ class _PartialLoader:
             num_bytes = self._reader.num_bytes_read - before
             get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 
-        _when_placed(model, load_values)
+        model.load_when_placed(load_values)
         self._restore_random_states()
         return load_object(self._folder / USER_CONTENT, self._weights_only)
+
+    def _check_optimizer(self, kind: str) -> None:
+        if PARAM_GROUPS not in self._manifest["files"]:
+            raise CheckpointError(
+                f"{self._folder} was saved without an optimizer; pass load_optimizer=False."
+            )
+        saved = self._manifest.get("optimizer", kind)
+        if saved != kind:
+            raise CheckpointError(
+                f"{self._folder} holds the state of {saved}, and this optimizer is {kind}. Build "
+                f"the optimizer as it was, or pass load_optimizer=False to start it anew."
+            )
 
     def _own_file(self, rdp_rank: int, pp_rank: int) -> dict[str, Any] | None:
         topology, rank = self._session.topology, self._session.rank

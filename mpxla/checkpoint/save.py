@@ -37,13 +37,14 @@ from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.session import Session, current
 from mpxla.stage.device import to_host
 
-__all__ = ["PendingCheckpoint", "save_checkpoint"]
+__all__ = ["PendingCheckpoint", "finish_pending", "save_checkpoint"]
 
 
 class PendingCheckpoint:
     """A checkpoint that is being written in the background.
 
-    A failure shows in `wait`, in the next `smp.save_checkpoint` or in `smp.shutdown`.
+    A failure shows in `wait`, in the next `smp.save_checkpoint` or `smp.resume_from_checkpoint`, or
+    in `smp.shutdown`.
     """
 
     def __init__(self, work: Callable[[], None]):
@@ -58,6 +59,8 @@ class PendingCheckpoint:
             self._work()
         except BaseException as error:  # it is raised in the main thread
             self._error = error
+        finally:
+            del self._work  # it holds the copied values
 
     @property
     def is_done(self) -> bool:
@@ -122,7 +125,10 @@ def save_checkpoint(
     finish_pending(session)
     folder = Path(os.path.abspath(path))
     world = session.env.world_size
-    exchange = ObjectExchange(session.objects.allgather, session.rank, world)
+    what = f"saving checkpoint {tag!r} in {folder}"
+    exchange = ObjectExchange(
+        session.objects.allgather, session.rank, world, session.progress, "smp.save_checkpoint"
+    )
     inventory = Inventory({}, [], {})
 
     def begin() -> dict[str, Any]:
@@ -144,10 +150,9 @@ def save_checkpoint(
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
 
-    what = f"saving checkpoint {tag!r} in {folder}"
     begun = together(exchange, what, begin)
     _check_equal([b["request"] for b in begun])
-    tag = begun[0]["request"]["tag"]
+    tag, token = begun[0]["request"]["tag"], begun[0]["token"]
     if not partial:
         return save_full(session, exchange, folder, tag, model, user_content)
     shares = assign_writers([[Slot(*_tuples(slot)) for slot in b["slots"]] for b in begun])
@@ -155,25 +160,26 @@ def save_checkpoint(
 
     def copy() -> None:
         if session.rank == 0:
-            prepare(folder, tag)
+            prepare(folder, tag, token)
         part.copy(model, optimizer, user_content)
 
     try:
         together(exchange, what, copy)
     except CheckpointError:
         if session.rank == 0:
-            abandon(folder, tag)
+            abandon(folder, tag, token)
         raise
-    facts = part.facts(model)
+    facts = part.facts(model, optimizer)
 
     def write(through: Exchange) -> None:
-        write_partial(folder, tag, through, part.write, facts, num_kept_partial_checkpoints)
+        kept = num_kept_partial_checkpoints
+        write_partial(folder, tag, token, through, part.write, facts, kept)
 
     if not asynchronous:
         write(exchange)
         return None
     session.pending_checkpoint = PendingCheckpoint(
-        lambda: write(_background_exchange(session, begun[0]["token"]))
+        lambda: write(_background_exchange(session, token))
     )
     return session.pending_checkpoint
 
@@ -182,7 +188,8 @@ def finish_pending(session: Session) -> None:
     """Waits for the checkpoint that is being written in the background, if there is one."""
     pending, session.pending_checkpoint = session.pending_checkpoint, None
     if pending is not None:
-        pending.wait()
+        with session.progress.busy():
+            pending.wait()
 
 
 def _background_exchange(session: Session, token: str) -> Exchange:
@@ -229,13 +236,16 @@ class _Part:
             if model is not None:
                 self._blobs[PARTITION] = serialize(model.partition_decision(), "the partition")
 
-    def facts(self, model: DistributedModel | None) -> dict[str, Any]:
+    def facts(
+        self, model: DistributedModel | None, optimizer: DistributedOptimizer | None
+    ) -> dict[str, Any]:
         """What the manifest says about all ranks."""
         topology = self._session.topology
         return {
             "topology": {"pp": topology.pp_size, "tp": topology.tp_size, "rdp": topology.rdp_size},
             "aliases": aliases_of(model_names(model)) if model is not None else {},
             "has_model": model is not None,
+            "optimizer": None if optimizer is None else optimizer.kind,
         }
 
     def write(self, folder: Path) -> Written:

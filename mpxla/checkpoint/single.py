@@ -69,7 +69,8 @@ def load(
         back_compat: SMP's switch for optimizer files of its versions before 1.10, whose layout is
             not public: not supported.
         weights_only: refuse objects whose loading could run code. Extension of SMP's API.
-        **pickle_load_args: as for `torch.load`.
+        **pickle_load_args: as for `torch.load`; or one dictionary of that name, which is how the
+            SMP API reference shows them.
 
     Raises:
         CheckpointError: the file is missing, truncated, altered, or holds objects whose loading
@@ -81,6 +82,7 @@ def load(
             "smp.load(back_compat=True) reads optimizer files of SMP before 1.10, whose layout is "
             "not public; save them again with a later version."
         )
+    pickle_load_args |= pickle_load_args.pop("pickle_load_args", None) or {}
     if pickle_module is not None and weights_only:
         raise CheckpointError("smp.load(pickle_module=...) can run code; pass weights_only=False.")
     if partial:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
+from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group
 from mpxla.errors import CheckpointError, PeerFailure
 
@@ -33,23 +34,45 @@ class Exchange(Protocol):
         """What every rank passed, by rank; every rank calls it. Values are JSON-able."""
         ...
 
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, the rank is not late, whatever time it takes."""
+        ...
+
 
 class ObjectExchange:
     """By the session's object communication, on the main thread.
+
+    A rank that does not come within `stall_timeout_s` ends the job, as in a step.
 
     Args:
         gather: `Objects.allgather`.
         rank: this rank.
         world_size: number of ranks.
+        progress: of this rank.
+        what: the ranks do together.
     """
 
-    def __init__(self, gather: Callable[[Any, Group], list[Any]], rank: int, world_size: int):
+    def __init__(
+        self,
+        gather: Callable[[Any, Group], list[Any]],
+        rank: int,
+        world_size: int,
+        progress: Progress,
+        what: str,
+    ):
         self.rank, self.world_size = rank, world_size
         self._gather = gather
+        self._progress = progress
+        self._what = what
 
     def allgather(self, value: Any) -> list[Any]:
         """See `Exchange`."""
-        return self._gather(value, tuple(range(self.world_size)))
+        with self._progress.meeting(self._what):
+            return self._gather(value, tuple(range(self.world_size)))
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """See `Exchange`."""
+        return self._progress.busy()
 
 
 class StoreExchange:
@@ -91,6 +114,10 @@ class StoreExchange:
         self._round += 1
         return values
 
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """See `Exchange`; nobody stands still meanwhile."""
+        return contextlib.nullcontext()
+
     def _wait_for(self, key: str) -> bytes:
         pause_s = _POLL_S
         while not self._store.check([key]):  # a blocking wait would keep others from the store
@@ -119,7 +146,8 @@ def together(exchange: Exchange, what: str, action: Callable[[], T]) -> list[T]:
     cause: Exception | None = None
     outcome: dict[str, Any]
     try:
-        outcome = {"value": action()}
+        with exchange.working():
+            outcome = {"value": action()}
     except PeerFailure:
         raise
     except Exception as error:  # whatever it is, the other ranks have to hear of it

@@ -1,15 +1,16 @@
 """What every rank is doing when nothing moves any more, as one table with the culprit named.
 
-A rank that waits inside a step for `stall_timeout_s` asks rank 0's lifeline server, which asks all
-ranks. The threads that watch the lifelines answer, also where the main thread is stuck. If some
-rank has completed an action meanwhile, nothing is wrong; otherwise the table becomes the job's
-failure.
+A rank that waits for `stall_timeout_s` inside a step, or for others to save or load with it, asks
+rank 0's lifeline server, which asks all ranks. The threads that watch the lifelines answer, also
+where the main thread is stuck. If some rank has completed an action meanwhile, nothing is wrong;
+otherwise the table becomes the job's failure.
 
 This file knows no tensors, and actions only as texts.
 """
 
 import contextlib
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -20,6 +21,11 @@ from typing import Any
 __all__ = ["LEFT", "Progress", "explain_stall"]
 
 _PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = (
+    _PACKAGE,
+    "<",
+    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 _TITLES = ("rank", "since", "now", "next", "waits for", "where")
 _SILENT = "(silent: no answer)"
 LEFT: dict[str, Any] = {
@@ -83,6 +89,19 @@ class Progress:
             self.is_busy = False
             self.since = time.monotonic()
 
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Generator[None]:
+        """While this lasts, other ranks have to come, as to the actions of a step.
+
+        Args:
+            what: for the table.
+        """
+        self.begin([what], str)
+        try:
+            yield
+        finally:
+            self.end()
+
     def status(self, waits_for: Sequence[int], what: str) -> dict[str, Any]:
         """A row of the table, as plain data.
 
@@ -116,7 +135,7 @@ class Progress:
 
 def _is_users(filename: str) -> bool:
     """Whether a file belongs to the script; mpxla's own tests play that part as well."""
-    return not filename.startswith((_PACKAGE, "<")) or filename.startswith(f"{_PACKAGE}/tests/")
+    return not filename.startswith(_LIBRARIES) or filename.startswith(f"{_PACKAGE}/tests/")
 
 
 def explain_stall(

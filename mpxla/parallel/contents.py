@@ -38,6 +38,7 @@ class PartitionedModule(nn.Module):
         super().__init__()
         self.module = module
         self._state = ModelState(module)
+        self._awaits_values = False
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_PARALLELISM:
@@ -138,6 +139,12 @@ class PartitionedModule(nn.Module):
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
         own = self.module.state_dict()
         if not self.partitioned:
+            if self._awaits_values:
+                raise MpxlaError(
+                    "model.state_dict was called before the first step, in which the values of the "
+                    "checkpoint are loaded; call it after a step (one without model.backward will "
+                    "do)."
+                )
             delayed = [name for name, value in own.items() if is_delayed(value)]
             if delayed:
                 raise MpxlaError(
@@ -148,7 +155,8 @@ class PartitionedModule(nn.Module):
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), list(own))
+        with session.gathering("model.state_dict", group):
+            return gather(session.objects, group, self.local_state_dict(), list(own))
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.

@@ -246,10 +246,19 @@ class DistributedModel(PartitionedModule):
             result = load_into(self.module, values, strict)
         finally:
             accept_changes()
-        if not self.partitioned and any(is_delayed(p) for p in self.module.parameters()):
+        is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
+        if not self.partitioned and is_later:
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         flush()
         return result
+
+    def load_when_placed(self, load: Callable[[], None]) -> None:
+        """Lets a checkpoint load when every rank has its parameters: now, or in the first step."""
+        if self.partitioned:
+            load()
+            return
+        self._awaits_values = True
+        self.register_post_partition_hook(lambda model, optimizer: load())
 
     # --- hooks ----------------------------------------------------------------------------------
 

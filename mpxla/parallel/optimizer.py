@@ -179,12 +179,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._notice_groups()
         inner = self.optimizer.state_dict()
+        values = to_host(inner["state"])
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
         for group, size in zip(inner["param_groups"], self._group_sizes, strict=True):
             groups.append({**group, "params": list(range(first, first + size))})
             first += size
-        state = {local[number]: to_host(value) for number, value in inner["state"].items()}
+        state = {local[number]: value for number, value in values.items()}
         partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True}
         if self._pieces is None:
             return partial
@@ -208,7 +209,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         session = current()
         group = session.topology.pp_group(session.rank)
-        return merge_optimizer_states(session.objects.allgather(self.local_state_dict(), group))
+        with session.gathering("optimizer.state_dict", group):
+            parts = session.objects.allgather(self.local_state_dict(), group)
+        return merge_optimizer_states(parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state dict, or the partial ones of all ranks of a replica.
@@ -291,6 +294,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     yield StatePiece(name, key, value, part[2], part[0])
                 else:
                     yield StatePiece(name, key, value)
+
+    @property
+    def kind(self) -> str:
+        """Class of the inner optimizer, whose state no other class takes."""
+        return type(self.optimizer).__name__
 
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""

@@ -1,5 +1,6 @@
 """The state of an optimizer before its first step: what it starts from, and counters shared."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,11 +55,24 @@ class StartEntry:
 def starts_from_zeros(optimizer: torch.optim.Optimizer) -> dict[str, StartEntry] | None:
     """What state a fresh optimizer makes, if it might as well have started from zeros.
 
-    Steps a copy of the optimizer on three numbers per group, once from nothing and once from zeros.
+    None as well if a matrix has other state than a vector (Adafactor).
     """
+    vector, matrix = (_start_of(optimizer, shape) for shape in ((3,), (3, 2)))
+    if vector is None or matrix is None or vector.keys() != matrix.keys():
+        return None
+    return vector
+
+
+def _start_of(
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...]
+) -> dict[str, StartEntry] | None:
+    """Steps a copy of the optimizer on a few numbers, once from nothing and once from zeros."""
+
+    def numbers(*values: float) -> torch.Tensor:
+        return torch.tensor(values[: math.prod(shape)]).view(shape)
 
     def run(zeros: Mapping[str, torch.Tensor] | None) -> tuple[list[Any], dict[str, Any]]:
-        parameters = [torch.nn.Parameter(torch.tensor([0.3, -0.7, 1.1])) for _ in groups]
+        parameters = [torch.nn.Parameter(numbers(0.3, -0.7, 1.1, 0.9, -0.2, 0.4)) for _ in groups]
         state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
         clone = clone_optimizer(
             optimizer,
@@ -67,7 +81,7 @@ def starts_from_zeros(optimizer: torch.optim.Optimizer) -> dict[str, StartEntry]
         )
         for scale in (1.0, -0.4):
             for parameter in parameters:
-                parameter.grad = torch.tensor([0.5, 0.25, -2.0]) * scale
+                parameter.grad = numbers(0.5, 0.25, -2.0, 1.5, -0.75, 0.125) * scale
             type(optimizer).step(clone)
         return [p.detach() for p in parameters], clone.state[parameters[0]]
 
@@ -77,7 +91,7 @@ def starts_from_zeros(optimizer: torch.optim.Optimizer) -> dict[str, StartEntry]
     ]
     try:
         plain, state = run(None)
-        if not all(isinstance(v, torch.Tensor) and v.shape in ((), (3,)) for v in state.values()):
+        if not all(isinstance(v, torch.Tensor) and v.shape in ((), shape) for v in state.values()):
             return None
         zeroed, zeroed_state = run(state)
     except Exception:  # an optimizer that does not run on the host, or needs more than gradients

@@ -140,11 +140,12 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
     for name, target in targets.items():
         if name not in values:
             continue
-        is_absent = isinstance(target, torch.Tensor) and target.device.type == "meta"
-        if is_absent and tuple(values[name].shape) == tuple(target.shape):
+        value = values[name]
+        is_absent = all(isinstance(t, torch.Tensor) for t in (target, value)) and target.is_meta
+        if is_absent and value.shape == target.shape:
             present[name] = torch.empty_like(target)
         else:
-            present[name] = values[name]
+            present[name] = value
     unexpected = {name: value for name, value in values.items() if name not in present}
     return module.load_state_dict({**present, **unexpected}, strict=strict)
 

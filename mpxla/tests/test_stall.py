@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.checkpoint import save
 from mpxla.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -47,6 +48,59 @@ def test_a_rank_that_stays_away_ends_the_job(tmp_path):
     assert "0B0" in text
     assert "not in a step" in text
     assert other is not None and "stall_timeout_s" in other
+
+
+def save_alone(file, what):
+    """Rank 0 does alone what takes all ranks, and rank 1 trains on."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "stall_timeout_s": 1.5})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    train(model, torch.ones(4, 4))
+    try:
+        if smp.rank() == 0 and what == "save":
+            smp.save_checkpoint(file, "alone", model=model)
+        elif smp.rank() == 0:
+            model.state_dict()
+        train(model, torch.ones(4, 4))
+    except smp.PeerFailure as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("save", "smp.save_checkpoint"), ("state", "model.state_dict")]
+)
+def test_saving_on_one_rank_ends_the_job(tmp_path, what, name):
+    for text in run_ranks(save_alone, 2, str(tmp_path), what, timeout_s=60):
+        assert text is not None
+        assert "no action completed for 1.5 s (stall_timeout_s)" in text
+        assert "rank 0 -> rank 1 -> rank 0 wait for each other" in text
+        assert name in text and "save_alone" in text
+
+
+def save_slowly(file):
+    """One rank takes long to write, which is no stall."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "stall_timeout_s": 1.0})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    train(model, torch.ones(4, 4))
+    original = save.save_object
+
+    def slow(*args):
+        if smp.rank() == 1:
+            time.sleep(1.5)
+        return original(*args)
+
+    save.save_object = slow
+    try:
+        smp.save_checkpoint(file, "slow", model=model)
+    finally:
+        save.save_object = original
+    smp.resume_from_checkpoint(file)
+
+
+def test_a_slow_disk_is_waited_for(tmp_path):
+    run_ranks(save_slowly, 2, str(tmp_path), timeout_s=60)
+    assert (tmp_path / "newest").read_text() == "slow\n"
 
 
 def test_a_rank_that_is_only_late_is_waited_for():

@@ -1,20 +1,24 @@
 """A checkpoint is there completely or not at all, whoever is killed whenever."""
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
 from mpxla.checkpoint import commit
+from mpxla.checkpoint.commit import partial_tags
 from mpxla.checkpoint.files import FileRecord, save_object
-from mpxla.checkpoint.layout import partial_folder, partial_tags, read_newest
+from mpxla.checkpoint.layout import partial_folder, read_newest
 from mpxla.checkpoint.together import StoreExchange, together
 from mpxla.errors import CheckpointError, PeerFailure
 
@@ -29,6 +33,9 @@ class Alone:
     def allgather(self, value):
         return [value]
 
+    def working(self):
+        return contextlib.nullcontext()
+
 
 def writer(number, rank=0):
     def write(folder):
@@ -40,8 +47,9 @@ def writer(number, rank=0):
 
 
 def save(path, tag, number, num_kept=None):
-    commit.prepare(path, tag)
-    commit.write_partial(path, tag, Alone(), writer(number), FACTS, num_kept)
+    token = str(number)
+    commit.prepare(path, tag, token)
+    commit.write_partial(path, tag, token, Alone(), writer(number), FACTS, num_kept)
 
 
 def load(path, tag=None):
@@ -79,6 +87,42 @@ def test_old_ones_are_deleted(tmp_path):
     assert load(tmp_path) == ("t3", 9)
 
 
+def test_copied_folders_keep_their_order(tmp_path):
+    """Copies are as old as the copying says."""
+    for number, tag in enumerate(["c", "a", "b"]):
+        save(tmp_path, tag, number)
+    for number, tag in enumerate(["a", "b", "c"]):
+        os.utime(tmp_path / f"{tag}_partial" / "manifest.json", (number, number))
+    assert partial_tags(tmp_path) == ["c", "a", "b"]
+    save(tmp_path, "d", 4, num_kept=2)
+    assert partial_tags(tmp_path) == ["b", "d"]
+    os.truncate(tmp_path / "b_partial" / "manifest.json", 9)
+    assert set(partial_tags(tmp_path)) == {"b", "d"}, "also a damaged one is there"
+
+
+def test_what_killed_attempts_left_goes_with_the_next_one(tmp_path):
+    save(tmp_path, "a", 1)
+    save(tmp_path, "b", 2)
+    commit.prepare(tmp_path, "c", "killed")
+    (tmp_path / ".d_partial.removed").mkdir()
+    shutil.copytree(tmp_path / "b_partial", tmp_path / ".b_partial.replaced")
+    os.rename(tmp_path / "a_partial", tmp_path / ".a_partial.replaced")
+    assert load(tmp_path, "a") == ("a", 1), "though its replacement was interrupted"
+    save(tmp_path, "e", 3)
+    assert sorted(os.listdir(tmp_path)) == ["a_partial", "b_partial", "e_partial", "newest"]
+    assert load(tmp_path, "a") == ("a", 1)
+
+
+def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path):
+    save(tmp_path, "a", 1)
+    commit.prepare(tmp_path, "b", "one")
+    commit.prepare(tmp_path, "b", "other")
+    with pytest.raises(CheckpointError, match=r"one\.writing is not there, or was removed mean"):
+        commit.write_partial(tmp_path, "b", "one", Alone(), writer(2), FACTS, None)
+    commit.write_partial(tmp_path, "b", "other", Alone(), writer(3), FACTS, None)
+    assert load(tmp_path) == ("b", 3)
+
+
 def test_a_failed_attempt_changes_nothing(tmp_path):
     save(tmp_path, "a", 1)
 
@@ -86,11 +130,11 @@ def test_a_failed_attempt_changes_nothing(tmp_path):
         (folder / "half").touch()
         raise OSError(28, "No space left on device", str(folder / "half"))
 
-    commit.prepare(tmp_path, "b")
+    commit.prepare(tmp_path, "b", "1")
     with pytest.raises(
         CheckpointError, match=r"saving checkpoint 'b' .* failed on rank 0: .*half:"
     ):
-        commit.write_partial(tmp_path, "b", Alone(), fail, FACTS, None)
+        commit.write_partial(tmp_path, "b", "1", Alone(), fail, FACTS, None)
     assert sorted(os.listdir(tmp_path)) == ["a_partial", "newest"]
     assert load(tmp_path) == ("a", 1)
 
@@ -99,9 +143,9 @@ def test_files_that_rank_0_does_not_see_are_an_error(tmp_path):
     def elsewhere(folder):
         return commit.Written({"model_1_0_0.pt": FileRecord(5, 5)}, {})
 
-    commit.prepare(tmp_path, "b")
+    commit.prepare(tmp_path, "b", "1")
     with pytest.raises(CheckpointError, match=r"model_1_0_0\.pt was written by another rank but"):
-        commit.write_partial(tmp_path, "b", Alone(), elsewhere, FACTS, None)
+        commit.write_partial(tmp_path, "b", "1", Alone(), elsewhere, FACTS, None)
     with pytest.raises(CheckpointError, match=r"no partial checkpoint 'b' in .*checkpoints: none"):
         commit.find_partial(tmp_path, "b")
 
@@ -211,6 +255,41 @@ def test_waiting_for_a_dead_rank_ends():
         exchange.allgather(1)
 
 
+# --- flushing -----------------------------------------------------------------------------------
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """What a kill cannot show: what the system has not written yet is lost with its power."""
+    events = []
+    real = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
+
+    def flushed(descriptor):
+        events.append(f"flush {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        real["fsync"](descriptor)
+
+    def renamed(name):
+        def call(source, target):
+            events.append(f"{Path(source).name} -> {Path(target).name}")
+            real[name](source, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, renamed(name))
+    save(tmp_path, "a", 1)
+    temporary = r"\.newest\.[\w-]+\.writing"
+    expected = [
+        f"flush {tmp_path.name}",
+        *(r"flush model_0_0_0\.pt", r"flush manifest\.json", r"flush \.a_partial\.1\.writing"),
+        *(r"\.a_partial\.1\.writing -> a_partial", f"flush {tmp_path.name}"),
+        *(f"flush {temporary}", f"{temporary} -> newest", f"flush {tmp_path.name}"),
+    ]
+    assert len(events) == len(expected), events
+    for event, pattern in zip(events, expected, strict=True):
+        assert re.fullmatch(pattern, event), events
+
+
 # --- SIGKILL ------------------------------------------------------------------------------------
 
 
@@ -221,11 +300,11 @@ def save_for_ever(path, store_file, rank, first):
     while True:
         number += 1
         exchange = StoreExchange(store, f"save{number}", rank, 2)
-        tag = f"t{number % 3}"  # tags come again, so that replacing is met as well
+        tag, token = f"t{number % 3}", str(number)  # tags come again: replacing is met as well
         if rank == 0:
-            commit.prepare(path, tag)
+            commit.prepare(path, tag, token)
         exchange.allgather("ready")
-        commit.write_partial(path, tag, exchange, writer(number, rank), FACTS, 2)
+        commit.write_partial(path, tag, token, exchange, writer(number, rank), FACTS, 2)
 
 
 def time_of_newest(path):

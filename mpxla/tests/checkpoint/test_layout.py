@@ -1,7 +1,5 @@
 """Names in a checkpoint folder."""
 
-import os
-
 import pytest
 
 from mpxla.checkpoint import layout
@@ -28,14 +26,24 @@ def test_the_documented_names(tmp_path):
     assert layout.full_user_content(tmp_path, "t") == tmp_path / "user_content_t"
 
 
-def test_partial_tags_are_the_complete_ones_in_order_of_time(tmp_path):
-    for number, name in enumerate(["b_partial", "a_partial", ".c_partial.writing", "d_partial"]):
+def test_complete_folders_have_a_name_and_a_manifest(tmp_path):
+    for name in ("b_partial", "a_partial", ".c_partial.7f.writing", "d_partial"):
         (tmp_path / name).mkdir()
-        manifest = tmp_path / name / "manifest.json"
         if name != "d_partial":
-            manifest.touch()
-            os.utime(manifest, (number, number))
-    assert layout.partial_tags(tmp_path) == ["b", "a"]
+            (tmp_path / name / "manifest.json").touch()
+    expected = {tag: tmp_path / f"{tag}_partial" / "manifest.json" for tag in "ab"}
+    assert layout.manifests(tmp_path) == expected
+
+
+def test_what_is_left_of_attempts_is_found(tmp_path):
+    writing = layout.writing_folder(tmp_path, "my_partial.run", "7f")
+    replaced = layout.hidden_folder(tmp_path, "a", "replaced")
+    for folder in (writing, replaced, tmp_path / "a_partial", tmp_path / ".a_partial.mine"):
+        folder.mkdir()
+    assert sorted(layout.leftovers(tmp_path)) == [
+        ("a", "replaced", replaced),
+        ("my_partial.run", "writing", writing),
+    ]
 
 
 def test_newest_is_read(tmp_path):
@@ -46,3 +54,5 @@ def test_newest_is_read(tmp_path):
         layout.read_newest(tmp_path)
     (tmp_path / "newest").write_text("t5\n")
     assert layout.read_newest(tmp_path) == "t5"
+    (tmp_path / "newest").write_bytes(b"t\xff5")
+    assert layout.read_newest(tmp_path) == "t\ufffd5", "a tag that nothing has, and no other error"

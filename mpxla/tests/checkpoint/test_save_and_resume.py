@@ -149,7 +149,7 @@ ERRORS = {
     "disk full": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too large",
     "disk full later": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too la",
     "disk full next": r"saving checkpoint 'four' .* failed on rank 1: .*_1_0_0\.pt: File too lar",
-    "disk full, whole": r"saving full checkpoint 'whole' .* on rank 0: .*whole\.\d+\.writing: File",
+    "disk full, whole": r"saving full .* failed on rank 0: .*whole\.\d+-\w+\.writing: File",
     "no permission": r"saving .* failed on rank 0: .*checkpoints\d+.*: Permission denied",
     "wrong tag": r"the tag 'a/b' cannot name a checkpoint",
     "wrong kept": r"num_kept_partial_checkpoints is 0; keep at least 1",
@@ -311,8 +311,9 @@ DAMAGE = {
     "mixed": r"two_partial/model_0_0_0\.pt (was altered|has \d+ bytes)",
     "nothing": r"has no file 'newest', so there is no checkpoint to resume from",
     "other tag": r"no partial checkpoint 'nine' in .*Its partial checkpoints: two, three",
-    "full": r"no partial checkpoint 'whole' in",
-    "not full": r"two does not exist; check the path and the tag",
+    "full": r"no partial checkpoint 'whole' in .* a full one of that name: pass partial=False",
+    "not full": r"has no full checkpoint 'two' but a partial one; pass partial=True",
+    "neither": r"nine does not exist; check the path and the tag",
     "sharded": r"load_sharded_optimizer_state=False belongs to sharded data parallelism",
     "unsafe": r"evil holds objects whose loading could run code",
     "no state": r"no_state is no state dict of a model: 'n' is a int",
@@ -326,6 +327,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(saved, tmp_path):
     cases["other tag"] = {"path": path, "tag": "nine"}
     cases["full"] = {"path": path, "tag": "whole"}
     cases["not full"] = {"path": path, "tag": "two", "partial": False}
+    cases["neither"] = {"path": path, "tag": "nine", "partial": False}
     cases["sharded"] = {"path": path, "load_sharded_optimizer_state": False}
     shutil.copy(saved[0] / "user_content_whole", tmp_path / "no_state")
     cases["no state"] = {"path": str(tmp_path), "tag": "no_state", "partial": False}

@@ -44,6 +44,7 @@ def save_and_load(folder):
         "pickle": smp.load(
             f"{folder}/trusted", partial=False, weights_only=False, pickle_module=pickle
         ),
+        "arguments": smp.load(f"{folder}/part.pt", pickle_load_args={"mmap": True}),
         "map": smp.load(f"{folder}/part.pt", map_location="meta")["w"].device.type,
     }
     if rank == 0:
@@ -77,6 +78,7 @@ def test_save_and_load(tmp_path):
         assert loaded["full"] == {"all": 1}
         assert loaded["trusted"] == loaded["pickle"] == Namespace(a=1)
         assert loaded["map"] == "meta"
+        assert loaded["arguments"]["w"].tolist() == [rank] * 3
         if rank == 0:
             assert loaded["other name"] == {"n": 3}
         assert set(errors) == set(ERRORS)

@@ -50,11 +50,13 @@ OPTIMIZERS = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "Python": CountsInPython,
     "Noisy": lambda p: Noisy(p, lr=0.1),
 }
 LAZY = {
     "Adagrad": "it reads values on the host",
+    "Adafactor": "it reads values on the host",
     "Python": "it keeps counts or values in Python",
     "Noisy": "it draws random numbers",
 }

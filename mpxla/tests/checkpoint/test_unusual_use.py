@@ -1,0 +1,195 @@
+"""Other optimizers, other moments, other places than the ones that everybody tries."""
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpxla as smp
+from mpxla.log import get_logger
+from mpxla.testing import run_ranks
+from mpxla.tests.checkpoint.worlds import Run, TiedNet
+
+pytestmark = pytest.mark.ranks
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def error_of(action):
+    try:
+        action()
+    except smp.MpxlaError as error:
+        return str(error)
+    return None
+
+
+def save(path):
+    run = Run(stages=2)
+    run.train(2)
+    run.save(path, "two")
+    return run.train(2), run.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(folder, losses after it, final state) of a run of two stages."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    losses, state = run_ranks(save, 2, str(path))[0]
+    return path, losses, state
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def two_groups(parameters):
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.01)
+
+
+class Extended(TiedNet):
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.extra = torch.nn.Linear(16, 12, bias=False)
+
+    def forward(self, ids):
+        x = torch.tanh(self.norm(self.first(self.embedding(ids))))
+        x = self.second(x)
+        return self.head(x) + self.extra(x)
+
+
+def resume_with_other_optimizers(path):
+    seen = {}
+    run = Run(stages=2, optimizer=momentum)
+    seen["class"] = error_of(lambda: run.resume(path))
+    run.resume(path, load_optimizer=False)
+    run.train(1)
+    seen["class later"] = error_of(lambda: run.resume(path))
+    seen["rate"] = run.optimizer.param_groups[0]["lr"]
+    smp.shutdown()
+    run = Run(stages=2, optimizer=two_groups)
+    seen["groups"] = error_of(lambda: run.resume(path))
+    smp.shutdown()
+    run = Run(stages=2, build=Extended)
+    seen["not strict"] = error_of(lambda: run.resume(path, strict=False))
+    run.resume(path, strict=False, load_optimizer=False)
+    run.train(1)
+    smp.shutdown()
+    smp.init({"pipeline_parallel_degree": 2})
+    smp.DistributedModel(TiedNet())
+    heard = Heard()
+    get_logger().addHandler(heard)
+    smp.resume_from_checkpoint(path, load_optimizer=False)
+    assert heard.texts == []
+    smp.resume_from_checkpoint(path)
+    get_logger().removeHandler(heard)
+    seen["no optimizer"] = "\n".join(heard.texts)
+    return seen
+
+
+OPTIMIZERS = {
+    "class": r"two_partial holds the state of AdamW, and this optimizer is SGD\. Build the opt",
+    "class later": r"holds the state of AdamW, and this optimizer is SGD\. .*load_optimizer=False",
+    "groups": r"param group 0 of this optimizer and of the saved one differ in .*Build the opt",
+    "not strict": r"differ in extra\.weight\. Build the optimizer as it was, or pass load_opt",
+    "no optimizer": r"state in .*two_partial is not loaded, because no smp\.DistributedOptimizer w",
+}
+
+
+def test_state_of_another_optimizer_is_refused(saved):
+    for seen in run_ranks(resume_with_other_optimizers, 2, str(saved[0])):
+        assert seen.pop("rate") == 0.1, "a refused checkpoint leaves the settings alone"
+        assert set(seen) == set(OPTIMIZERS)
+        for name, text in OPTIMIZERS.items():
+            assert re.search(text, seen[name] or "no error"), (name, seen[name])
+
+
+# --- moments ------------------------------------------------------------------------------------
+
+
+def use_at_other_moments(path, other):
+    run = Run(stages=2, seed=40)
+    run.resume(path)
+    early = error_of(run.model.state_dict)
+    losses = run.train(2)
+    state = run.model.state_dict()
+    run.save(other, "in flight", asynchronous=True)
+    run.resume(other)  # the one above, though it is just being written
+    number = run.number
+    run.train(1)
+    run.save(other, "a", asynchronous=True)
+    run.save(other, "b")
+    run.save(other, "c", asynchronous=True)
+    run.save(other, "c", asynchronous=True)
+    smp.shutdown()
+    run = Run(stages=2, seed=41)
+    run.resume(path)
+    run.model.load_state_dict(state)  # the later one counts
+    run.resume(other, load_optimizer=False)
+    run.model.load_state_dict(state)
+    smp.step(lambda model, ids: model(ids))(run.model, torch.zeros(4, dtype=torch.int64))
+    return early, losses, state, number, run.model.state_dict()
+
+
+def test_saving_and_loading_at_other_moments(saved, tmp_path):
+    path, expected, final = saved
+    other = tmp_path / "other"
+    for early, losses, state, number, last in run_ranks(
+        use_at_other_moments, 2, str(path), str(other)
+    ):
+        assert "model.state_dict was called before the first step, in which the values of" in early
+        assert losses == expected
+        assert number == 4
+        for name, value in final.items():
+            assert torch.equal(state[name], value), name
+            if "running" not in name and "num_batches" not in name:
+                assert torch.equal(last[name], value), name
+    tags = ("a", "b", "c", "in flight")
+    assert sorted(os.listdir(other)) == sorted([*(f"{tag}_partial" for tag in tags), "newest"])
+    assert (other / "newest").read_text() == "c\n"
+
+
+# --- places -------------------------------------------------------------------------------------
+
+
+def times_of(folder):
+    return {file: file.stat().st_mtime_ns for file in [folder, *folder.rglob("*")]}
+
+
+def use_other_places(path, base):
+    run = Run(stages=2, seed=42)
+    run.resume(path)
+    losses = run.train(2)
+    with contextlib.chdir(base):
+        run.save("a b/é [x]", "with space")
+        pending = run.save("link", "linked", asynchronous=True)
+    pending.wait()
+    places = [(f"{base}/link", "linked"), (f"{base}/a b/é [x]", "with space")]
+    return losses, [run.resume(place, tag=tag)["number"] for place, tag in places]
+
+
+def test_other_places(saved, tmp_path):
+    path, expected, _ = saved
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    before = times_of(path)
+    results = run_ranks(use_other_places, 2, str(path), str(tmp_path))
+    assert results == [(expected, [4, 4])] * 2
+    assert times_of(path) == before, "loading writes nothing, so the folder may be read-only"
+    assert sorted(os.listdir(Path(tmp_path, "real"))) == ["linked_partial", "newest"]
