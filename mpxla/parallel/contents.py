@@ -113,7 +113,7 @@ class PartitionedModule(nn.Module):
 
         Args:
             *args: not supported; for the signature of `torch.nn.Module`.
-            gather_to_rank0: only the first rank of the replica gets content, others get `{}`.
+            gather_to_rank0: only global rank 0 gets content, others get `{}`.
             **kwargs: not supported; for the signature of `torch.nn.Module`.
 
         Raises:
@@ -133,7 +133,8 @@ class PartitionedModule(nn.Module):
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        return gather(session.objects, group, self.local_state_dict(), list(own))
+        full = gather(session.objects, group, self.local_state_dict(), list(own))
+        return {} if gather_to_rank0 and session.rank else full
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.

@@ -40,6 +40,7 @@ from mpxla.runtime.signature import (
     local_objects,
     module_modes,
     sign,
+    trained_parameters,
 )
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
@@ -152,7 +153,7 @@ class StepEngine:
             self._control.announce(("new", name, signature))
             return signature, tensors, objects, 0
         seed = self._draw_seed(runner.plan)
-        self._control.announce(("known", name, self._known.index(signature), seed, signature.modes))
+        self._control.announce(("known", name, self._known.index(signature), seed))
         return signature, tensors, objects, seed
 
     def _follow(
@@ -173,6 +174,11 @@ class StepEngine:
             raise RankMismatch(
                 f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
                 f"from pp_rank 0. Call model.train() and model.eval() on all ranks."
+            )
+        if signature.trained != trained_parameters(self._state.module):
+            raise RankMismatch(
+                f"{name}: other parameters require a gradient on rank {self._session.rank} than on "
+                f"pp_rank 0. Freeze and unfreeze (requires_grad_) on all ranks."
             )
         objects = local_objects(args, kwargs)
         return signature, [], objects, rest[1] if kind == "known" else 0

@@ -8,7 +8,7 @@ This module must not know how a step is captured or run.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
@@ -32,6 +32,7 @@ __all__ = [
     "fill",
     "local_objects",
     "sign",
+    "trained_parameters",
 ]
 
 _PLAIN = (str, bytes, Number, type(None), Enum, np.generic, torch.dtype, torch.device)
@@ -87,6 +88,7 @@ class Signature:
         leaves: description of every leaf.
         num_microbatches: how many microbatches the call has.
         modes: digest of the train/eval flags of the model's modules.
+        trained: digest of the `requires_grad` flags of its parameters.
         grad_enabled: whether gradients are enabled around the call.
         autocast: (enabled, dtype) of the active autocast regions.
     """
@@ -97,6 +99,7 @@ class Signature:
     leaves: tuple[TensorLeaf | PlainValue | LocalObject, ...]
     num_microbatches: int
     modes: str
+    trained: str
     grad_enabled: bool
     autocast: tuple[Any, ...]
 
@@ -109,6 +112,7 @@ class Signature:
             self.leaves,
             self.num_microbatches,
             self.modes,
+            self.trained,
             self.grad_enabled,
             self.autocast,
         )
@@ -164,6 +168,7 @@ def sign(
         leaves=tuple(leaves),
         num_microbatches=len(microbatches),
         modes=module_modes(model),
+        trained=trained_parameters(model),
         grad_enabled=torch.is_grad_enabled(),
         autocast=_autocast_state(),
     )
@@ -222,8 +227,16 @@ def module_modes(model: nn.Module | None) -> str:
     """Digest of the train/eval flags of all modules."""
     if model is None:
         return ""
-    flags = bytes(module.training for module in model.modules())
-    return hashlib.blake2b(flags, digest_size=8).hexdigest()
+    return _digest(module.training for module in model.modules())
+
+
+def trained_parameters(model: nn.Module | None) -> str:
+    """Digest of the `requires_grad` flags of all parameters, which scripts freeze and unfreeze."""
+    return "" if model is None else _digest(p.requires_grad for p in model.parameters())
+
+
+def _digest(flags: Iterable[bool]) -> str:
+    return hashlib.blake2b(bytes(flags), digest_size=8).hexdigest()
 
 
 def _autocast_state() -> tuple[Any, ...]:
@@ -256,6 +269,8 @@ def _differences(new: Signature, old: Signature) -> list[str]:
             changes.append(f"{name} changed from {a} to {b}")
     if new.modes != old.modes:
         changes.append("the train/eval mode of the model changed")
+    if new.trained != old.trained:
+        changes.append("other parameters require a gradient")
     return [" and ".join(changes), *changes]
 
 

@@ -4,6 +4,9 @@
 - `unfold` (images to patches) and its derivative have no lowering.
 - `native_dropout` calls its mask bool, and gives floats that are scaled already: a backward that is
   a program of its own reads garbage.
+- The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
+- `randperm` does not follow from the device's seed.
+- `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
 `test_decompositions` fails when torch_xla no longer needs an entry.
@@ -35,13 +38,30 @@ def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch
     return windows.unflatten(dimension, (count, size)).movedim(dimension + 1, -1)
 
 
-REPLACEMENTS: dict[Any, Callable[..., Any]] = {_aten.unfold.default: _unfold}
+def _randperm(
+    count: int, *, dtype: torch.dtype = torch.int64, device: torch.device | None = None
+) -> torch.Tensor:
+    """Order of random numbers; the permutation of torch_xla 2.9 does not follow from the seed."""
+    return torch.rand(count, device=device).argsort().to(dtype)
+
+
+def _copy(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """An assignment to a part of a tensor; torch has no derivative for the operator itself."""
+    return new.to(old.dtype).expand(old.shape)
+
+
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    _aten.copy.default: _copy,
+    _aten.unfold.default: _unfold,
+    _aten.randperm.default: _randperm,
+}
 """Replaced before differentiation, so that the derivative is that of the replacement."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.fill.Tensor: _fill,
     **get_decompositions(
         [
+            _aten.elu_backward.default,
             _aten.native_dropout.default,
             _aten.native_dropout_backward.default,
             _aten._native_batch_norm_legit_functional.default,

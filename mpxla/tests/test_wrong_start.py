@@ -134,6 +134,7 @@ def wrap_other_things():
         lambda: smp.DistributedModel(model),
         lambda: smp.DistributedOptimizer(model),
         lambda: smp.DistributedOptimizer(optimizer),
+        lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())),
         lambda: smp.DistributedOptimizer(sgd, dynamic_loss_scale=True),
         lambda: smp.DistributedOptimizer(sgd, static_loss_scale=8.0),
         lambda: optimizer.step(lambda: 0.0),
@@ -152,6 +153,10 @@ def test_wrapping_other_things():
         ("MpxlaError", r"this model is a DistributedModel already"),
         ("MpxlaError", r"wraps a torch\.optim\.Optimizer, not a DistributedModel"),
         ("MpxlaError", r"this optimizer is a DistributedOptimizer already"),
+        (
+            "MpxlaError",
+            r"LBFGS calls the loss function .* whose step\(\) takes no closure",
+        ),
         ("ConfigError", r"loss scaling belongs to fp16 training, which mpxla does not have yet"),
         ("ConfigError", r"leave static_loss_scale at 1\.0"),
         ("MpxlaError", r"DistributedOptimizer\.step takes no closure"),
