@@ -5,20 +5,23 @@
 - `native_dropout` calls its mask bool, and gives floats that are scaled already: a backward that is
   a program of its own reads garbage.
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
+- `kl_div`, `selu` and such, which torch composes of others, have no derivative: see
+  `differentiable`; `glu` has one that runs on the host.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
+- `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
 `test_decompositions` fails when torch_xla no longer needs an entry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
 
-__all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
+__all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "differentiable"]
 
 _aten = torch.ops.aten
 
@@ -50,18 +53,62 @@ def _copy(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> t
     return new.to(old.dtype).expand(old.shape)
 
 
+def _index_put(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`tensor[mask] = number`, whose derivative looks for the places of the mask on the host."""
+    mask = indices[0]
+    is_mask = len(indices) == 1 and mask is not None and mask.dtype is torch.bool
+    if mask is None or not is_mask or accumulate or values.numel() != 1:
+        return _aten.index_put.default(tensor, indices, values, accumulate)
+    mask = mask.reshape(*mask.shape, *(1 for _ in range(tensor.dim() - mask.dim())))
+    return torch.where(mask, values.to(tensor.dtype).reshape(()), tensor)
+
+
+def _vdot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.conj() * right).sum()
+
+
+def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    others = [d for d in range(direction.dim()) if d != dim % direction.dim()]
+    return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
+
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    _aten._weight_norm.default: _weight_norm,
     _aten.copy.default: _copy,
+    _aten.index_put.default: _index_put,
+    _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
     _aten.randperm.default: _randperm,
 }
 """Replaced before differentiation, so that the derivative is that of the replacement."""
+
+
+def differentiable(target: Any) -> Any:
+    """What to call in place of an operator, so that its derivative is torch's.
+
+    torch_xla computes some operators that torch composes of others (`kl_div`, `selu`) by itself and
+    has no derivative for them: autograd passes over them, and gradients are zero without a word.
+    """
+    if target in REPLACEMENTS or not isinstance(target, torch._ops.OpOverload):
+        return REPLACEMENTS.get(target, target)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = target.name()
+    is_composed = has_kernel(name, "CompositeImplicitAutograd")
+    is_own = has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
+    return target.decompose if is_composed and is_own else target
+
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.fill.Tensor: _fill,
     **get_decompositions(
         [
             _aten.elu_backward.default,
+            _aten.glu_backward.default,
             _aten.native_dropout.default,
             _aten.native_dropout_backward.default,
             _aten._native_batch_norm_legit_functional.default,

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
-from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS
+from mpxla.stage.decompositions import DECOMPOSITIONS, differentiable
 from mpxla.stage.device import is_host_device
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import StageSpec, TensorSpec
@@ -138,7 +138,7 @@ def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
     for node in copy.nodes:
         if node.op == "call_function":
-            node.target = REPLACEMENTS.get(node.target, node.target)
+            node.target = differentiable(node.target)
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")

@@ -146,7 +146,7 @@ class Writing(nn.Module):
         self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        x = torch.tanh(self.body(x))
+        x = 2 * self.body(x)
         x[:, 0] = 2 * x[:, 1]
         x[x > 0.5] = 0.3
         made = torch.zeros(x.shape[0], 8)
@@ -183,6 +183,19 @@ def learn_from_a_teacher(model, x, y):
     return loss
 
 
+def compare_distributions(model, x, y):
+    logits = model(x)
+    wanted = F.one_hot(y, 3) * 0.7 + 0.1
+    loss = F.kl_div(logits.log_softmax(dim=-1), wanted, reduction="batchmean")
+    model.backward(loss)
+    return loss
+
+
+def activations():
+    layers = [nn.ELU(), nn.Linear(8, 8), nn.SELU(), nn.Linear(8, 8), nn.CELU(), nn.Linear(8, 6)]
+    return nn.Sequential(nn.Linear(5, 8), *layers, nn.GLU())
+
+
 def penalize_weights(model, x, y):
     penalty = sum(p.abs().sum() for n, p in model.named_parameters() if n.endswith("weight"))
     loss = F.cross_entropy(model(x), y) + 0.01 * penalty
@@ -216,13 +229,14 @@ def clamp_weights(model, number):
 
 
 SCRIPTS = {
-    "recurrent": Script(Recurrent, classify, (3, 5)),
+    "recurrent": Script(Recurrent, classify, (2, 5)),
     "checkpointed": Script(Checkpointed, classify),
     "assigning": Script(Assigning, classify),
     "writing": Script(Writing, classify),
     "normalized": Script(with_normalized_weights, classify),
     "sparse": Script(Sparse, classify),
-    "elu": Script(lambda: nn.Sequential(nn.Linear(5, 8), nn.ELU(), nn.Linear(8, 3)), classify),
+    "activations": Script(activations, classify),
+    "divergence": Script(mlp, compare_distributions),
     "teacher": Script(mlp, learn_from_a_teacher),
     "penalty": Script(mlp, penalize_weights),
     "adversaries": Script(Adversaries, compete),

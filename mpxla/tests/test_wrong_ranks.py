@@ -126,6 +126,22 @@ def test_different_modes():
     assert first[0] == "PeerFailure"
 
 
+def differ_in_frozen_parts():
+    model = made()
+    model.module.second.requires_grad_(smp.rank() == 0)
+    train(model, batch())
+
+
+def test_different_frozen_parts():
+    first, _ = check(
+        differ_in_frozen_parts,
+        RankMismatch,
+        r"other parameters require a gradient on rank 1 than on pp_rank 0\. Freeze and unfreeze",
+        at=[1],
+    )
+    assert first[0] == "PeerFailure"
+
+
 def differ_in_mode_later():
     model = made()
     train(model, batch())
