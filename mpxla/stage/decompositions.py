@@ -5,8 +5,7 @@
 - `native_dropout` calls its mask bool, and gives floats that are scaled already: a backward that is
   a program of its own reads garbage.
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
-- `kl_div`, `selu` and such, which torch composes of others, have no derivative: see
-  `differentiable`; `glu` has one that runs on the host.
+- `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
-__all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "differentiable"]
+__all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "lacks_derivative"]
 
 _aten = torch.ops.aten
 
@@ -77,10 +76,26 @@ def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) ->
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
 
 
+def _selu(tensor: torch.Tensor) -> torch.Tensor:
+    return _aten.elu.default(tensor, 1.6732632423543772, 1.0507009873554805)
+
+
+def _kl_div(
+    tensor: torch.Tensor, target: torch.Tensor, reduction: int = 1, *, log_target: bool = False
+) -> torch.Tensor:
+    if log_target:
+        points = target.exp() * (target - tensor)
+    else:
+        points = torch.xlogy(target, target) - target * tensor
+    return (points, points.mean(), points.sum())[reduction]
+
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten._weight_norm.default: _weight_norm,
     _aten.copy.default: _copy,
     _aten.index_put.default: _index_put,
+    _aten.kl_div.default: _kl_div,
+    _aten.selu.default: _selu,
     _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
     _aten.randperm.default: _randperm,
@@ -88,19 +103,18 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 """Replaced before differentiation, so that the derivative is that of the replacement."""
 
 
-def differentiable(target: Any) -> Any:
-    """What to call in place of an operator, so that its derivative is torch's.
+def lacks_derivative(target: Any) -> bool:
+    """Whether autograd would pass over an operator on the device, and leave gradients at zero.
 
-    torch_xla computes some operators that torch composes of others (`kl_div`, `selu`) by itself and
-    has no derivative for them: autograd passes over them, and gradients are zero without a word.
+    torch_xla computes some operators that torch composes of others by itself, so that their parts
+    are traced below autograd.
     """
     if target in REPLACEMENTS or not isinstance(target, torch._ops.OpOverload):
-        return REPLACEMENTS.get(target, target)
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = target.name()
     is_composed = has_kernel(name, "CompositeImplicitAutograd")
-    is_own = has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
-    return target.decompose if is_composed and is_own else target
+    return is_composed and has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -203,7 +203,7 @@ def _places(chosen: Subject, raw: nn.Module, stages: int) -> dict[str, int]:
     """Module path -> rank: those of the subject, or else one rank after the other."""
     if stages == 1 + max(chosen.manual.values()):
         return dict(chosen.manual)
-    owners = [path for path, m in raw.named_modules() if any(m.parameters(recurse=False))]
+    owners = [path for path, m in raw.named_modules() if list(m.parameters(recurse=False))]
     paths = [path for path in owners if not list(raw.get_submodule(path).children())]
     return {path: number * stages // len(paths) for number, path in enumerate(paths)}
 

@@ -297,6 +297,24 @@ def test_operator_without_lowering():
     assert "rank 1 raised LoweringError in step function" in first[1]
 
 
+@smp.step
+def turn(model, x):
+    model.backward(torch.cross(model(x), x[:, :3], dim=1).square().mean())
+
+
+def use_an_operator_without_derivative():
+    turn(made({"microbatches": 2}), batch())
+
+
+def test_operator_without_derivative():
+    check(
+        use_an_operator_without_derivative,
+        LoweringError,
+        r"^stage 0: aten::cross in the step function has no derivative on XLA devices, so that",
+        world_size=1,
+    )
+
+
 # Objects and arguments that a step accepts with a warning.
 
 
