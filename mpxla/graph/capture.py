@@ -20,16 +20,25 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_hooks import (
+    attributes_kept,
+    optimizers_refused,
+    own_backwards_noted,
+    refuse_gradient_hooks,
+)
 from mpxla.graph.capture_modes import (
     StepSemantics,
+    assigned_buffers_written,
     attributes_named_by_keywords,
     fake_state,
     host_autocast,
     quiet_export,
+    unchecked_distributions,
     unmapped_autocast,
 )
 from mpxla.graph.normalize import (
     collapse_detaches,
+    densify_gradients,
     drop_runtime_checks,
     free_layouts,
     keep_gradient_barriers,
@@ -138,10 +147,17 @@ class _StepModule(nn.Module):
         global _recorder
         _recorder = recorder = BackwardRecorder()
         try:
-            with StepSemantics():
+            with (
+                StepSemantics(),
+                own_backwards_noted() as own_backwards,
+                optimizers_refused(),
+                assigned_buffers_written(self.model),
+            ):
                 returned = self._function(leaves)
         finally:
             _recorder = None
+        if recorder.objectives and own_backwards:
+            raise own_backwards[0]
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
@@ -191,15 +207,18 @@ def capture_step(
 
     Raises:
         CaptureError: the function depends on a tensor's value in Python, uses parameters that do
-            not belong to `model`, or returns something that cannot be returned.
+            not belong to `model`, relies on hooks or backwards of its own, or returns something
+            that cannot be returned.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     wrapper = _StepModule(model, function)
     with (
+        attributes_kept(model),
         fake_state(model, fake_mode),
         unmapped_autocast(),
         host_autocast(),
         quiet_export(),
+        unchecked_distributions(),
         attributes_named_by_keywords(),
     ):
         with fake_mode:
@@ -210,6 +229,8 @@ def capture_step(
             exported = exported.run_decompositions({})
         except Exception as error:
             raise explain(error) from error
+    if wrapper.returned.num_objectives:
+        refuse_gradient_hooks(model)
     return _step_graph(wrapper, exported, canonical_names, fake_mode)
 
 
@@ -229,6 +250,8 @@ def _step_graph(
         if spec.kind is ExportOutput.BUFFER_MUTATION:
             name = canonical_names[(spec.target or "").removeprefix("model.")]
             outputs.append(OutputRole(OutputKind.BUFFER, name=name))
+        elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
+            raise _changed_argument(exported, spec.target or "")
         elif spec.kind is not ExportOutput.USER_OUTPUT:
             raise CaptureError(
                 f"The step function changes {spec.target} in place ({spec.kind.name.lower()}). "
@@ -244,6 +267,7 @@ def _step_graph(
     drop_runtime_checks(graph)
     resolve_numbers(graph)
     collapse_detaches(graph)
+    densify_gradients(graph)
     free_layouts(graph)
     graph.eliminate_dead_code()
     _annotate(exported.graph_module, inputs, wrapper, fake_mode)
@@ -255,6 +279,15 @@ def _step_graph(
         result_spec=wrapper.returned.spec,
         constants=constants,
         is_training=wrapper.returned.num_objectives > 0,
+    )
+
+
+def _changed_argument(exported: torch.export.ExportedProgram, name: str) -> CaptureError:
+    (value,) = (n.meta["val"] for n in exported.graph.nodes if n.name == name)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return CaptureError(
+        f"The step function changes one of its arguments in place, the tensor {dtype}"
+        f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
     )
 
 

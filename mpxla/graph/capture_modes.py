@@ -18,14 +18,17 @@ from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
     "StepSemantics",
+    "assigned_buffers_written",
     "attributes_named_by_keywords",
     "fake_state",
     "host_autocast",
     "quiet_export",
+    "unchecked_distributions",
     "unmapped_autocast",
 ]
 
@@ -48,6 +51,7 @@ class StepSemantics(TorchFunctionMode):
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."
             )
+        refuse_gradients(func, args)
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
         args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))
@@ -125,6 +129,36 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[None]:
 
 
 @contextlib.contextmanager
+def assigned_buffers_written(model: nn.Module) -> Generator[None]:
+    """Makes `self.buffer = new` in a forward what `self.buffer.copy_(new)` is.
+
+    Export sees changes of a buffer's tensor only, and would drop another tensor in its place.
+
+    Raises:
+        CaptureError: the new tensor is not like the old one.
+    """
+    modules = [
+        (path, m._buffers, dict(m._buffers))  # pyright: ignore[reportPrivateUsage]
+        for path, m in model.named_modules()
+    ]
+    yield
+    for path, table, before in modules:
+        for name, old in before.items():
+            new = table[name]
+            if new is old:
+                continue
+            table[name] = old
+            if old is None or new is None or new.shape != old.shape:
+                shapes = [None if t is None else list(t.shape) for t in (old, new)]
+                raise CaptureError(
+                    f"The step function assigns to the buffer {path}{'.' if path else ''}{name} of "
+                    f"shape {shapes[0]} a tensor of shape {shapes[1]}. Register it with the shape "
+                    f"that it keeps."
+                )
+            old.copy_(new.detach())
+
+
+@contextlib.contextmanager
 def quiet_export() -> Generator[None]:
     """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -134,6 +168,21 @@ def quiet_export() -> Generator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Generator[None]:
+    """Keeps `torch.distributions` from looking at the values of its arguments.
+
+    It branches on them in Python. (`validate_args=True` given by the user still does.)
+    """
+    kind: Any = torch.distributions.Distribution
+    is_checked = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(is_checked)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from mpxla.errors import CaptureError
 
 __all__ = [
     "collapse_detaches",
+    "densify_gradients",
     "drop_runtime_checks",
     "free_layouts",
     "keep_gradient_barriers",
@@ -117,6 +118,14 @@ def collapse_detaches(graph: fx.Graph) -> None:
         if node.target is _aten.alias.default or source.target is _aten.detach.default:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def densify_gradients(graph: fx.Graph) -> None:
+    """Makes embeddings with `sparse=True` ordinary ones: the device has no sparse tensors."""
+    for node in graph.nodes:
+        if node.target is _aten.embedding.default:
+            node.args = node.args[:4]
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
 
 
 def free_layouts(graph: fx.Graph) -> None:

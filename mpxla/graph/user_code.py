@@ -47,6 +47,7 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
         name = frame.filename.replace("\\", "/")
         outside = (
             "/torch/",
+            "/torch_xla/",
             "/mpxla/graph/",
             "/mpxla/runtime/",
             "/mpxla/parallel/",

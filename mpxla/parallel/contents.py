@@ -129,7 +129,7 @@ class PartitionedModule(nn.Module):
 
         Args:
             *args: not supported; for the signature of `torch.nn.Module`.
-            gather_to_rank0: only the first rank of the replica gets content, others get `{}`.
+            gather_to_rank0: only global rank 0 gets content, others get `{}`.
             **kwargs: not supported; for the signature of `torch.nn.Module`.
 
         Raises:
@@ -156,7 +156,8 @@ class PartitionedModule(nn.Module):
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
         with session.gathering("model.state_dict", group):
-            return gather(session.objects, group, self.local_state_dict(), list(own))
+            full = gather(session.objects, group, self.local_state_dict(), list(own))
+        return {} if gather_to_rank0 and session.rank else full
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.

@@ -25,6 +25,7 @@ from mpxla.parallel.replica import Replica
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
+from mpxla.parallel.wrappable import check_module
 from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
@@ -400,17 +401,9 @@ class DistributedModel(PartitionedModule):
 def _check_options(
     module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: Any
 ) -> None:
-    if not isinstance(module, nn.Module):
-        raise MpxlaError(
-            f"smp.DistributedModel wraps a torch.nn.Module, not {type(module).__name__}."
-        )
     if isinstance(module, DistributedModel):
         raise MpxlaError("this model is a DistributedModel already.")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise MpxlaError(
-            "the model is wrapped in DistributedDataParallel; give smp.DistributedModel the plain "
-            "module and set ddp: True in the configuration."
-        )
+    check_module(module)
     if trace_device not in ("gpu", "cpu"):
         raise ConfigError(f"trace_device is {trace_device!r}; use 'gpu' or 'cpu'.")
     if trace_execution_times and trace_device == "cpu":

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from mpxla.errors import CheckpointError, MpxlaError
+from mpxla.errors import CheckpointError, MpxlaError, StepError
+from mpxla.graph.capture import current_recorder
+from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.parallel.elementwise import check_elementwise
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
@@ -71,6 +73,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, not a "
                 f"{type(optimizer).__name__}."
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise MpxlaError(
+                "LBFGS calls the loss function as often as it likes within one step, which a step "
+                "function cannot do; use an optimizer whose step() takes no closure."
+            )
         if dynamic_loss_scale or static_loss_scale not in (None, 1.0):
             warn_once(
                 "loss scaling",
@@ -126,7 +133,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MpxlaError: a closure was given (it would have to run the step function).
+            StepError: called inside a step function.
         """
+        if current_recorder() is not None:
+            raise StepError(
+                f"optimizer.step() was called in a step function{at_user_line()}, which is "
+                f"captured once and runs for every microbatch. Call it after the step call."
+            )
         if closure is not None:
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."

@@ -74,7 +74,7 @@ class _Note:
     """
 
     is_internal = True
-    """Other hooks on gradients are the user's, and refused (`ModelState.refuse_hooks`)."""
+    """Other hooks on gradients are the user's, and refused (`graph/capture_hooks.py`)."""
 
     def __init__(self, owner: PlainBackward, name: str):
         self._owner = weakref.ref(owner)

@@ -152,7 +152,7 @@ class StepEngine:
             self._control.announce(("new", name, signature))
             return signature, tensors, objects, 0
         seed = self._draw_seed(runner.plan)
-        self._control.announce(("known", name, self._known.index(signature), seed, signature.modes))
+        self._control.announce(("known", name, self._known.index(signature), seed))
         return signature, tensors, objects, seed
 
     def _follow(
@@ -259,8 +259,6 @@ class StepEngine:
             args, kwargs = fill(signature, leaves, objects)
             return function(*args, **kwargs)
 
-        if signature.grad_enabled:
-            self._state.refuse_hooks()
         self.is_tracing = True
         try:
             with torch.set_grad_enabled(signature.grad_enabled):

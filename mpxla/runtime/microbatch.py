@@ -115,6 +115,7 @@ class _Splitter:
 
     def _part(self, value: Any, axis: int, path: str) -> Any:
         if isinstance(value, torch.Tensor):
+            _warn_about_gradient(value, path)
             return self._tensor(value, axis, path)
         if hasattr(value, "smp_slice"):
             return open_object(value.smp_slice(self.count, self.index, axis))
@@ -149,7 +150,7 @@ class _Splitter:
                 f"non_split_inputs of smp.step."
             )
         step = size // self.count
-        return value.narrow(axis, self.index * step, step)
+        return value.detach().narrow(axis, self.index * step, step)
 
 
 def _same(value: Any, items: dict[Any, Any]) -> Any:
@@ -158,6 +159,15 @@ def _same(value: Any, items: dict[Any, Any]) -> Any:
         return type(value)(items)
     except TypeError:
         return items
+
+
+def _warn_about_gradient(value: torch.Tensor, path: str) -> None:
+    if value.requires_grad and torch.is_grad_enabled():
+        warn_once(
+            f"gradient of {path}",
+            f"{path} requires a gradient, which a step does not compute: nothing flows back to "
+            f"what made it. Put that into the model, or pass {path}.detach().",
+        )
 
 
 def _warn_about(value: Any, path: str) -> None:

@@ -6,13 +6,15 @@ holds a parameter (an optimizer, a scheduler, a closure) holds the placed one af
 This module must not know about graphs or schedules.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
+from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.stage.delayed import forget, materialize
 
 __all__ = ["ModelState", "load_into"]
@@ -82,13 +84,16 @@ class ModelState:
             device: this rank's device.
 
         Raises:
-            MpxlaError: a parameter is still part of an autograd graph, or has a hook on its
+            MpxlaError: a parameter is still part of an autograd graph, or has hooks on its
                 gradient.
         """
+        refuse_gradient_hooks(self.module)
         self.local_names = frozenset(local_names)
         delayed = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
-        for name, parameter in self.parameters.items():
-            _exchange(name, parameter, device if name in self.local_names else torch.device("meta"))
+        with _without_weak_references(self.module):
+            for name, parameter in self.parameters.items():
+                is_local = name in self.local_names
+                _exchange(name, parameter, device if is_local else torch.device("meta"))
         for name, buffer in self.buffers.items():
             is_local = name in self.local_names
             self.set_buffer(
@@ -102,22 +107,14 @@ class ModelState:
         Args:
             full: values by any name of each parameter and buffer.
         """
-        for name, parameter in self.parameters.items():
-            value = full[name] if name in full else parameter.detach().cpu()
-            moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, moved)
+        with _without_weak_references(self.module):
+            for name, parameter in self.parameters.items():
+                value = full[name] if name in full else parameter.detach().cpu()
+                moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, moved)
         for name, buffer in self.buffers.items():
             self.set_buffer(name, full[name].clone() if name in full else buffer.cpu())
         self.local_names = frozenset((*self.parameters, *self.buffers))
-
-    def refuse_hooks(self) -> None:
-        """Refuses hooks on gradients, which no program runs and no copy of a parameter keeps.
-
-        Raises:
-            MpxlaError: a parameter has one.
-        """
-        for name, parameter in self.parameters.items():
-            _refuse_hooks(name, parameter)
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
@@ -155,30 +152,22 @@ def _buffers_of(owner: nn.Module) -> dict[str, Any]:
     return owner._buffers  # pyright: ignore[reportPrivateUsage]
 
 
-def _refuse_hooks(name: str, parameter: nn.Parameter) -> None:
-    held: Any = parameter  # torch has no public way to ask for hooks
-    hooks = [
-        *(held._backward_hooks or {}).values(),
-        *(held._post_accumulate_grad_hooks or {}).values(),
-    ]
-    for hook in hooks:
-        if not getattr(hook, "is_internal", False):
-            raise MpxlaError(
-                f"parameter {name} has a hook on its gradient ({_name_of(hook)}), which step "
-                f"functions do not run. Change param.grad between the step function and "
-                f"optimizer.step(). With one stage and plain loss.backward(), register hooks after "
-                f"wrapping the model."
-            )
-
-
-def _name_of(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)
+@contextlib.contextmanager
+def _without_weak_references(module: nn.Module) -> Generator[None]:
+    """Recurrent layers of torch refer weakly to their weights, which forbids to exchange them."""
+    recurrent: list[Any] = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    for layer in recurrent:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in recurrent:
+            layer._init_flat_weights()
 
 
 def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:
     if parameter.device == device:
         return
-    _refuse_hooks(name, parameter)
     gradient = parameter.grad
     parameter.grad = None
     value = parameter.detach() if device.type == "meta" else materialize(name, parameter)

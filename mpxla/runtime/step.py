@@ -3,10 +3,13 @@
 The function is captured, not run per microbatch; everything behind the call is `StepEngine`.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, overload
+
+import torch
 
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
@@ -47,13 +50,28 @@ class StepFunction:
                 f"the step function {self._rule.function.__qualname__} was called before "
                 f"smp.DistributedModel; wrap the model first."
             )
-        return model.run_step(self._rule, args, kwargs)
+        with _ordinary_tensors():
+            return model.run_step(self._rule, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         parameters = list(inspect.signature(self._rule.function).parameters)
         if instance is None or not parameters or parameters[0] != "self":
             return self
         return functools.partial(self, instance)
+
+
+@contextlib.contextmanager
+def _ordinary_tensors() -> Generator[None]:
+    """`torch.inference_mode()` around a step means that there are no gradients, and no more.
+
+    What a step makes may be kept (parameters that the first one places), and tensors made under
+    that mode can never be trained.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @overload

@@ -25,9 +25,10 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpxla.errors import LoweringError
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
-from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS
+from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS, lacks_derivative
 from mpxla.stage.device import is_host_device
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import StageSpec, TensorSpec
@@ -94,12 +95,27 @@ def lower_stage(
         is_training: whether to derive a backward.
         device: device with its index, for instance `xla:0`.
         for_speed: whether to lay out weights and gradients anew, see `layout`.
+
+    Raises:
+        LoweringError: an operator would lose the gradient.
     """
     placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
     inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
     if not (is_training and spec.has_backward):
         return _lower_forward_only(spec, inputs, device)
+    _refuse_zero_gradients(spec)
     return _lower_joint(spec, inputs, device, for_speed)
+
+
+def _refuse_zero_gradients(spec: StageSpec) -> None:
+    for node in spec.graph.nodes:
+        if lacks_derivative(node.target) and node.meta["val"].requires_grad:
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            where = stack[-1][0] if stack and stack[-1][0] else "the step function"
+            raise LoweringError(
+                f"stage {spec.index}: {node.target.name()} in {where} has no derivative on XLA "
+                f"devices, so that gradients would be zero. Write it with other operators."
+            )
 
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:

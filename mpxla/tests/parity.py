@@ -185,7 +185,7 @@ def train(case: Case) -> Observed:
     start = {name: value.clone() for name, value in raw.state_dict().items()}
     model = smp.DistributedModel(raw)
     if case.manual:
-        for path, rank in chosen.manual.items():
+        for path, rank in _places(chosen, raw, case.stages).items():
             smp.set_partition(raw.get_submodule(path), rank)
     run = _Run(case, chosen, model, smp.step(chosen.step), Observed())
     run.train(torch.optim.SGD(raw.parameters(), lr=chosen.learning_rate), run.look_at_first_step)
@@ -197,6 +197,15 @@ def train(case: Case) -> Observed:
     adam = torch.optim.AdamW(raw.parameters(), lr=chosen.learning_rate / 10)
     run.train(adam, run.note_loss)
     return found
+
+
+def _places(chosen: Subject, raw: nn.Module, stages: int) -> dict[str, int]:
+    """Module path -> rank: those of the subject, or else one rank after the other."""
+    if stages == 1 + max(chosen.manual.values()):
+        return dict(chosen.manual)
+    owners = [path for path, m in raw.named_modules() if list(m.parameters(recurse=False))]
+    paths = [path for path in owners if not list(raw.get_submodule(path).children())]
+    return {path: number * stages // len(paths) for number, path in enumerate(paths)}
 
 
 @dataclass

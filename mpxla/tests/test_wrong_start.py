@@ -134,6 +134,7 @@ def wrap_other_things():
         lambda: smp.DistributedModel(model),
         lambda: smp.DistributedOptimizer(model),
         lambda: smp.DistributedOptimizer(optimizer),
+        lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())),
         lambda: optimizer.step(lambda: 0.0),
         lambda: model.register_comm_hook(None, None),
         lambda: model.state_dict(prefix="a"),
@@ -150,6 +151,10 @@ def test_wrapping_other_things():
         ("MpxlaError", r"this model is a DistributedModel already"),
         ("MpxlaError", r"wraps a torch\.optim\.Optimizer, not a DistributedModel"),
         ("MpxlaError", r"this optimizer is a DistributedOptimizer already"),
+        (
+            "MpxlaError",
+            r"LBFGS calls the loss function .* whose step\(\) takes no closure",
+        ),
         ("MpxlaError", r"DistributedOptimizer\.step takes no closure"),
         ("ConfigError", r"register_comm_hook needs ddp: True\."),
         ("MpxlaError", r"DistributedModel\.state_dict takes gather_to_rank0 only"),

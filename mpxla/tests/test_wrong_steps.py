@@ -298,6 +298,24 @@ def test_operator_without_lowering():
     assert "rank 1 raised LoweringError in step function" in first[1]
 
 
+@smp.step
+def turn(model, x):
+    model.backward(torch.cross(model(x), x[:, :3], dim=1).square().mean())
+
+
+def use_an_operator_without_derivative():
+    turn(made({"microbatches": 2}), batch())
+
+
+def test_operator_without_derivative():
+    check(
+        use_an_operator_without_derivative,
+        LoweringError,
+        r"^stage 0: aten::cross in the step function has no derivative on XLA devices, so that",
+        world_size=1,
+    )
+
+
 # Objects and arguments that a step accepts with a warning.
 
 
@@ -352,6 +370,6 @@ def step_with_a_hook():
 
 def test_hooks_on_gradients_are_refused():
     """No program would run them, and the parameter on the device would not have them."""
-    text = r"parameter {} has a hook on its gradient \(double\), which step functions do not run"
+    text = r"parameter {} has a hook on its gradient; gradients come out of compiled programs"
     check(wrap_with_a_hook, MpxlaError, text.format(r"second\.weight"))
     check(step_with_a_hook, MpxlaError, text.format(r"first\.bias"), world_size=1)

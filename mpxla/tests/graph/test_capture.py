@@ -241,6 +241,11 @@ def gradient_of_other_shape(leaves, model):
     backward(model(leaves[0]), torch.ones(3))
 
 
+def change_argument(leaves, model):
+    leaves[0][leaves[0] > 0] = 0
+    return model(leaves[0])
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -260,6 +265,7 @@ def hidden_tensor(leaves, model):
         (backward_of_constant, r"on a tensor that no parameter contributed to at .*Check that"),
         (too_few_gradients, r"got 2 tensors and 1 gradients at .*give one gradient"),
         (gradient_of_other_shape, r"gradient of shape \[3\] for a tensor of shape \[4, 1\]"),
+        (change_argument, r"one of its arguments in place, the tensor float32\[4, 6\] .*x\.clone"),
         (hidden_tensor, r"object of type Holder that holds tensors \(tensor\)"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

@@ -174,6 +174,17 @@ def test_optimizers_are_suspicious(warnings_of):
     assert "gets an optimizer (x), which is probably a bug" in line
 
 
+def test_gradients_of_arguments_are_not_computed(warnings_of):
+    x = torch.zeros(4, requires_grad=True)
+    with torch.no_grad():
+        split(x)
+    assert warnings_of == []
+    assert not any(part.requires_grad for part in first_of(split(x)))
+    (line,) = warnings_of
+    assert "x requires a gradient, which a step does not compute" in line
+    assert "or pass x.detach()" in line
+
+
 @pytest.mark.parametrize(
     ("value", "axes", "text"),
     [

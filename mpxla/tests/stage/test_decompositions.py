@@ -35,6 +35,44 @@ def test_reason_for_fill_and_unfold():
     assert unfold == ["aten::unfold_copy"]
 
 
+def gradients_of_elu():
+    from torch_xla import device
+
+    values = torch.linspace(-2, 1, 7)
+    found = []
+    for place in ("cpu", device()):
+        x = values.clone().to(place).requires_grad_()
+        torch.nn.functional.elu(x).sum().backward()
+        found.append(x.grad.cpu())
+    return found
+
+
+def test_reason_for_elu():
+    ((host, on_device),) = run_ranks(gradients_of_elu, 1)
+    assert not torch.allclose(host, on_device)
+
+
+def permutations_of_one_seed():
+    from mpxla.stage.device import current_device, set_random_state
+
+    device, found = current_device(), []
+    for _ in range(2):
+        set_random_state(5)
+        found.append(torch.randperm(100, device=device).cpu())
+    return found
+
+
+def test_reason_for_randperm():
+    ((first, second),) = run_ranks(permutations_of_one_seed, 1)
+    assert not torch.equal(first, second)
+
+
+def test_reason_for_copy():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="derivative for aten::copy is not implemented"):
+        torch.ops.aten.copy.default(torch.zeros(3), x).sum().backward()
+
+
 def running_variance():
     from torch_xla import device
 

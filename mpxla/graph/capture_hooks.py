@@ -1,0 +1,217 @@
+"""What a step function may do besides computing, and a captured step cannot keep.
+
+Backwards that the user wrote (`torch.autograd.Function`), hooks on gradients and the use of
+gradients or optimizers would be left out of the graph without a word: they are refused. Tensors
+that `forward` keeps as attributes are those of the capture: they are taken away again.
+This module must not know how the step is captured or run.
+"""
+
+import contextlib
+import copy
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+from mpxla.errors import CaptureError
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
+
+__all__ = [
+    "attributes_kept",
+    "optimizers_refused",
+    "own_backwards_noted",
+    "refuse_gradient_hooks",
+    "refuse_gradients",
+]
+
+_ADDS_HOOK = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+)
+_gradient = cast(Any, torch.Tensor.grad)
+_USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
+_FREEZES = (torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__)
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS_OF_MODULES = ("_backward_hooks", "_backward_pre_hooks")
+_STATE = ("_parameters", "_buffers", "_modules")
+_INSTEAD_OF_HOOKS = (
+    "Change param.grad between the step call and optimizer.step(), or write what is to happen to "
+    "the gradient with ordinary operators in the step function."
+)
+
+
+def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
+    """Checks a call of torch in a step function.
+
+    Args:
+        func: what `__torch_function__` is given.
+        args: its arguments.
+
+    Raises:
+        CaptureError: it reads or changes the gradient of a tensor, hooks into autograd, or freezes
+            a parameter.
+    """
+    if func in _FREEZES and isinstance(args[0], nn.Parameter):
+        raise CaptureError(
+            f"requires_grad of a parameter is changed in a step function{at_user_line()}, which is "
+            f"captured with what it is before. Change it between step calls, which compiles once "
+            f"for each setting; or detach what the parameters are not to learn from."
+        )
+    if func in _ADDS_HOOK:
+        raise CaptureError(
+            f"{func.__name__}() was called in a step function{at_user_line()}; gradients come out "
+            f"of compiled programs, which call no hooks. {_INSTEAD_OF_HOOKS}"
+        )
+    if func in _USES_GRADIENT:
+        raise CaptureError(
+            f"The gradient of a tensor is used in a step function{at_user_line()}, where there is "
+            f"none yet: gradients are those of all microbatches, and complete when the step call "
+            f"has returned. Read, clip and clear them outside."
+        )
+
+
+@contextlib.contextmanager
+def optimizers_refused() -> Generator[None]:
+    """Makes `step()` and `zero_grad()` of any optimizer an error.
+
+    Raises:
+        CaptureError: an optimizer was used.
+    """
+
+    def refuse(optimizer: Any, *_: Any, **__: Any) -> None:
+        raise CaptureError(
+            f"{type(optimizer).__name__} is used in a step function{at_user_line()}, which is "
+            f"captured once and runs for every microbatch. Call optimizer.zero_grad() before the "
+            f"step call and optimizer.step() after it."
+        )
+
+    kind: Any = torch.optim.Optimizer
+    original = kind.zero_grad
+    handle = register_optimizer_step_pre_hook(refuse)
+    kind.zero_grad = refuse
+    try:
+        yield
+    finally:
+        kind.zero_grad = original
+        handle.remove()
+
+
+@contextlib.contextmanager
+def own_backwards_noted() -> Generator[list[CaptureError]]:
+    """Collects an error for every `torch.autograd.Function` whose backward would count.
+
+    A reentrant checkpoint is such a function as well: its body runs as it is, since what a stage
+    computes again is decided later. Others of torch belong to operators that stay one node.
+    """
+    function: Any = torch.autograd.Function
+    original = function.__dict__["apply"]
+    found: list[CaptureError] = []
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            body, _, *inputs = args
+            return body(*inputs)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if counts and not cls.__module__.startswith("torch."):
+            found.append(_own_backward(cls))
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    function.apply = classmethod(apply)
+    try:
+        yield found
+    finally:
+        function.apply = original
+
+
+def _own_backward(function: type) -> CaptureError:
+    return CaptureError(
+        f"The step function applies {function.__qualname__}, a torch.autograd.Function with a "
+        f"backward of its own{at_user_line()}, which a captured step cannot keep. Write it with "
+        f"ordinary operators: `x + (y - x).detach()` has the value of y and the gradient of x, "
+        f"`x * s + (x - x * s).detach()` the value of x and its gradient times s."
+    )
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Checks that no parameter and no module has hooks that autograd would call.
+
+    Raises:
+        CaptureError: one has.
+    """
+    found = [f"module {n or 'model'}" for n, m in model.named_modules() if _has_hooks(m)]
+    for name, parameter in model.named_parameters():
+        tables = (_attribute(parameter, key) for key in _HOOKS_OF_TENSORS)
+        hooks = [hook for table in tables for hook in (table or {}).values()]
+        own = [hook for hook in hooks if not getattr(hook, "is_internal", False)]
+        found += [f"parameter {name}" for _ in own[:1]]
+    if found:
+        raise CaptureError(
+            f"{found[0]} has a hook on its gradient; gradients come out of compiled programs, "
+            f"which call no hooks. {_INSTEAD_OF_HOOKS}"
+        )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(_attribute(module, key) for key in _HOOKS_OF_MODULES)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """One of the tables that torch has no public way to read."""
+    return getattr(owner, name, None)
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Generator[None]:
+    """Gives every module back the attributes that it had, where `forward` puts tensors into them.
+
+    Numbers and other values stay as `forward` leaves them.
+    """
+    before = [(path, module, _attributes(module)) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for path, module, attributes in before:
+            now = {k: v for k, v in vars(module).items() if k not in _STATE}
+            changed = [name for name, value in now.items() if _is_new(value, attributes.get(name))]
+            for name in changed:
+                if name in attributes:
+                    vars(module)[name] = attributes[name]
+                else:
+                    del vars(module)[name]
+            if changed and not type(module).__module__.startswith("torch."):
+                _warn(f"model.{path}" if path else "model", changed)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """All of them, with copies of the containers that `forward` may fill in place."""
+    return {
+        name: copy.copy(value) if type(value) in (list, dict) else value
+        for name, value in vars(module).items()
+        if name not in _STATE
+    }
+
+
+def _is_new(value: Any, old: Any) -> bool:
+    """Whether a value is, or holds, a tensor that the old value does not."""
+    if not isinstance(value, (torch.Tensor, list, tuple, dict)) or value is old:
+        return False
+    known = {id(leaf) for leaf in pytree.tree_leaves(old)}
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(v, torch.Tensor) and id(v) not in known for v in leaves)
+
+
+def _warn(module: str, names: Sequence[str]) -> None:
+    texts = ", ".join(f"{module}.{name}" for name in names)
+    warn_once(
+        f"attributes {texts}",
+        f"forward assigns tensors to {texts}. A step function may use them, but they are gone when "
+        f"it returns: return what you want to see, and register_buffer what one step is to keep "
+        f"for the next.",
+    )

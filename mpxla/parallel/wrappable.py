@@ -1,0 +1,57 @@
+"""Which modules `DistributedModel` can take.
+
+What a module is made of is known when it is wrapped; the text of an error that capture would raise
+later, in the middle of torch, would not say it. This module must not know how models are captured.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mpxla.errors import MpxlaError
+
+__all__ = ["check_module"]
+
+
+def check_module(module: Any) -> None:
+    """Checks that a model is made of plain modules.
+
+    Raises:
+        MpxlaError: it is none, is wrapped by another library part, compiled or scripted, or has
+            parameters without a shape.
+    """
+    if not isinstance(module, nn.Module):
+        raise MpxlaError(
+            f"smp.DistributedModel wraps a torch.nn.Module, not {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise MpxlaError(
+            "the model is wrapped in DistributedDataParallel; give smp.DistributedModel the plain "
+            "module and set ddp: True in the configuration."
+        )
+    for path, part in module.named_modules():
+        where = f"{path} of the model" if path else "the model"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise MpxlaError(
+                f"{where} is scripted (torch.jit), so that it cannot be cut into stages; give "
+                f"smp.DistributedModel the plain module."
+            )
+        if _is_compiled(part):
+            raise MpxlaError(
+                f"{where} is compiled by torch.compile; give smp.DistributedModel the plain "
+                f"module, whose stages it compiles for XLA."
+            )
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise MpxlaError(
+                f"parameter {name} has no shape yet (a lazy module); call the model once on a "
+                f"batch before smp.DistributedModel."
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)`, which wraps it, or `module.compile()`, which marks it."""
+    is_wrapper = type(module).__name__ == "OptimizedModule"  # importing its class loads dynamo
+    return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None

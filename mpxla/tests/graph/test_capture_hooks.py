@@ -1,0 +1,202 @@
+"""What a step function must not do besides computing, because the captured graph would lose it."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from mpxla import log
+from mpxla.errors import CaptureError
+from mpxla.graph.capture import TensorLeaf, current_recorder
+from mpxla.runtime.state import ModelState
+from mpxla.tests.graph.test_capture import capture, run
+
+pytestmark = pytest.mark.unit
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def differentiate(model, leaves):
+    loss = model(leaves[0]).square().mean()
+    current_recorder().backward(loss)
+    return loss
+
+
+def reverse(model, leaves):
+    current_recorder().backward(Reversed.apply(model(leaves[0])).mean())
+
+
+def hook(model, leaves):
+    out = model(leaves[0])
+    out.register_hook(lambda grad: 2 * grad)
+    current_recorder().backward(out.mean())
+
+
+def retain(model, leaves):
+    out = model(leaves[0])
+    out.retain_grad()
+    current_recorder().backward(out.mean())
+
+
+def clip(model, leaves):
+    differentiate(model, leaves)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clear(model, leaves):
+    model.zero_grad()
+    differentiate(model, leaves)
+
+
+def update(model, leaves):
+    differentiate(model, leaves)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def clear_by_optimizer(model, leaves):
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    differentiate(model, leaves)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (reverse, r"applies Reversed, .* of its own at .*hooks\.py:\d+: .* ordinary operators"),
+        (hook, r"^register_hook\(\) was called in a step function at .* call no hooks\. Change"),
+        (retain, r"^retain_grad\(\) was called in a step function at .*"),
+        (clip, r"The gradient of a tensor is used in a step function at .*hooks\.py:\d+: nn\.util"),
+        (clear, r"The gradient of a tensor is used .* Read, clip and clear them outside"),
+        (update, r"^SGD is used in a step function at .* and optimizer\.step\(\) after it"),
+        (clear_by_optimizer, r"^SGD is used in a step function at .*: torch\.optim\.SGD\("),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_what_the_graph_would_lose_is_refused(function, text):
+    model = nn.Linear(6, 1)
+    with pytest.raises(CaptureError, match=text):
+        capture(model, lambda leaves: function(model, leaves))
+    x = torch.ones(2, 6)
+    Reversed.apply(model(x)).sum().backward()
+    torch.testing.assert_close(model.bias.grad, torch.tensor([-2.0])), "autograd is itself again"
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    assert model.bias.grad is None
+
+
+def test_own_backwards_do_not_matter_to_evaluation():
+    model, x = nn.Linear(6, 1), torch.randn(4, 6)
+    captured = capture(model, lambda leaves: Reversed.apply(model(leaves[0])))
+    torch.testing.assert_close(run(captured, model, [x])[0], model(x).detach())
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_checkpoints_are_ordinary_operators(is_reentrant):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(4, 6)
+
+    def step(leaves):
+        hidden = torch.utils.checkpoint.checkpoint(model[:2], leaves[0], use_reentrant=is_reentrant)
+        loss = model[2](hidden).mean()
+        current_recorder().backward(loss)
+        return loss
+
+    captured = capture(model, step)
+    torch.testing.assert_close(run(captured, model, [x])[1], model(x).mean().detach())
+    assert all(
+        node.meta["val"].requires_grad
+        for node in captured.graph.nodes
+        if "addmm" in str(node.target)
+    )
+
+
+def hook_parameter(model):
+    model.weight.register_hook(lambda grad: 2 * grad)
+
+
+def hook_accumulation(model):
+    model.weight.register_post_accumulate_grad_hook(print)
+
+
+def hook_module(model):
+    model.register_full_backward_hook(print)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "who"),
+    [
+        (hook_parameter, "parameter weight"),
+        (hook_accumulation, "parameter weight"),
+        (hook_module, "module model"),
+    ],
+)
+def test_hooks_on_gradients_are_refused(prepare, who):
+    model = nn.Linear(6, 1)
+    prepare(model)
+    text = rf"^{who} has a hook on its gradient; .* call no hooks\. Change param\.grad between"
+    with pytest.raises(CaptureError, match=text):
+        capture(model, lambda leaves: differentiate(model, leaves))
+    with pytest.raises(CaptureError, match=text):
+        ModelState(model).place(["weight", "bias"], torch.device("meta"))
+    capture(model, lambda leaves: model(leaves[0]))
+
+
+class Remembering(nn.Module):
+    """Keeps tensors from call to call, as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.seen = []
+        self.hidden = None
+        self.count = 0
+
+    def forward(self, x):
+        x = self.layer(x) + (0 if self.hidden is None else self.hidden)
+        self.hidden = x.detach()
+        self.last = x
+        self.seen.append(x)
+        self.count += 1
+        return x
+
+
+def test_tensors_kept_by_a_module_are_gone_after_the_step():
+    model = nn.Sequential(Remembering())
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.forget_warnings()
+    log.get_logger().addHandler(handler)
+    for _ in range(2):
+        capture(model, lambda leaves: model(leaves[0]) + F.relu(model[0].last))
+    log.get_logger().removeHandler(handler)
+    log.forget_warnings()
+    assert model[0].hidden is None
+    assert model[0].seen == []
+    assert not hasattr(model[0], "last")
+    assert model[0].count == 2
+    (line,) = lines
+    assert line.startswith("forward assigns tensors to model.0.seen, model.0.hidden, model.0.last.")
+    assert "register_buffer what one step is to keep for the next" in line
+
+
+def test_recurrent_layers_compute_with_their_parameters():
+    """They list their weights a second time, outside of the tables of parameters."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 3, batch_first=True), torch.randn(2, 4, 6)
+    held = [id(weight) for weight in model._flat_weights]
+    captured = capture(model, lambda leaves: model(leaves[0])[0], TensorLeaf((2, 4, 6), x.dtype))
+    torch.testing.assert_close(run(captured, model, [x])[0], model(x)[0].detach())
+    assert not captured.constants
+    assert [id(weight) for weight in model._flat_weights] == held
+    ModelState(model).place([], torch.device("meta"))
+    assert model(x.to("meta"))[0].device.type == "meta"
+    assert [id(weight) for weight in model._flat_weights] == held

@@ -1,0 +1,46 @@
+"""What cannot be wrapped is named before anything happens."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError
+from mpxla.parallel.wrappable import check_module
+
+pytestmark = pytest.mark.unit
+
+
+def compiled_in_place():
+    layer = nn.Linear(2, 2)
+    layer.compile()
+    return nn.Sequential(nn.ReLU(), layer)
+
+
+# How torch makes one loads half of it, and warns.
+class OptimizedModule(nn.Module):
+    pass
+
+
+class Scripted(torch.jit.ScriptModule):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: len, r"wraps a torch\.nn\.Module, not builtin_function_or_method"),
+        (Scripted, r"^the model is scripted \(torch\.jit\)"),
+        (lambda: nn.Sequential(Scripted()), r"^0 of the model is scripted"),
+        (OptimizedModule, r"^the model is compiled by torch\.compile; .* the plain module"),
+        (compiled_in_place, r"^1 of the model is compiled by torch\.compile"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"^parameter 0\.weight has no shape yet .*once"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_refused(make, text):
+    with pytest.raises(MpxlaError, match=text):
+        check_module(make())
+
+
+def test_plain_modules_are_taken():
+    check_module(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))

@@ -1,0 +1,37 @@
+"""The options of `smp.step`, through all stages of a pipeline."""
+
+import pytest
+import torch
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import BATCH, close, data, raw_model, start
+
+pytestmark = pytest.mark.ranks
+
+
+def use_options():
+    start()
+    model = smp.DistributedModel(raw_model())
+    x, _ = data()
+
+    @smp.step(non_split_inputs=["table"], input_split_axes={"columns": 1, "pairs": -1})
+    def step(model, x, table, columns, pairs):
+        assert (x.shape[0], table.shape[0]) == (BATCH // 2, 3)
+        assert columns.shape == (5, BATCH // 2) and pairs[0].shape == (2, BATCH // 2)
+        return model(x + columns.T) * table + pairs[0].sum(0)[:, None], table
+
+    table = torch.tensor([1.0, 2.0, 3.0])
+    pairs = [torch.arange(2.0 * BATCH).reshape(2, BATCH)]
+    made, same = step(model, x, table, columns=2 * x.T, pairs=pairs)
+    return made.concat().cpu(), [t.tolist() for t in same.outputs]
+
+
+def test_some_inputs_are_whole_and_some_split_elsewhere():
+    x, _ = data()
+    with torch.no_grad():
+        expected = raw_model()(3 * x) * torch.tensor([1.0, 2.0, 3.0])
+    expected += torch.arange(2.0 * BATCH).reshape(2, BATCH).sum(0)[:, None]
+    for made, same in run_ranks(use_options, 2):
+        close(made, expected)
+        assert same == [[1.0, 2.0, 3.0]] * 2
