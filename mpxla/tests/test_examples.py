@@ -324,7 +324,7 @@ def test_smp_script_learns_the_digits_on_two_ranks():
 @pytest.mark.parametrize(
     ("num_ranks", "arguments"),
     [
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
         (2, ["--manual"]),
         pytest.param(3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
         pytest.param(4, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
