@@ -16,6 +16,7 @@ __all__ = [
     "drop_runtime_checks",
     "free_layouts",
     "keep_gradient_barriers",
+    "refuse_hidden_updates",
     "resolve_numbers",
 ]
 
@@ -65,6 +66,23 @@ def _detach_outputs(body: fx.GraphModule) -> None:
 
     output.args = fx.map_arg(output.args, detach)
     body.recompile()
+
+
+def refuse_hidden_updates(graph: fx.Graph) -> None:
+    """Refuses instance norms that update running statistics: export does not see that they do.
+
+    Raises:
+        CaptureError: there is one; names the operator and its module.
+    """
+    for node in graph.nodes:
+        if node.target is not _aten.instance_norm.default:
+            continue
+        running_mean, uses_own_statistics = node.args[3], node.args[5]
+        if running_mean is not None and uses_own_statistics:
+            raise CaptureError(
+                f"{_place(node)} updates running statistics, which a captured step would lose. Set "
+                f"track_running_stats=False, which is the default, or call eval() on the layer."
+            )
 
 
 def drop_runtime_checks(graph: fx.Graph) -> None:

@@ -321,3 +321,15 @@ def test_wrong_shapes_name_the_line():
     model = nn.Linear(5, 5)
     with pytest.raises((CaptureError, RuntimeError), match=r"test_capture.py:\d+|5x5"):
         capture(model, lambda leaves: model(leaves[0]))
+
+
+def test_running_statistics_of_instance_norms_are_refused():
+    model = nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 1))
+    rows = TensorLeaf((2, 4, 4), torch.float32)
+    text = r"instance_norm in model\.0 .* updates running statistics.* track_running_stats=False"
+    with pytest.raises(CaptureError, match=text):
+        capture(model, lambda leaves: model(leaves[0]), rows)
+    model.eval()
+    step = capture(model, lambda leaves: model(leaves[0]), rows)
+    values = torch.randn(2, 4, 4)
+    torch.testing.assert_close(run(step, model, [values])[0], model(values))
