@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random, module_path
 
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
 
@@ -155,7 +155,7 @@ def _unit(
         parameters=tuple(dict.fromkeys(r.name for r in held if r.name in owned)),
         buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
         mutates=tuple(new_buffers[n] for n in group if n in new_buffers),
-        module_path=_module_path(head),
+        module_path=module_path(head),
         kind=kind,
         cost=NodeCost(
             compute_s=forward_s + backward_s,
@@ -216,11 +216,6 @@ def _num_bytes(node: fx.Node) -> int:
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else (value,)
     return sum(v.numel() * v.itemsize for v in values if isinstance(v, torch.Tensor))
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in reversed(list(stack.values())) if path), "")
 
 
 def _count_flops(step: StepGraph) -> dict[fx.Node, int]:

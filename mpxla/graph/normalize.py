@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
+from mpxla.graph.stepgraph import module_path
 
 __all__ = [
     "collapse_detaches",
@@ -119,8 +120,7 @@ def resolve_numbers(graph: fx.Graph) -> None:
 def _place(node: fx.Node) -> str:
     """The operator and, if a module runs it, where; export knows no lines of other functions."""
     name = str(node.target).removesuffix(".default").removesuffix(".Tensor")
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    path = module_path(node)
     lines = (node.meta.get("stack_trace") or "").strip().split("\n")
     return f"{name} in {path} ({lines[-1].strip()})" if path else f"{name} in the step function"
 

@@ -12,7 +12,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["InputKind", "InputRole", "OutputKind", "OutputRole", "StepGraph", "is_random"]
+__all__ = [
+    "InputKind",
+    "InputRole",
+    "OutputKind",
+    "OutputRole",
+    "StepGraph",
+    "is_random",
+    "module_path",
+]
 
 
 class InputKind(enum.Enum):
@@ -103,6 +111,12 @@ class StepGraph:
         """Nodes that the graph returns, in the order of `outputs`."""
         (output,) = [node for node in self.graph.nodes if node.op == "output"]
         return list(cast(Sequence[fx.Node], output.args[0]))
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that runs the node; empty for the user's own function."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), "")
 
 
 def is_random(node: fx.Node) -> bool:

@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
             for group in self.optimizer.param_groups
         ]
-        return f"{type(self.optimizer).__name__} {groups}"
+        return f"{self.kind} {groups}"
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """State of this rank's parameters, on the host, numbered as in the full optimizer.

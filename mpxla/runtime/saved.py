@@ -18,7 +18,7 @@ from torch import fx
 
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.split import split_stages
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.device import LOWERING_DEVICE
 from mpxla.stage.lower import LoweredStage, lower_stage
@@ -99,8 +99,7 @@ def _windows(step: StepGraph) -> tuple[dict[fx.Node, tuple[int]], int]:
 
 def _prefixes(node: fx.Node) -> list[str]:
     """The modules around a node, outermost first: a.b.c -> a, a.b, a.b.c."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    path = module_path(node)
     parts = path.split(".") if path else []
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 

@@ -24,6 +24,7 @@ import torch_xla.debug.metrics as metrics
 from torch import fx
 
 from mpxla.errors import LoweringError
+from mpxla.graph.stepgraph import module_path
 from mpxla.stage.device import is_host_device, to_device
 from mpxla.stage.spec import TensorSpec
 
@@ -222,8 +223,6 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _place(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if path]
     line = (node.meta.get("stack_trace") or "").strip().split("\n")[-1].strip()
-    where = paths[-1] if paths else "the step function"
+    where = module_path(node) or "the step function"
     return f"{where} ({line})" if line else where

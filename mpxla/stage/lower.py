@@ -26,6 +26,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import LoweringError
+from mpxla.graph.stepgraph import module_path
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
 from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS, lacks_derivative
@@ -110,8 +111,7 @@ def lower_stage(
 def _refuse_zero_gradients(spec: StageSpec) -> None:
     for node in spec.graph.nodes:
         if lacks_derivative(node.target) and node.meta["val"].requires_grad:
-            stack = list((node.meta.get("nn_module_stack") or {}).values())
-            where = stack[-1][0] if stack and stack[-1][0] else "the step function"
+            where = module_path(node) or "the step function"
             raise LoweringError(
                 f"stage {spec.index}: {node.target.name()} in {where} has no derivative on XLA "
                 f"devices, so that gradients would be zero. Write it with other operators."
