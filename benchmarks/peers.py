@@ -5,9 +5,11 @@ rank; one core per rank.
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -149,6 +151,7 @@ def mpxla(
         return loss
 
     shares: list[float] = []
+    receive: list[float] = []
     dispatch: list[float] = []
     updates: list[float] = []
 
@@ -164,6 +167,7 @@ def mpxla(
         run = model.last_run
         shares.append(run.values.wait_s / elapsed)
         dispatch.append(run.dispatch_s / run.num_tasks)
+        receive.append(run.values.receive_s / run.num_tasks)
         mean = loss.reduce_mean().item()
         dist.barrier()
         return mean
@@ -171,6 +175,7 @@ def mpxla(
     result = timed(step, warm_up, steps)
     result["wait_share"] = statistics.median(shares[-steps:])
     result["dispatch_ms"] = statistics.median(dispatch[-steps:]) * 1e3
+    result["receive_ms"] = statistics.median(receive[-steps:]) * 1e3
     result["update_ms"] = statistics.median(updates[-steps:]) * 1e3
     result["num_parameters"] = len(list(model.local_parameters()))
     if RANK == 0:
@@ -200,6 +205,21 @@ PEERS = {
     )
 }
 
+LIBRARIES = {
+    "lazy_xla": "torch_xla.core.xla_model",
+    "torch_pipelining": "torch.distributed.pipelining",
+}
+
+
+def await_turn(peer: str, case: str) -> None:
+    """Loads libraries beside the other peers, then waits until this one may compile."""
+    library = "mpxla" if peer.startswith("mpxla") else LIBRARIES.get(peer, "torch.distributed")
+    importlib.import_module(library)
+    if case in ("bert", "vit"):
+        importlib.import_module("transformers")
+    print("LOADED", flush=True)
+    sys.stdin.readline()
+
 
 def main() -> None:
     """Runs one peer and prints one line of JSON."""
@@ -217,6 +237,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    if "BENCHMARK_SERVE" in os.environ:
+        await_turn(args.peer, args.name)
     case = replace(CASES[args.name](), **json.loads(args.case))
     result = PEERS[args.peer](case, args.microbatches, args.warm_up, args.steps)
     print("RESULT " + json.dumps({"rank": RANK, **result}), flush=True)

@@ -5,8 +5,9 @@
 Every case starts all its peers, lets them compile, and then lets one after the other run a few
 steps, again and again: a drift of the machine's speed meets all of them. A ratio is taken within
 such a repetition; its median and range are reported. One core per rank; with more ranks than cores
-the ranks of all peers share the cores alike. Peers with as many ranks do the same work per step:
-two replicas of two stages take twice the microbatches of four replicas.
+the ranks of all peers share the cores alike. Runs of one rank change their core with every
+repetition, because cores of a shared machine differ. Peers with as many ranks do the same work per
+step: two replicas of two stages take twice the microbatches of four replicas.
 """
 
 import argparse
@@ -60,11 +61,11 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = [
     Benchmark("gpt", 8, ONE + TWO + EAGER, 1),
-    Benchmark("gpt", 2, ONE[2:] + TWO, 2),
+    Benchmark("gpt", 2, TWO, 2),
     Benchmark("gpt", 32, TWO, 1),
     Benchmark("gpt", 4, FOUR + REPLICAS, 1),
     Benchmark("wide", 8, [ONE[0], ONE[2], *TWO], 1),
-    Benchmark("tiny", 8, ONE + TWO, 40),
+    Benchmark("tiny", 8, ONE + TWO, 20),
     Benchmark("bert", 8, ONE + TWO, 2),
     Benchmark("vit", 8, ONE + TWO, 2),
     Benchmark("unet", 8, ONE + TWO, 2),
@@ -104,20 +105,24 @@ class Peer:
             for rank in range(run.ranks)
         ]
 
-    def await_ready(self) -> None:
-        """Waits until all ranks have compiled and warmed up."""
-        for process in self._processes:
-            if self.error is None and self._next(process, "READY") is None:
-                self._fail(process)
+    def await_loaded(self) -> None:
+        """Waits until all ranks have loaded their libraries."""
+        self._await("LOADED")
 
-    def repeat(self, steps: int) -> None:
+    def begin(self) -> None:
+        """Lets all ranks compile and warm up, and waits until they have."""
+        self._tell("begin")
+        self._await("READY")
+
+    def repeat(self, steps: int, repetition: int) -> None:
         """Runs some steps; the median of the slowest rank is one time."""
         if self.error is not None:
             return
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
+        if self.run.ranks == 1:
+            cores = sorted(os.sched_getaffinity(0))
+            for thread in os.listdir(f"/proc/{self._processes[0].pid}/task"):
+                os.sched_setaffinity(int(thread), {cores[repetition % len(cores)]})
+        self._tell(str(steps))
         medians = []
         for process in self._processes:
             line = self._next(process, "TIMES ")
@@ -142,6 +147,17 @@ class Peer:
             process.wait()
         return results
 
+    def _tell(self, line: str) -> None:
+        for process in self._processes if self.error is None else ():
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+
+    def _await(self, word: str) -> None:
+        for process in self._processes:
+            if self.error is None and self._next(process, word) is None:
+                self._fail(process)
+
     def _next(self, process: subprocess.Popen[str], start: str) -> str | None:
         assert process.stdout is not None
         for line in process.stdout:
@@ -162,13 +178,14 @@ class Peer:
 
 def measure(benchmark: Benchmark, repetitions: int) -> dict[str, Any]:
     """Runs one benchmark; times, reports and errors by run."""
-    peers = []
-    for run in benchmark.runs:  # one after the other, so that compiling is timed alone
-        peers.append(Peer(run, benchmark))
-        peers[-1].await_ready()
-    for _ in range(repetitions):
+    peers = [Peer(run, benchmark) for run in benchmark.runs]
+    for peer in peers:
+        peer.await_loaded()
+    for peer in peers:  # one after the other, so that compiling is timed alone
+        peer.begin()
+    for repetition in range(repetitions):
         for peer in peers:
-            peer.repeat(benchmark.steps)
+            peer.repeat(benchmark.steps, repetition)
     found = {
         str(peer.run): {"times_s": peer.times, "ranks": peer.finish(), "error": peer.error}
         for peer in peers
@@ -217,16 +234,17 @@ def details(found: dict[str, Any]) -> list[str]:
     """What mpxla's ranks say about themselves."""
     lines = [
         "",
-        "| rank | parameters | dispatch, CPU ms/task | update, CPU ms | share waiting "
-        "| memory grown, MB |",
-        "|---|---|---|---|---|---|",
+        "| rank | parameters | dispatch, CPU ms/task | receiving, CPU ms/task | update, CPU ms "
+        "| share waiting | memory grown, MB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, result in found.items():
         for rank in result["ranks"]:
             if "dispatch_ms" in rank:
                 lines.append(
                     f"| {name}, rank {rank['rank']} | {rank['num_parameters']} | "
-                    f"{rank['dispatch_ms']:.2f} | {rank['update_ms']:.1f} | "
+                    f"{rank['dispatch_ms']:.2f} | {rank['receive_ms']:.2f} | "
+                    f"{rank['update_ms']:.1f} | "
                     f"{rank['wait_share']:.2f} | {rank['grown_bytes'] / 1e6:.0f} |"
                 )
     return lines

@@ -124,10 +124,12 @@ class HostTransport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._is_closed = False
-        self._stream_group = self._new_group(self._world)
+        # A group has a thread that wakes up a hundred times per second (torch 2.9), so one carries
+        # the streams and the collectives of the world.
+        self._world_group = self._new_group(self._world)
         self._collectives: dict[Group, _Collectives] = {
             (rank,): _Collectives((rank,), None, watch),
-            self._world: _Collectives(self._world, self._new_group(self._world), watch),
+            self._world: _Collectives(self._world, self._world_group, watch),
         }
         atexit.register(self._abort)
 
@@ -298,7 +300,7 @@ class HostTransport:
             outbox.finish(is_orderly=False)
         for collectives in self._collectives.values():
             collectives.finish()
-        groups = [self._stream_group, *(c.group for c in self._collectives.values())]
+        groups = [collectives.group for collectives in self._collectives.values()]
         if self._living_threads():
             for group in groups:
                 if group is not None:
@@ -334,13 +336,13 @@ class HostTransport:
     def _outbox(self, dst: int) -> Outbox:
         with self._lock:
             if dst not in self._outboxes:
-                self._outboxes[dst] = Outbox(dst, self._stream_group, self.watch, self._to_host)
+                self._outboxes[dst] = Outbox(dst, self._world_group, self.watch, self._to_host)
             return self._outboxes[dst]
 
     def _inbox(self, src: int) -> Inbox:
         with self._lock:
             if src not in self._inboxes:
-                self._inboxes[src] = Inbox(src, self._stream_group, self.watch)
+                self._inboxes[src] = Inbox(src, self._world_group, self.watch)
             return self._inboxes[src]
 
     def _check_peer(self, peer: int, channel: str) -> None:

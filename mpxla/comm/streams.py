@@ -103,7 +103,7 @@ class Outbox:
 
         Args:
             dst: Global rank of the destination.
-            group: Process group of all ranks, used for nothing but streams.
+            group: Process group of all ranks; others use it for collectives only.
             watch: Learns of a tensor that cannot be computed, and explains broken connections.
             to_host: Waits for a tensor and gives it in host memory.
         """

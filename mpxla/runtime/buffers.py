@@ -26,6 +26,7 @@ class LiveValues:
     Attributes:
         peak_in_flight: most microbatches with saved values at a time, by stage.
         wait_s: seconds spent waiting for messages.
+        receive_s: CPU seconds of the calling thread for messages: to wake up and to take them in.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class LiveValues:
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
         self.wait_s = 0.0
+        self.receive_s = 0.0
 
     def put(self, name: str, stage: int, microbatch: int, value: torch.Tensor) -> None:
         """Stores a value for a stage that will read it."""
@@ -50,9 +52,10 @@ class LiveValues:
         key = (name, stage, microbatch)
         if key in self._arrivals:
             arrival, names = self._arrivals[key]
-            started = time.perf_counter()
+            started, cpu_before = time.perf_counter(), time.thread_time()
             values = arrival()
             self.wait_s += time.perf_counter() - started
+            self.receive_s += time.thread_time() - cpu_before
             for other, value in zip(names, values, strict=True):
                 del self._arrivals[other, stage, microbatch]
                 self._values[other, stage, microbatch] = value

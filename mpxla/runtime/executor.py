@@ -90,8 +90,9 @@ class StepRun:
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
         prepared: transposed weights, by stage.
-        dispatch_s: CPU seconds of the dispatching thread for forwards and backwards. (Wall time
-            would count the device's work where both share a core.)
+        dispatch_s: CPU seconds of the dispatching thread for forwards and backwards, without taking
+            in messages (`values.receive_s`). (Wall time would count the device's work where both
+            share a core.)
         num_tasks: how many of them were started.
         recorder: notes what runs when, while a profile is taken.
         progress: knows the running action, for the case that nothing moves any more.
@@ -176,9 +177,9 @@ class Executor:
         step.progress.end()
 
     def _run_timed(self, action: Action, step: StepRun) -> None:
-        started = time.thread_time()
+        started = time.thread_time() - step.values.receive_s
         self._handlers[action.op](action, step)
-        step.dispatch_s += time.thread_time() - started
+        step.dispatch_s += time.thread_time() - step.values.receive_s - started
         step.num_tasks += 1
 
     def _run_forward(self, action: Action, step: StepRun) -> None:
