@@ -36,6 +36,7 @@ from mpxla.graph.capture_modes import (
     unchecked_distributions,
     unmapped_autocast,
 )
+from mpxla.graph.functional import functionalize
 from mpxla.graph.normalize import (
     collapse_detaches,
     densify_gradients,
@@ -227,7 +228,7 @@ def capture_step(
         try:
             exported = torch.export.export(wrapper, inputs, strict=False)
             keep_gradient_barriers(exported.graph_module)
-            exported = exported.run_decompositions({})
+            exported = functionalize(exported)
         except Exception as error:
             raise explain(error) from error
     if wrapper.returned.num_objectives:
