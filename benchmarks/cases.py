@@ -157,6 +157,7 @@ class UNetCase:
 
 CASES: dict[str, Callable[[], Any]] = {
     "gpt": GPTCase,
+    "half": lambda: GPTCase(num_blocks=4),
     "wide": lambda: GPTCase(vocabulary=2048, width=768, num_blocks=2, num_heads=12),
     "tiny": lambda: GPTCase(vocabulary=256, width=64, num_blocks=4, num_heads=2, length=32),
     "bert": BertCase,

@@ -40,7 +40,8 @@ class Run(NamedTuple):
         return f"{self.peer} x{self.ranks}"
 
 
-ONE = [Run("eager", 1), Run("lazy_xla", 1), Run("mpxla", 1)]
+EAGER_ONE, MPXLA_ONE = Run("eager", 1), Run("mpxla", 1)
+ONE = [EAGER_ONE, Run("lazy_xla", 1), MPXLA_ONE]
 TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
 EAGER = [Run("mpxla_eager", 2)]
 FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
@@ -61,18 +62,18 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = [
     Benchmark("gpt", 8, ONE + TWO + EAGER, 1),
-    Benchmark("gpt", 2, TWO, 2),
-    Benchmark("gpt", 32, TWO, 1),
-    Benchmark("gpt", 4, FOUR + REPLICAS, 1),
-    Benchmark("wide", 8, [ONE[0], ONE[2], *TWO], 1),
-    Benchmark("tiny", 8, ONE + TWO, 20),
-    Benchmark("bert", 8, ONE + TWO, 2),
-    Benchmark("vit", 8, ONE + TWO, 2),
-    Benchmark("unet", 8, ONE + TWO, 2),
+    Benchmark("gpt", 2, TWO, 1),
+    Benchmark("half", 32, TWO, 1),
+    Benchmark("half", 4, FOUR + REPLICAS, 1),
+    Benchmark("wide", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
+    Benchmark("tiny", 8, ONE + TWO, 10),
+    Benchmark("bert", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
+    Benchmark("vit", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
+    Benchmark("unet", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 2),
 ]
 RATIOS = [
-    (Run("mpxla", 1), Run("eager", 1)),
-    (Run("mpxla", 1), Run("lazy_xla", 1)),
+    (MPXLA_ONE, EAGER_ONE),
+    (MPXLA_ONE, Run("lazy_xla", 1)),
     (Run("mpxla", 2), Run("torch_pipelining", 2)),
     (Run("mpxla_eager", 2), Run("torch_pipelining", 2)),
     (Run("mpxla", 4), Run("torch_pipelining", 4)),
