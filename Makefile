@@ -20,7 +20,9 @@ demo: $(INSTALLED) ## train an MLP on handwritten digits, split over two process
 	$(BIN)/torchrun --nproc_per_node $(RANKS) examples/mnist_mlp/train_smp.py $(ARGS)
 
 # Tests that start ranks fill the cores by themselves; the others run side by side. Both parts always
-# run, so that one run shows everything that is broken.
+# run, so that one run shows everything that is broken. Their programs are small and run a few times:
+# XLA's optimizations would take longer than they save. `test-all` has them.
+test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
 test: $(INSTALLED) ## run the test suite
 	@status=0; \
 	$(BIN)/pytest -n $(WORKERS) -m "not ranks and not slow and not device" $(ARGS) || status=1; \

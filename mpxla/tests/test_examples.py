@@ -302,7 +302,9 @@ def test_plain_script_reads_mnist_files(tmp_path: Path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("script", ["train.py", "train_smp.py"])
+@pytest.mark.parametrize(
+    "script", ["train.py", pytest.param("train_smp.py", marks=pytest.mark.slow)]
+)
 def test_one_xla_process_follows_the_plain_script(script: str):
     expected, actual = (
         epoch_losses(run(str(EXAMPLE / name), "--epochs", "3")) for name in ("train_cpu.py", script)
