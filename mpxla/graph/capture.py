@@ -33,6 +33,7 @@ from mpxla.graph.capture_modes import (
     fake_state,
     host_autocast,
     quiet_export,
+    torchs_recurrences,
     unchecked_distributions,
     unmapped_autocast,
 )
@@ -220,6 +221,7 @@ def capture_step(
         unmapped_autocast(),
         host_autocast(),
         quiet_export(),
+        torchs_recurrences(),
         unchecked_distributions(),
         attributes_named_by_keywords(),
     ):

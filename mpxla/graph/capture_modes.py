@@ -28,6 +28,7 @@ __all__ = [
     "fake_state",
     "host_autocast",
     "quiet_export",
+    "torchs_recurrences",
     "unchecked_distributions",
     "unmapped_autocast",
 ]
@@ -205,6 +206,24 @@ def attributes_named_by_keywords() -> Generator[None]:
         yield
     finally:
         writer._format_target = original
+
+
+@contextlib.contextmanager
+def torchs_recurrences() -> Generator[None]:
+    """`nn.GRU` runs torch's own code.
+
+    torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
+    which cannot be captured.
+    """
+    original = getattr(nn.GRU, "_orig", None)
+    if original is None:
+        yield
+        return
+    forward, nn.GRU.forward = nn.GRU.forward, original.forward
+    try:
+        yield
+    finally:
+        nn.GRU.forward = forward
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import mpxla as smp
+from mpxla.graph.capture_modes import torchs_recurrences
 from mpxla.testing import run_ranks
 from mpxla.tests.parity import Plain
 from mpxla.tests.parity_checks import merge
@@ -100,9 +101,9 @@ def mlp():
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind: str = "LSTM"):
         super().__init__()
-        self.body = nn.LSTM(5, 4, batch_first=True)
+        self.body = getattr(nn, kind)(5, 4, batch_first=True)
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
@@ -230,6 +231,7 @@ def clamp_weights(model, number):
 
 SCRIPTS = {
     "recurrent": Script(Recurrent, classify, (2, 5)),
+    "gated": Script(lambda: Recurrent("GRU"), classify, (2, 5)),
     "checkpointed": Script(Checkpointed, classify),
     "assigning": Script(Assigning, classify),
     "writing": Script(Writing, classify),
@@ -247,7 +249,8 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trains_as_plain_torch(name):
-    losses, gradients, state = train_plainly(SCRIPTS[name])
+    with torchs_recurrences():  # where an earlier test has imported torch_xla
+        losses, gradients, state = train_plainly(SCRIPTS[name])
     results = run_ranks(train, 2, name)
     for found, _, _ in results:
         assert found == pytest.approx(losses, rel=LOSS)

@@ -19,11 +19,11 @@ class Mixed(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.norm = nn.LayerNorm(8)
         self.batch_norm = nn.BatchNorm1d(4)
-        self.recurrent = nn.GRU(8, 8, batch_first=True)
+        self.table = nn.Embedding(16, 8)
 
     def forward(self, x):
         x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-        x = self.recurrent(self.batch_norm(x))[0]
+        x = F.silu(self.batch_norm(x)) + self.table(torch.arange(4))
         with torch.no_grad():
             scale = F.softplus(x).mean().reshape(1).expand_as(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
