@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 
 class Mixed(nn.Module):
-    """Composite operators of all kinds, regions included; two buffers that change."""
+    """Composite operators of all kinds, regions included; three buffers that change."""
 
     def __init__(self):
         super().__init__()
