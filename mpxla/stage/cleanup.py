@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx._lazy_graph_module import _make_graph_module
 
 __all__ = ["is_view", "simplify"]
 
@@ -52,6 +53,6 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(cast(fx.Node, source.args[0]))
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-    result = fx.GraphModule(module, fx_graph_cse(module.graph))
+    result = _make_graph_module(module, fx_graph_cse(module.graph))
     result.graph.lint()
     return result

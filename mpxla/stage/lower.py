@@ -21,16 +21,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import module_path
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
-from mpxla.stage.decompositions import DECOMPOSITIONS, REPLACEMENTS, lacks_derivative
+from mpxla.stage.decompositions import REPLACEMENTS, lacks_derivative
 from mpxla.stage.device import is_host_device
+from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import StageSpec, TensorSpec
 
@@ -102,10 +102,11 @@ def lower_stage(
     """
     placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
     inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
-    if not (is_training and spec.has_backward):
-        return _lower_forward_only(spec, inputs, device)
-    _refuse_zero_gradients(spec)
-    return _lower_joint(spec, inputs, device, for_speed)
+    with _use_lazy_graph_module(True):
+        if not (is_training and spec.has_backward):
+            return _lower_forward_only(spec, inputs, device)
+        _refuse_zero_gradients(spec)
+        return _lower_joint(spec, inputs, device, for_speed)
 
 
 def _refuse_zero_gradients(spec: StageSpec) -> None:
@@ -124,12 +125,18 @@ def _differentiated_inputs(spec: StageSpec) -> list[int]:
     return trained + [spec.first_input + i for i, port in enumerate(spec.inputs) if port.has_grad]
 
 
+def _tangents(spec: StageSpec) -> list[TensorSpec | None]:
+    """The gradients that the stage gets, by its outputs."""
+    found = [port.spec if port.grad_sources else None for port in spec.outputs]
+    found += [None] * (len(spec.results) + len(spec.new_buffers))
+    (output,) = [n for n in spec.graph.nodes if n.op == "output"]
+    return found + [TensorSpec.of(n.meta["val"]) for n in output.args[0][len(found) :]]
+
+
 def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list[torch.Tensor]]:
     """The stage as a function of its arguments; only what carries gradients stays attached."""
-    module = fx.GraphModule(torch.nn.Module(), _on_device(spec.graph, device))
-    attached = [bool(port.grad_sources) for port in spec.outputs]
-    attached += [False] * (len(spec.results) + len(spec.new_buffers))
-    attached += [True] * spec.num_objectives
+    module = _make_graph_module(torch.nn.Module(), _on_device(spec.graph, device))
+    attached = [tangent is not None for tangent in _tangents(spec)]
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
         # Node by node: what the lowered graph says about module paths is taken from here.
@@ -162,31 +169,10 @@ def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
     return copy
 
 
-def _fake_arguments(
-    specs: Sequence[TensorSpec], differentiated: Sequence[int], device: torch.device
-) -> list[torch.Tensor]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return [
-            torch.empty(s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated)
-            for i, s in enumerate(specs)
-        ]
-
-
-def _trace(
-    function: Callable[..., list[torch.Tensor]], arguments: list[torch.Tensor], is_joint: bool
-) -> fx.GraphModule:
-    return aot_export_joint_simple(
-        function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
-    )
-
-
 def _lower_forward_only(
     spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device
 ) -> LoweredStage:
-    function = _stage_function(spec, device)
-    arguments = _fake_arguments(inputs, (), device)
-    with torch.no_grad(), fx.traceback.preserve_node_meta():
-        graph = simplify(_trace(function, arguments, is_joint=False))
+    graph = simplify(trace_alone(_stage_function(spec, device), inputs, device))
     num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
     _keep_outputs(graph, range(num_outputs))
     if is_host_device():
@@ -208,9 +194,8 @@ def _lower_joint(
     spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device, for_speed: bool
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
-    arguments = _fake_arguments(inputs, differentiated, device)
-    with torch.enable_grad(), fx.traceback.preserve_node_meta():
-        joint = simplify(_trace(_stage_function(spec, device), arguments, is_joint=True))
+    function = _stage_function(spec, device)
+    joint = simplify(trace_joint(function, inputs, differentiated, _tangents(spec), device))
     num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
     joint_inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     forward, backward = min_cut_rematerialization_partition(

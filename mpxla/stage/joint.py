@@ -1,0 +1,134 @@
+"""Tracing of a stage's function, alone or together with its derivative.
+
+Functions are traced node by node on fake tensors of the device, with torch's own tracer. That is
+what `aot_export_joint_simple` does as well, after a first pass over the function that finds out
+what it mutates and what its results share, and under a mode that makes mutations functional. A
+stage mutates nothing, and does not need either, which is nearly half of the time. A derivative that
+is written with mutations (torch has some, for instance of `max_unpool`) is traced that way.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mpxla.stage.decompositions import DECOMPOSITIONS
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["trace_alone", "trace_joint"]
+
+_Function = Callable[..., list[torch.Tensor]]
+
+
+def trace_alone(
+    function: _Function, inputs: Sequence[TensorSpec], device: torch.device
+) -> fx.GraphModule:
+    """Traces a function without its derivative.
+
+    Args:
+        function: takes one tensor per spec; returns a list of tensors that share no memory.
+        inputs: specs of its arguments.
+        device: device with its index, for instance `xla:0`.
+    """
+    mode = _fake_mode()
+    arguments = _fake(mode, inputs, device)
+    with torch.no_grad(), mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+        module = make_fx(function, decomposition_table=DECOMPOSITIONS)(*arguments)
+    return module if _is_functional(module) else _trace_functional(function, arguments, False)
+
+
+def trace_joint(
+    function: _Function,
+    inputs: Sequence[TensorSpec],
+    differentiated: Sequence[int],
+    tangents: Sequence[TensorSpec | None],
+    device: torch.device,
+) -> fx.GraphModule:
+    """Traces a function with its derivative, for torch's partitioner.
+
+    Args:
+        function: as for `trace_alone`.
+        inputs: specs of its arguments.
+        differentiated: which arguments get a gradient.
+        tangents: spec of every result that has a gradient, None for the others.
+        device: device with its index.
+
+    Returns:
+        (arguments, gradients of results) -> (results, gradient of every argument or None).
+    """
+    mode = _fake_mode()
+    arguments = _fake(mode, inputs, device, differentiated)
+    has_gradient = [spec is not None for spec in tangents]
+    seeds = _fake(mode, [spec for spec in tangents if spec is not None], device)
+
+    def joint(
+        primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        # The partitioner tells arguments and gradients apart by these two names.
+        results = function(*primals)
+        ends = [r for r, known in zip(results, has_gradient, strict=True) if known]
+        pairs = [(e, t) for e, t in zip(ends, tangents, strict=True) if e.requires_grad]
+        setup_stacktrace_preservation_hooks([end.grad_fn for end, _ in pairs])
+        with set_partitioner_tag_is_backward(), fx.traceback.preserve_node_meta():
+            found = torch.autograd.grad(
+                [end for end, _ in pairs],
+                [primals[i] for i in differentiated],
+                [tangent for _, tangent in pairs],
+                allow_unused=True,
+            )
+        gradients: list[torch.Tensor | None] = [None] * len(primals)
+        for index, gradient in zip(differentiated, found, strict=True):
+            gradients[index] = gradient
+        return results, gradients
+
+    with (
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        mode,
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+    ):
+        module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(arguments, seeds)
+    if not _is_functional(module):
+        return _trace_functional(function, arguments, True)
+    copy_fwd_metadata_to_bw_nodes(module)
+    return module
+
+
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _fake(
+    mode: FakeTensorMode,
+    specs: Sequence[TensorSpec],
+    device: torch.device,
+    differentiated: Sequence[int] = (),
+) -> list[torch.Tensor]:
+    with mode:
+        return [
+            torch.empty(s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated)
+            for i, s in enumerate(specs)
+        ]
+
+
+def _is_functional(module: fx.GraphModule) -> bool:
+    operators = (n.target for n in module.graph.nodes if n.op == "call_function")
+    schemas = (t._schema for t in operators if isinstance(t, torch._ops.OpOverload))
+    return not any(schema.is_mutable for schema in schemas)
+
+
+def _trace_functional(
+    function: _Function, arguments: list[torch.Tensor], is_joint: bool
+) -> fx.GraphModule:
+    with torch.set_grad_enabled(is_joint), fx.traceback.preserve_node_meta():
+        return aot_export_joint_simple(
+            function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
+        )
