@@ -6,10 +6,15 @@ product after it. With mean and reciprocal deviation kept, one byte in a hundred
 from the input, elementwise.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._functorch._aot_autograd.graph_capture_wrappers import (
+    set_partitioner_tag_must_be_in_backward,
+)
 
 __all__ = ["layer_norm"]
 
@@ -68,7 +73,9 @@ class _LayerNorm(torch.autograd.Function):
         dims = tuple(range(-ctx.num_dims, 0))
         rows = tuple(range(x.dim() - ctx.num_dims))
         wide = grad.to(mean.dtype)
-        normal = (x.to(mean.dtype) - mean) * rstd
+        with _in_backward():
+            # With turned signs, or it would be taken for the forward's own value and be kept.
+            normal = (mean - x.to(mean.dtype)) * -rstd
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             d_normal = wide if weight is None else wide * weight
@@ -81,6 +88,16 @@ class _LayerNorm(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             d_bias = _sum(wide, rows).to(ctx.bias_dtype)
         return d_x, d_weight, d_bias, None, None
+
+
+def _in_backward() -> contextlib.AbstractContextManager[Any]:
+    """Keeps the partitioner from computing in the forward, and saving, what needs only `x`.
+
+    Saved values would be of the same size as `x`, which exists anyway.
+    """
+    if fx.traceback.has_preserved_node_meta():
+        return set_partitioner_tag_must_be_in_backward()
+    return contextlib.nullcontext()
 
 
 def _sum(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
