@@ -4,7 +4,7 @@ Functions are traced node by node on fake tensors of the device, with torch's ow
 what `aot_export_joint_simple` does as well, after a first pass over the function that finds out
 what it mutates and what its results share, and under a mode that makes mutations functional. A
 stage mutates nothing, and does not need either, which is nearly half of the time. A derivative that
-is written with mutations (torch has some, for instance of `max_unpool`) is traced that way.
+is written with mutations (those of `norm` and `max`, for instance) is traced that way.
 """
 
 from collections.abc import Callable, Sequence
