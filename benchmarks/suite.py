@@ -80,6 +80,11 @@ RATIOS = [
     (Run("mpxla_replicas", 2), Run("ddp", 2)),
     (Run("mpxla_grid", 4, 2), Run("ddp", 4)),
 ]
+FIRST_STEPS = [
+    (Run("mpxla", 2), MPXLA_ONE),
+    (Run("mpxla", 2), Run("lazy_xla", 1)),
+    (MPXLA_ONE, Run("lazy_xla", 1)),
+]
 
 
 class Peer:
@@ -227,6 +232,11 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
             ratios.append((f"ideal of {ranks} ranks (bubble only) / {run}", values))
     lines += ["", "| ratio of step times | median (min - max) |", "|---|---|"]
     lines += [f"| {name} | {spread(values)} |" for name, values in ratios]
+    lines += [
+        f"| first steps: {a} / {b} | {first_step(found, a) / first_step(found, b):.3f} |"
+        for a, b in FIRST_STEPS
+        if times(found, a) and times(found, b)
+    ]
     lines += details(found)
     return lines
 
@@ -249,6 +259,11 @@ def details(found: dict[str, Any]) -> list[str]:
                     f"{rank['wait_share']:.2f} | {rank['grown_bytes'] / 1e6:.0f} |"
                 )
     return lines
+
+
+def first_step(found: dict[str, Any], run: Run) -> float:
+    """Seconds of a run's first step, with compilation, on its slowest rank; taken once."""
+    return max(rank["first_s"] for rank in found[str(run)]["ranks"])
 
 
 def times(found: dict[str, Any], run: Run) -> list[float]:
