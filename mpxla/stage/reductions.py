@@ -79,11 +79,11 @@ def _call_for(node: fx.Node) -> _Call | None:
         if not is_row or not _WINDOW < shape[-1] <= _LONGEST_ROW:
             return None
         return function, node.args[:num_tensors]
-    dims = sorted(d % len(shape) for d in node.args[1]) if len(node.args) > 1 else []
+    dims = sorted(d % len(shape) for d in node.args[1] or ()) if shape and node.args[1:] else []
     count = math.prod(shape[d] for d in dims)
     by_column, by_row = _REDUCTIONS[node.target]
     arguments = (node.args[0], len(dims), list(tensors[0].shape))
-    if not _WINDOW < count or len(dims) == len(shape):
+    if count <= _WINDOW or len(dims) == len(shape):
         return None
     if dims == list(range(len(dims))) and by_column is not None:
         return by_column, arguments
