@@ -215,7 +215,7 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
         if result["error"]:
             lines.append(f"| {name} | does not run | | `{result['error']}` |")
             continue
-        first = max(rank["first_s"] for rank in result["ranks"])
+        first = first_step(result)
         loss = max(rank["loss"] for rank in result["ranks"])
         lines.append(f"| {name} | {spread(result['times_s'])} | {first:.1f} | {loss:.6f} |")
     ratios = [
@@ -233,7 +233,7 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
     lines += ["", "| ratio of step times | median (min - max) |", "|---|---|"]
     lines += [f"| {name} | {spread(values)} |" for name, values in ratios]
     lines += [
-        f"| first steps: {a} / {b} | {first_step(found, a) / first_step(found, b):.3f} |"
+        f"| first steps: {a} / {b} | {first_step(found[str(a)]) / first_step(found[str(b)]):.3f} |"
         for a, b in FIRST_STEPS
         if times(found, a) and times(found, b)
     ]
@@ -261,9 +261,9 @@ def details(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def first_step(found: dict[str, Any], run: Run) -> float:
+def first_step(result: dict[str, Any]) -> float:
     """Seconds of a run's first step, with compilation, on its slowest rank; taken once."""
-    return max(rank["first_s"] for rank in found[str(run)]["ranks"])
+    return max(rank["first_s"] for rank in result["ranks"])
 
 
 def times(found: dict[str, Any], run: Run) -> list[float]:

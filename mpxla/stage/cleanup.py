@@ -4,14 +4,15 @@ Graphs here are functional and their results are separate buffers, so copies and
 nothing; each pass changes a graph in place and keeps its values bit for bit.
 """
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx._lazy_graph_module import _make_graph_module
 
-__all__ = ["is_view", "simplify"]
+__all__ = ["is_view", "replace_call", "simplify"]
 
 _aten = torch.ops.aten
 _NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
@@ -56,3 +57,12 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     result = _make_graph_module(module, fx_graph_cse(module.graph))
     result.graph.lint()
     return result
+
+
+def replace_call(node: fx.Node, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Puts a call with the same value and metadata in the place of a node."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, arguments)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)

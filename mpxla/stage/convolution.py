@@ -46,6 +46,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from mpxla.stage.cleanup import replace_call
+
 __all__ = ["Window", "contract", "expand_convolutions", "spread", "weight_gradient"]
 
 _aten = torch.ops.aten
@@ -105,7 +107,7 @@ def _expand_forward(node: fx.Node) -> None:
     image, weight, bias, *options = node.args
     layer = _Layer.of(image, weight, options, node)
     if layer.is_faster:
-        _replace(node, *layer.forward(image, weight, bias))
+        replace_call(node, *layer.forward(image, weight, bias))
 
 
 def _expand_backward(node: fx.Node) -> None:
@@ -121,15 +123,7 @@ def _expand_backward(node: fx.Node) -> None:
         (_aten.sum.dim_IntList, (grad, [0, *spatial])),
     )
     for element in list(node.users):
-        _replace(element, *calls[element.args[1]])
-
-
-def _replace(node: fx.Node, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(target, arguments)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
+        replace_call(element, *calls[element.args[1]])
 
 
 _Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]

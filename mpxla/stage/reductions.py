@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mpxla.stage.cleanup import replace_call
+
 __all__ = ["expand_reductions", "row_max", "row_sum"]
 
 _aten = torch.ops.aten
@@ -50,13 +52,8 @@ def expand_reductions(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         call = _call_for(node)
-        if call is None:
-            continue
-        with module.graph.inserting_before(node):
-            new = module.graph.call_function(*call)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
+        if call is not None:
+            replace_call(node, *call)
     module.graph.lint()
     module.recompile()
 
