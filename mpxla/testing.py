@@ -29,6 +29,7 @@ from mpxla.errors import MpxlaError
 __all__ = ["RankError", "RankResult", "run_ranks", "run_ranks_unpooled"]
 
 _TAIL_LINES = 60
+_PART_LINES = 20
 
 
 class RankError(MpxlaError):
@@ -154,9 +155,24 @@ def _failure_text(name: str, outcomes: Sequence[Outcome], timeout_s: float) -> s
         if isinstance(outcome.message, Failed):
             lines += [f"--- rank {outcome.rank}: traceback", outcome.message.trace.rstrip()]
         for stream, text in (("stdout", outcome.stdout), ("stderr", outcome.stderr)):
-            if tail := text.splitlines()[-_TAIL_LINES:]:
+            if tail := _end_of(text.splitlines()):
                 lines += [f"--- rank {outcome.rank}: end of {stream}", *tail]
     return "\n".join(lines)
+
+
+def _end_of(lines: list[str]) -> list[str]:
+    """The last lines; before them, of a crash, what was said last and the thread that crashed.
+
+    Python writes the stacks of all threads behind the line that names the crash.
+    """
+    tail, earlier = lines[-_TAIL_LINES:], lines[:-_TAIL_LINES]
+    crash = [i for i, line in enumerate(earlier) if line.startswith("Fatal Python error: ")]
+    if not crash:
+        return tail
+    around = earlier[max(0, crash[-1] - _PART_LINES) : crash[-1] + _PART_LINES]
+    thread = [i for i, line in enumerate(earlier) if line.startswith("Current thread ")]
+    culprit = earlier[thread[-1] :][:_PART_LINES] if thread else []
+    return [*around, "...", *culprit, "...", *tail]
 
 
 def _headline(name: str, outcomes: Sequence[Outcome], timeout_s: float) -> str:

@@ -1,7 +1,9 @@
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +183,30 @@ def test_killed_and_exiting_ranks_are_failures():
         run_ranks(kill_self, 2, 0)
     with pytest.raises(RankError, match=r"SystemExit: 3"):
         run_ranks(exit_with, 2, [0, 3])
+
+
+def crash_in_thread(num_others):
+    def crash():
+        print("why it crashed", file=sys.stderr, flush=True)
+        os.abort()
+
+    threads = [threading.Thread(target=time.sleep, args=(60,)) for _ in range(num_others)]
+    threads.insert(num_others // 2, threading.Thread(target=crash))
+    for thread in threads:
+        thread.daemon = True
+    for thread in threads:
+        thread.start()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("num_others", [0, 60])
+def test_crash_is_shown_with_its_thread_among_many(num_others):
+    with pytest.raises(RankError, match=r"was killed by signal 6") as caught:
+        run_ranks(crash_in_thread, 1, num_others)
+    text = str(caught.value)
+    assert "why it crashed" in text
+    assert "Fatal Python error: Aborted" in text
+    assert re.search(r"Current thread .*\n.* in crash\n", text)
 
 
 def test_result_that_cannot_be_sent_back_is_named():
