@@ -98,7 +98,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
 
 
 def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
-    """Sets XLA flags that mpxla needs; takes effect if no device has been used yet.
+    """Sets what mpxla needs of XLA; flags take effect if no device has been used yet.
+
+    torch_xla's lazily traced programs give the memory of a tensor that was changed in place to the
+    result (`XLA_ENABLE_PARAM_ALIASING`), although other pending values, or a message on its way,
+    may still need it: `norm = p.grad.norm(); p.grad.mul_(0.5)` and a step of the optimizer leave a
+    `norm` that cannot be computed. Without it such a program needs memory for both.
 
     XLA's CPU backend of torch_xla 2.9 keeps packed copies of weights by address (XNNPACK), so that
     a parameter that is updated in place is multiplied with its old values.
@@ -112,6 +117,7 @@ def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
     name = XLA_FLAG.partition("=")[0]
     if name not in flags:
         environ["XLA_FLAGS"] = f"{flags} {XLA_FLAG}".strip()
+    environ.setdefault("XLA_ENABLE_PARAM_ALIASING", "0")
 
 
 def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -298,6 +298,12 @@ class _PartialLoader:
                 "pass load_optimizer=False.",
                 self._folder,
             )
+        if not self._manifest["has_model"]:
+            get_logger().warning(
+                "no weights are loaded from %s: it was saved without a model. Pass it to "
+                "smp.save_checkpoint as model=.",
+                self._folder,
+            )
         self._restore_partition()
 
         def load_values() -> None:

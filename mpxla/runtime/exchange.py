@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from mpxla.comm.handle import Handle
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.plan import CutStep
 
@@ -37,11 +38,14 @@ def exchange_results(
     owner = {i: cut.placement[s] for i, s in cut.owner_of_result().items()}
     specs = cut.result_specs()
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
+    deliveries: list[Handle[None]] = []
     if pp_rank in indices:
         packed = [results[i, mb] for i in indices[pp_rank] for mb in range(count)]
-        for rank in range(cut.partition.num_ranks):
-            if rank != pp_rank:
-                link.send_to(rank, packed, "output")
+        deliveries = [
+            link.send_to(rank, packed, "output")
+            for rank in range(cut.partition.num_ranks)
+            if rank != pp_rank
+        ]
     arrivals: dict[int, _Arrival] = {}
     for rank in sorted(indices):
         if rank != pp_rank:
@@ -51,6 +55,8 @@ def exchange_results(
 
     def fetch(index: int) -> list[torch.Tensor]:
         if owner[index] == pp_rank:
+            for delivery in deliveries:  # the user may change in place what is still being sent
+                delivery.result()
             return [results[index, mb] for mb in range(count)]
         return arrivals[owner[index]].get(index)
 

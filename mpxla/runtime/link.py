@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Use
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec, Transfer
@@ -53,9 +54,13 @@ class PipelineLink:
         """Expects one stage's message; the returned object waits for it when it is called."""
         return self.receive_from(self._placement[transfer.source], transfer.specs, channel)
 
-    def send_to(self, pp_rank: int, tensors: Sequence[torch.Tensor], channel: str) -> None:
-        """Starts sending tensors to another pipeline rank as one message; returns at once."""
-        self._transport.send_many(list(tensors), self._group[pp_rank], channel)
+    def send_to(self, pp_rank: int, tensors: Sequence[torch.Tensor], channel: str) -> Handle[None]:
+        """Starts sending tensors to another pipeline rank as one message; returns at once.
+
+        What the user can reach must not be changed in place before the handle is done: the sender
+        reads it later, in a thread of its own. `stage.device.host_view` gives what cannot change.
+        """
+        return self._transport.send_many(list(tensors), self._group[pp_rank], channel)
 
     def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
         """Expects one message; the returned object waits and gives device tensors when called."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpxla.env import LaunchEnv, read_environment
+from mpxla.env import LaunchEnv, prepare_xla, read_environment
 from mpxla.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -253,6 +253,19 @@ def test_device_defaults_to_neuron_where_its_library_is_installed(monkeypatch):
     assert read_environment({}).pjrt_device == "NEURON"
     assert asked == ["libneuronxla"]
     assert read_environment({"PJRT_DEVICE": "CPU"}).pjrt_device == "CPU"
+
+
+def test_xla_is_prepared_and_the_users_settings_stay():
+    environ = {}
+    prepare_xla(environ)
+    assert environ == {
+        "XLA_FLAGS": "--xla_cpu_use_xnnpack=false",
+        "XLA_ENABLE_PARAM_ALIASING": "0",
+    }
+    theirs = {"XLA_FLAGS": "--a --xla_cpu_use_xnnpack=true", "XLA_ENABLE_PARAM_ALIASING": "1"}
+    environ = dict(theirs)
+    prepare_xla(environ)
+    assert environ == theirs
 
 
 def test_rendezvous_file():

@@ -198,6 +198,22 @@ def weights_changed_in_between(run):
                 parameter.clamp_(-0.2, 0.2)
 
 
+def norms_read_later(run):
+    """Values that are computed when they are read, of tensors that have changed meanwhile."""
+    optimizer = run.wrapped(optim.SGD(run.model.parameters(), 0.1))
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        run.step(number)
+        trained = [p for p in run.model.parameters() if p.grad is not None]
+        norms = [p.grad.norm() for p in trained]
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.grad.mul_(0.5)
+        optimizer.step()
+        for parameter, norm in zip(trained, norms, strict=True):
+            torch.testing.assert_close(norm.item(), 2 * parameter.grad.norm().item())
+
+
 def resetting_state(run):
     optimizer = run.wrapped(optim.Adam(run.model.parameters(), 0.02, eps=1e-3))
     run.loop(optimizer, range(2))
@@ -230,7 +246,7 @@ HABITS = {
         *(freezing_later, part_of_the_parameters, groups_added_later),
         *(groups_added_to_the_inner_optimizer, accumulation_and_clipping, clipping_by_value),
         *(zeros_instead_of_none, layers_in_turns, cycling_momentum, reducing_on_plateaus),
-        *(weights_changed_in_between, resetting_state),
+        *(weights_changed_in_between, norms_read_later, resetting_state),
     )
 } | {
     name: partial(any_optimizer, kind=kind, settings=settings)
@@ -256,6 +272,7 @@ WORLDS = {
 }
 CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
+    ("stages", ["norms_read_later"]),
     ("grid", ["freezing_later", "accumulation_and_clipping"]),
     *(pytest.param(world, list(HABITS), marks=pytest.mark.slow) for world in WORLDS),
 ]

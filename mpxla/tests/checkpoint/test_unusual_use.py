@@ -103,6 +103,22 @@ def resume_with_other_optimizers(path):
     return seen
 
 
+def resume_without_model(path):
+    run = Run(stages=2)
+    run.train(1)
+    smp.save_checkpoint(path, "empty", user_content=3)
+    heard = Heard()
+    get_logger().addHandler(heard)
+    assert smp.resume_from_checkpoint(path, load_optimizer=False) == 3
+    get_logger().removeHandler(heard)
+    return "\n".join(heard.texts)
+
+
+def test_checkpoint_without_model_is_noticed(tmp_path):
+    for text in run_ranks(resume_without_model, 2, str(tmp_path)):
+        assert re.search(r"no weights are loaded from .*empty_partial: it was saved without", text)
+
+
 OPTIMIZERS = {
     "class": r"two_partial holds the state of AdamW, and this optimizer is SGD\. Build the opt",
     "class later": r"holds the state of AdamW, and this optimizer is SGD\. .*load_optimizer=False",

@@ -1,0 +1,133 @@
+"""What the user changes in place is not changed for a message that has not left yet.
+
+Messages are sent by threads in the background. Here every one of them is late.
+"""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.comm.streams import Outbox
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 2
+DELAY_S = 0.1
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.middle(self.embedding(ids))))
+
+
+@smp.step
+def train_step(model, ids):
+    logits = model(ids)
+    loss = logits.square().mean()
+    model.backward(loss)
+    return loss, logits
+
+
+def edit(model, results):
+    """Changes in place whatever a step leaves behind."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        for result in results:
+            result.mul_(3)
+
+
+@contextlib.contextmanager
+def late_messages():
+    deliver = Outbox._deliver
+
+    def deliver_late(outbox, message):
+        time.sleep(DELAY_S)
+        deliver(outbox, message)
+
+    Outbox._deliver = deliver_late
+    try:
+        yield
+    finally:
+        Outbox._deliver = deliver
+
+
+def train_with_late_messages(microbatches):
+    with late_messages():
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": microbatches})
+        model = smp.DistributedModel(Tied())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        seen = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss, logits = train_step(model, torch.arange(6))
+            edit(model, [*loss.outputs, *logits.outputs])
+            optimizer.step()
+            seen.append((loss.reduce_mean().cpu(), logits.concat().cpu()))
+        return seen, model.state_dict()
+
+
+def plain():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logits = model(torch.arange(6))
+        loss = logits.square().mean()
+        loss.backward()
+        results = [loss.detach(), logits.detach()]
+        edit(model, results)
+        optimizer.step()
+        seen.append(results)
+    return seen, model.state_dict()
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_changes_in_place_do_not_reach_messages_under_way(microbatches):
+    expected, weights = plain()
+    for seen, state in run_ranks(train_with_late_messages, 2, microbatches):
+        torch.testing.assert_close(seen, expected)
+        torch.testing.assert_close(dict(state), dict(weights))
+
+
+class Shifted(Tied):
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.embedding.weight.add_(1)
+
+
+def resume_with_late_messages(path):
+    smp.init({"pipeline_parallel_degree": 2})
+    model = smp.DistributedModel(Tied())
+    train_step(model, torch.arange(6))
+    smp.save_checkpoint(path, tag="first", model=model)
+    smp.shutdown()
+    with late_messages():
+        smp.init({"pipeline_parallel_degree": 2})
+        model = smp.DistributedModel(Shifted())
+        smp.resume_from_checkpoint(path)
+        loss, _ = train_step(model, torch.arange(6))
+        return loss.reduce_mean().cpu(), model.state_dict()
+
+
+def test_values_of_a_checkpoint_come_after_those_under_way(tmp_path):
+    loss = Tied()(torch.arange(6)).square().mean().detach()
+    for seen, state in run_ranks(resume_with_late_messages, 2, str(tmp_path)):
+        torch.testing.assert_close(seen, loss)
+        torch.testing.assert_close(dict(state), dict(Tied().state_dict()))
