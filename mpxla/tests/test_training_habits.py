@@ -204,7 +204,8 @@ def norms_read_later(run):
     for number in range(STEPS):
         optimizer.zero_grad()
         run.step(number)
-        trained = [p for p in run.model.parameters() if p.grad is not None]
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in everything if p.grad is not None]
         norms = [p.grad.norm() for p in trained]
         with torch.no_grad():
             for parameter in trained:
