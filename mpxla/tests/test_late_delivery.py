@@ -1,6 +1,6 @@
 """What the user changes in place is not changed for a message that has not left yet.
 
-Messages are sent by threads in the background. Here every one of them is late.
+Messages are sent, and collectives run, by threads in the background. Here all of them are late.
 """
 
 import contextlib
@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.comm.host import _Collectives
 from mpxla.comm.streams import Outbox
 from mpxla.testing import run_ranks
+from mpxla.tests.test_training_habits import HABITS, WORLDS, check_against_plain, train_in_all_ways
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 2
-DELAY_S = 0.1
 
 
 class Tied(nn.Module):
@@ -52,18 +53,22 @@ def edit(model, results):
 
 
 @contextlib.contextmanager
-def late_messages():
-    deliver = Outbox._deliver
+def late_messages(delay_s=0.1):
+    deliver, collect = Outbox._deliver, _Collectives._do
 
     def deliver_late(outbox, message):
-        time.sleep(DELAY_S)
+        time.sleep(delay_s)
         deliver(outbox, message)
 
-    Outbox._deliver = deliver_late
+    def collect_late(collectives, job):
+        time.sleep(delay_s)
+        collect(collectives, job)
+
+    Outbox._deliver, _Collectives._do = deliver_late, collect_late
     try:
         yield
     finally:
-        Outbox._deliver = deliver
+        Outbox._deliver, _Collectives._do = deliver, collect
 
 
 def train_with_late_messages(microbatches):
@@ -131,3 +136,27 @@ def test_values_of_a_checkpoint_come_after_those_under_way(tmp_path):
     for seen, state in run_ranks(resume_with_late_messages, 2, str(tmp_path)):
         torch.testing.assert_close(seen, loss)
         torch.testing.assert_close(dict(state), dict(Tied().state_dict()))
+
+
+EDITING_HABITS = (
+    "norms_read_later",
+    "accumulation_and_clipping",
+    "clipping_by_value",
+    "weights_changed_in_between",
+    "zeros_instead_of_none",
+    "layers_in_turns",
+    "freezing_later",
+    "groups_added_later",
+)
+
+
+def train_in_all_ways_late(config, names):
+    with late_messages(0.02):
+        return train_in_all_ways(config, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_habits_when_everything_is_late(world):
+    assert set(EDITING_HABITS) <= set(HABITS)
+    check_against_plain(train_in_all_ways_late, world, EDITING_HABITS)

@@ -279,13 +279,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "names"), CASES)
-def test_habits(world, names):
+def check_against_plain(train, world, names):
+    """Compares what `train(config, names)` gives on the ranks of a world with plain PyTorch."""
     size, config = WORLDS[world]
-    ranks = run_ranks(train_in_all_ways, size, config, names, timeout_s=500)
+    ranks = run_ranks(train, size, config, names, timeout_s=500)
     for name in names:
         plain = Run(size // config.get("pipeline_parallel_degree", 1))
         HABITS[name](plain)
         for key, value in plain.result().items():
             for found in ranks:
                 assert torch.allclose(found[name][key], value, rtol=1e-4, atol=1e-5), (name, key)
+
+
+@pytest.mark.parametrize(("world", "names"), CASES)
+def test_habits(world, names):
+    check_against_plain(train_in_all_ways, world, names)
