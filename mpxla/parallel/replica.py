@@ -14,7 +14,6 @@ from mpxla.comm.packing import pack, unpack
 from mpxla.comm.transport import Transport
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState
-from mpxla.stage.device import host_view
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Replica", "equalize", "store"]
@@ -93,9 +92,7 @@ def _equalize_shared(replica: Replica, parameter_ranks: Mapping[str, tuple[int, 
             groups.setdefault(parameter_ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):
         if replica.pp_rank == first:
-            kept = [host_view(local[name]) for name in names]  # a checkpoint may be loaded next
-            for rank in others:
-                replica.link.send_to(rank, kept, "tied")
+            replica.link.send_values(others, [local[name] for name in names], "tied")
         elif replica.pp_rank in others:
             specs = [TensorSpec.of(local[name]) for name in names]
             store(replica, names, replica.link.receive_from(first, specs, "tied")())

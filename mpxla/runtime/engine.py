@@ -43,7 +43,6 @@ from mpxla.runtime.signature import (
 )
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
-from mpxla.stage.device import host_view
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import measure_operators
 
@@ -344,9 +343,7 @@ class StepEngine:
             assert name not in self._state.parameters, "the partitioner keeps parameters in place"
             value = self._state.buffers[name]
             if self._pp_rank == holders[0]:
-                kept = host_view(value)  # the user may change it in place
-                for rank in new:
-                    self._link.send_to(rank, [kept], "tied")
+                self._link.send_values(new, [value], "tied")
             elif self._pp_rank in new:
                 (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
                 self._state.adopt_buffer(name, copy)

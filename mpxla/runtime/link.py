@@ -4,14 +4,14 @@ Adapts pipeline ranks and stages to global ranks, and host tensors to device ten
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Use
-from mpxla.stage.device import to_device
+from mpxla.stage.device import host_view, to_device
 from mpxla.stage.spec import TensorSpec, Transfer
 
 __all__ = ["Arrival", "PipelineLink"]
@@ -58,9 +58,21 @@ class PipelineLink:
         """Starts sending tensors to another pipeline rank as one message; returns at once.
 
         What the user can reach must not be changed in place before the handle is done: the sender
-        reads it later, in a thread of its own. `stage.device.host_view` gives what cannot change.
+        reads it later, in a thread of its own. `send_values` is for what may change before.
         """
         return self._transport.send_many(list(tensors), self._group[pp_rank], channel)
+
+    def send_values(
+        self, pp_ranks: Iterable[int], tensors: Sequence[torch.Tensor], channel: str
+    ) -> None:
+        """Sends the values that tensors have now to some ranks, once they are computed.
+
+        Tensors of the device may be changed in place when it returns: gradients are clipped right
+        after a step, and a checkpoint is loaded right after parameters got their places.
+        """
+        kept = [host_view(tensor) for tensor in tensors]
+        for pp_rank in pp_ranks:
+            self.send_to(pp_rank, kept, channel)
 
     def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
         """Expects one message; the returned object waits and gives device tensors when called."""
