@@ -15,7 +15,7 @@ from typing import Any
 
 from mpxla.errors import ConfigError
 
-__all__ = ["LaunchEnv", "prepare_xla", "read_environment"]
+__all__ = ["LaunchEnv", "prepare_xla", "read_environment", "set_variables"]
 
 XLA_FLAG = "--xla_cpu_use_xnnpack=false"
 """See `prepare_xla`."""
@@ -118,6 +118,17 @@ def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
     if name not in flags:
         environ["XLA_FLAGS"] = f"{flags} {XLA_FLAG}".strip()
     environ.setdefault("XLA_ENABLE_PARAM_ALIASING", "0")
+
+
+def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Sets variables of this process; None removes one. Returns what they were before."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
 
 
 def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:

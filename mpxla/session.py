@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from mpxla import log
+from mpxla.comm.device_collectives import DeviceCollectives
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
@@ -31,6 +32,7 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.comm.xla_queue import Runner
+from mpxla.comm.xla_world import XlaWorld
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
@@ -68,6 +70,7 @@ class Session:
         progress: what this rank is doing, for the table when nothing moves.
         recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
+        exchanged: what torch and torch_xla have from mpxla until `shutdown`; closing it undoes it.
     """
 
     config: Config
@@ -84,6 +87,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    exchanged: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def rank(self) -> int:
@@ -105,6 +109,13 @@ class Session:
             self.objects.barrier(ranks)
         with self.progress.busy():
             yield
+
+    def has_reduced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether steps reduce the gradients of an optimizer's parameters over replicas."""
+        if self.model is None:
+            return False
+        known = {id(p) for p in self.model.parameters()}
+        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one cannot go on."""
@@ -239,9 +250,21 @@ def _connect(
         owns_default_group=owns_group,
         progress=progress,
     )
+    _reach_all_processes(session)
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _reach_all_processes(session: Session) -> None:
+    """Collectives of torch and torch_xla, on device tensors too, mean the processes of the job."""
+    env, transport = session.env, session.transport
+    has_world = is_device_world(env.world_size)
+    session.exchanged.callback(DeviceCollectives(has_world).close)
+    if not has_world:
+        local = env.local_rank, env.local_size
+        world = XlaWorld(getattr(transport, "host", transport), *local, session.has_reduced)
+        session.exchanged.callback(world.close)
 
 
 def _open_transport(
@@ -331,6 +354,7 @@ def shutdown_if_started() -> None:
         session.report_failure("the end of the session", error)
         raise
     finally:
+        session.exchanged.close()
         session.transport.close()
         if session.lifeline is not None:
             session.lifeline.close()

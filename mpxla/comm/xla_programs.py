@@ -32,6 +32,9 @@ from mpxla.comm.packing import Spec, describe
 __all__ = ["Operand", "Program", "Traced", "operand_of", "trace", "upload"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
+# Bound here, because a session may exchange these names (`xla_world.py`).
+_xla_all_reduce, _xla_all_gather = _xla._xla_all_reduce, _xla._xla_all_gather
+_xla_reduce_scatter = _xla._xla_reduce_scatter
 # The tracer has one chain of collectives per device: two threads must not build on it together.
 _tracing = threading.Lock()
 
@@ -112,7 +115,7 @@ def _all_reduce(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tens
     # Not xm.all_reduce, which does nothing where torch_xla knows one process only.
     groups = program.mesh.replica_groups()
     (value,) = inputs
-    return [_unwired(_xla._xla_all_reduce("sum", _wired(value), 1.0, groups, False), value.dtype)]
+    return [_unwired(_xla_all_reduce("sum", _wired(value), 1.0, groups, False), value.dtype)]
 
 
 def _all_gather(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,15 +125,12 @@ def _all_gather(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tens
 
 def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     groups = program.mesh.replica_groups()
-    own = xm.reduce_scatter(
-        xm.REDUCE_SUM,
-        inputs[0],
-        scale=1.0,
-        scatter_dim=0,
-        shard_count=len(groups[0]),
-        groups=groups,
-        pin_layout=False,
+    device = str(inputs[0].device)
+    token, size = _xla._get_all_reduce_token(device), len(groups[0])
+    own, token = _xla_reduce_scatter(
+        xm.REDUCE_SUM, inputs[0], token, 1.0, 0, size, groups, False, None, None
     )
+    _xla._set_all_reduce_token(device, token)
     return [own]
 
 
@@ -153,7 +153,8 @@ def _transfer(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor
 
 def _gathered(program: Program, value: torch.Tensor) -> torch.Tensor:
     groups = program.mesh.replica_groups()
-    return xm.all_gather(value.unsqueeze(0), dim=0, groups=groups, pin_layout=False)
+    size = len(groups[0])
+    return _xla_all_gather(value.unsqueeze(0), 0, size, groups, False, None, None)
 
 
 def _wired(value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from mpxla.compat import CompatError
 from mpxla.compat.alias import importable
 from mpxla.compat.check import check_script
-from mpxla.compat.collectives import collectives_on_device
+from mpxla.compat.collectives import nccl_means_gloo
 from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
 from mpxla.compat.loading import loads_onto_device
@@ -34,7 +34,7 @@ def mapped() -> Generator[None]:
     with (
         importable(),
         cuda_names(devices),
-        collectives_on_device(),
+        nccl_means_gloo(),
         loads_onto_device(devices),
         _kept_parameters(),
         _autocast_on_device(),

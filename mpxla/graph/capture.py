@@ -44,6 +44,7 @@ from mpxla.graph.normalize import (
     drop_runtime_checks,
     free_layouts,
     keep_gradient_barriers,
+    refuse_collectives,
     refuse_hidden_updates,
     resolve_numbers,
 )
@@ -268,6 +269,7 @@ def _step_graph(
             index = result_count - wrapper.returned.num_objectives
             outputs.append(OutputRole(OutputKind.RESULT, index=index))
             result_count += 1
+    refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
     resolve_numbers(graph)

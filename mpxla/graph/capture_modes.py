@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_hooks import refuse_gradients
+from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
@@ -51,6 +52,11 @@ class StepSemantics(TorchFunctionMode):
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."
+            )
+        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+            raise CaptureError(
+                f"{func.__name__} is a collective inside a step function{at_user_line()}. "
+                f"{COLLECTIVES_OUTSIDE}"
             )
         refuse_gradients(func, args)
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":

@@ -12,11 +12,13 @@ from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import module_path
 
 __all__ = [
+    "COLLECTIVES_OUTSIDE",
     "collapse_detaches",
     "densify_gradients",
     "drop_runtime_checks",
     "free_layouts",
     "keep_gradient_barriers",
+    "refuse_collectives",
     "refuse_hidden_updates",
     "resolve_numbers",
 ]
@@ -28,6 +30,10 @@ _CHECKS = (
     _aten._assert_async.msg,
     _aten.sym_constrain_range_for_size.default,
     _aten.sym_constrain_range.default,
+)
+COLLECTIVES_OUTSIDE = (
+    "A step runs once per microbatch, on ranks that hold parts of the model: return the value, and "
+    "call the collective on the result. Gradients are averaged over replicas without it."
 )
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
@@ -83,6 +89,20 @@ def refuse_hidden_updates(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{_place(node)} updates running statistics, which a captured step would lose. Set "
                 f"track_running_stats=False, which is the default, or call eval() on the layer."
+            )
+
+
+def refuse_collectives(graph: fx.Graph) -> None:
+    """Refuses collectives of torch_xla, which would mean the processes of one program only.
+
+    Raises:
+        CaptureError: there is one; names the operator and its module.
+    """
+    for node in graph.nodes:
+        namespace = getattr(node.target, "namespace", "")
+        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise CaptureError(
+                f"{_place(node)} is a collective inside a step function. {COLLECTIVES_OUTSIDE}"
             )
 
 

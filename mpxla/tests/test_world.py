@@ -1,0 +1,231 @@
+"""After `smp.init`, torch's and torch_xla's collectives and ranks are those of the job.
+
+Every function above a test runs on every rank and returns what it saw.
+"""
+
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch.distributed import all_reduce as all_reduce_by_name
+from torch_xla.core.xla_model import all_reduce as xm_all_reduce_by_name
+
+from mpxla.errors import MpxlaError
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import start
+
+pytestmark = pytest.mark.ranks
+
+GROUPS = [[0, 2], [1, 3]]
+
+
+def on_device(*values):
+    return torch.tensor([float(v) for v in values]).to("xla")
+
+
+def collectives_of_torch():
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    rank, seen = smp.rank(), {}
+    value = on_device(1 + rank)
+    dist.all_reduce(value)
+    all_reduce_by_name(value)
+    seen["all_reduce"] = value.item()
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, async_op=True).wait()
+    seen["max"] = value.item()
+    parts = [on_device(0) for _ in range(2)]
+    dist.all_gather(parts, on_device(rank))
+    seen["all_gather"] = [p.item() for p in parts]
+    whole = on_device(0, 0)
+    dist.all_gather_into_tensor(whole, on_device(5 + rank))
+    seen["all_gather_into_tensor"] = whole.tolist()
+    own = on_device(0)
+    dist.reduce_scatter_tensor(own, on_device(1 + rank, 3))
+    seen["reduce_scatter_tensor"] = own.item()
+    sent = on_device(7 if rank == 0 else 0)
+    dist.broadcast(sent, src=0)
+    seen["broadcast"] = sent.item()
+    received = on_device(0)
+    pending = dist.irecv(received, 1 - rank)
+    dist.isend(on_device(10 + rank), 1 - rank).wait()
+    pending.wait()
+    seen["irecv"] = received.item()
+    exchanged = on_device(0, 0)
+    dist.all_to_all_single(exchanged, on_device(2 * rank, 2 * rank + 1))
+    seen["all_to_all_single"] = exchanged.tolist()
+    rows = [on_device(0) for _ in range(2)] if rank == 0 else None
+    dist.gather(on_device(rank + 3), rows, dst=0)
+    seen["gather"] = [r.item() for r in rows] if rows else []
+    functional = dist._functional_collectives.all_reduce(on_device(1 + rank), "sum", [0, 1])
+    seen["functional"] = functional.item()
+    return seen
+
+
+def test_collectives_of_torch_take_device_tensors():
+    for rank, seen in enumerate(run_ranks(collectives_of_torch, 2)):
+        assert seen == {
+            "all_reduce": 6.0,
+            "max": 6.0,
+            "all_gather": [0.0, 1.0],
+            "all_gather_into_tensor": [5.0, 6.0],
+            "reduce_scatter_tensor": [3.0, 6.0][rank],
+            "broadcast": 7.0,
+            "irecv": [11.0, 10.0][rank],
+            "all_to_all_single": [[0.0, 2.0], [1.0, 3.0]][rank],
+            "gather": [3.0, 4.0] if rank == 0 else [],
+            "functional": 3.0,
+        }
+
+
+def names_of_torch_xla():
+    before = xr.world_size(), xr.global_ordinal()
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    rank = smp.rank()
+    printed = io.StringIO()
+    xm.master_print("once", fd=printed)
+    seen = {
+        "world": (xr.world_size(), xr.global_ordinal(), xr.local_ordinal()),
+        "processes": (xr.process_count(), xr.process_index(), xr.global_device_count()),
+        "master": (xm.is_master_ordinal(), xm.is_master_ordinal(local=False)),
+        "printed": printed.getvalue(),
+        "sum": xm.all_reduce(xm.REDUCE_SUM, on_device(1 + rank)).item(),
+        "by name": xm_all_reduce_by_name("sum", on_device(1 + rank)).item(),
+        "scaled": xm_all_reduce_by_name("sum", on_device(1 + rank), scale=0.5).item(),
+        "max": xm.all_reduce(xm.REDUCE_MAX, on_device(1 + rank), groups=[[0, 1]]).item(),
+        "gather": xm.all_gather(on_device(rank, 5)).tolist(),
+        "scatter": xm.reduce_scatter("sum", on_device(1 + rank, 3), 1.0, 0, 2).tolist(),
+        "to all": xm.all_to_all(on_device(2 * rank, 2 * rank + 1), 0, 0, 2).tolist(),
+        "permute": xm.collective_permute(on_device(rank), [[0, 1], [1, 0]]).item(),
+        "mesh": xm.mesh_reduce("loss", 1.0 + rank, sum),
+        "met": xm.rendezvous("there", str(rank).encode()),
+    }
+    values = [on_device(1 + rank), on_device(10 + rank)]
+    xm.all_reduce("sum", values, scale=0.5)
+    seen["in place"] = [v.item() for v in values]
+    values = [on_device(5 + rank)]
+    xm.collective_broadcast(values)
+    seen["broadcast"] = values[0].item()
+    smp.shutdown()
+    after = xr.world_size(), xr.global_ordinal()
+    seen["alone again"] = xm.all_reduce("sum", on_device(1 + rank)).item()
+    return seen, before == after
+
+
+def test_names_of_torch_xla_speak_of_the_job_until_shutdown():
+    for rank, (seen, is_restored) in enumerate(run_ranks(names_of_torch_xla, 2)):
+        assert is_restored
+        assert seen == {
+            "world": (2, rank, rank),
+            "processes": (2, rank, 2),
+            "master": (rank == 0, rank == 0),
+            "printed": "once\n" if rank == 0 else "",
+            "sum": 3.0,
+            "by name": 3.0,
+            "scaled": 1.5,
+            "max": 2.0,
+            "gather": [0.0, 5.0, 1.0, 5.0],
+            "scatter": [3.0] if rank == 0 else [6.0],
+            "to all": [0.0, 2.0] if rank == 0 else [1.0, 3.0],
+            "permute": 1.0 - rank,
+            "mesh": 3.0,
+            "met": [b"0", b"1"],
+            "in place": [1.5, 10.5],
+            "broadcast": 5.0,
+            "alone again": 1.0 + rank,
+        }
+
+
+def train(use_smp):
+    """Two replicas by torch_xla's own loop, or by mpxla's model with torch_xla's optimizer step."""
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    data = torch.arange(24.0).reshape(8, 3) / 10
+    mine = data[xr.global_ordinal() :: xr.world_size()].to("xla")
+    model = smp.DistributedModel(model) if use_smp else model.to(torch_xla.device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if use_smp:
+        optimizer = smp.DistributedOptimizer(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(mine).square().mean().backward()
+        xm.optimizer_step(optimizer)
+        torch_xla.sync()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def plain():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    data = torch.arange(24.0).reshape(8, 3) / 10
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("use_smp", [False, True])
+def test_a_loop_of_torch_xla_trains_on_its_share_and_averages_gradients_once(use_smp):
+    for parameters in run_ranks(train, 2, use_smp):
+        torch.testing.assert_close(parameters, plain())
+
+
+def groups_of_four():
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    value = on_device(10 ** smp.rank())
+    return (
+        xm.all_reduce("sum", value, groups=GROUPS).item(),
+        xm.all_gather(value, groups=GROUPS, pin_layout=False).tolist(),
+        xm.reduce_scatter("sum", torch.cat([value, value * 2]), 1.0, 0, 2, groups=GROUPS).tolist(),
+    )
+
+
+def test_groups_of_torch_xla():
+    even, odd = (101.0, [1.0, 100.0]), (1010.0, [10.0, 1000.0])
+    assert run_ranks(groups_of_four, 4) == [
+        (*even, [101.0]),
+        (*odd, [1010.0]),
+        (*even, [202.0]),
+        (*odd, [2020.0]),
+    ]
+
+
+def collective_in_a_step(name):
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    model = smp.DistributedModel(torch.nn.Linear(3, 1))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).mean()
+        if name == "xm":
+            loss = xm.all_reduce("sum", loss)
+        else:
+            dist.all_reduce(loss)
+        model.backward(loss)
+        return loss
+
+    # The rank that is first tells the others, which may hear of it before they are as far.
+    with pytest.raises(MpxlaError, match="return the value, and call the collective") as caught:
+        step(model, torch.ones(4, 3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("xm", "_c10d_functional.all_reduce in the step function is a collective inside a step"),
+        (
+            "dist",
+            "all_reduce is a collective inside a step function at .*test_world.py:\\d+: dist.",
+        ),
+    ],
+)
+def test_a_collective_inside_a_step_is_refused(name, place):
+    for text in run_ranks(collective_in_a_step, 2, name):
+        assert re.search(place, text)
