@@ -5,11 +5,20 @@ Many processes write to one terminal, so every line says which rank wrote it. On
 environment (`env` does, and the level arrives as an argument) and knows nothing of devices.
 """
 
+import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Generator
 
-__all__ = ["forget_warnings", "get_logger", "set_level", "set_rank", "warn_once"]
+__all__ = [
+    "forget_warnings",
+    "get_logger",
+    "root_logger_kept",
+    "set_level",
+    "set_rank",
+    "warn_once",
+]
 
 _NAME = "mpxla"
 
@@ -90,6 +99,20 @@ def warn_once(key: str, message: str) -> None:
             return
         _warned.add(key)
     _logger.warning("%s", message)
+
+
+@contextlib.contextmanager
+def root_logger_kept() -> Generator[None]:
+    """Takes handlers away again that a library puts on the root logger in the meantime.
+
+    torch_xla logs by the functions of `logging` while it is imported, which makes a handler if
+    there is none. The script's own `logging.basicConfig` would then do nothing.
+    """
+    before = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = [h for h in logging.root.handlers if h in before]
 
 
 def forget_warnings() -> None:

@@ -174,7 +174,8 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.tensor_parallel_degree,
         resolved.placement_strategy,
     )
-    device = current_device()
+    with log.root_logger_kept():
+        device = current_device()
     earlier_hook = sys.excepthook  # torch.distributed replaces it as well
     owns_group = not dist.is_initialized()
     if owns_group:

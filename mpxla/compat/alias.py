@@ -1,7 +1,9 @@
 """The package `smdistributed.modelparallel.torch`: SMP's names, found in mpxla.
 
-`importable()` lets Python import the package and its submodules. To read a name that SMP has and
-mpxla has not is an error that names the missing feature; so is to switch on what is missing.
+`importable()` lets Python import the package and its submodules, beside other packages below
+`smdistributed` that are installed. A name that mpxla lacks can be imported, since scripts import
+more than they use; to call it is an error that names the missing feature. So is to switch on what
+is missing.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from torch import nn
 import mpxla
 from mpxla.compat import CompatError
 from mpxla.compat.amp import GradScaler
-from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, Fate
+from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
 from mpxla.compat.user_code import at_script_line
 
 __all__ = ["importable"]
@@ -33,8 +35,9 @@ def importable() -> Generator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "smdistributed"]:
-            del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__loader__", None) is finder:
+                del sys.modules[name]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,12 +47,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         is_parent = SMP_PACKAGE.startswith(f"{fullname}.")
-        if not is_parent and _below(fullname) not in SMP_MODULES:
+        if not is_parent and _below(fullname) is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin="mpxla", is_package=True)
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin="mpxla", is_package=True)
+        if is_parent:  # what is installed beside the package is found where it is
+            installed = importlib.machinery.PathFinder.find_spec(fullname, path)
+            spec.submodule_search_locations = [*_locations(installed)]
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """A stand-in for what no table lists: a module, or a name that was imported from one."""
+        below = _below(spec.name)
+        return None if below is None or below in SMP_MODULES else _Unknown(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         below = _below(module.__name__)
+        if isinstance(module, _Unknown):
+            return
         if below is None:
             module.__dict__["__version__"] = SMP_VERSION
             module.__doc__ = "Parent of the package that mpxla provides for SMP's scripts."
@@ -59,6 +73,53 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__["__all__"] = [
             name for name, entry in SMP_MODULES[below].items() if entry.fate is Fate.SUPPORTED
         ]
+
+
+def _locations(spec: importlib.machinery.ModuleSpec | None) -> Sequence[str]:
+    return (spec.submodule_search_locations or ()) if spec is not None else ()
+
+
+class _Unknown(ModuleType):
+    """A module or a name of SMP that mpxla does not know: a script may import it, and not use it.
+
+    Names that SMP's package has are found in its inner modules as well.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise CompatError(f"{at_script_line()}: {self.__name__}: {UNKNOWN.text}.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in mpxla.__all__:
+            return getattr(mpxla, name)
+        return _stand_in(f"{self.__name__}.{name}", UNKNOWN.text)
+
+
+class _StandIn(type):
+    """Class of the names that mpxla lacks: good for imports and `isinstance`, and nothing else."""
+
+    def _refuse(cls) -> Any:
+        raise CompatError(
+            f"{at_script_line()}: {cls.__qualname__} is not supported: {cls.__doc__}."
+        )
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._refuse()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls._refuse()
+
+
+def _stand_in(path: str, reason: str) -> type:
+    def refuse_subclass(cls: _StandIn, **kwargs: Any) -> None:
+        base: Any = cls.__mro__[1]
+        base._refuse()
+
+    names = {"__doc__": reason, "__qualname__": path}
+    return _StandIn(path, (), {**names, "__init_subclass__": classmethod(refuse_subclass)})
 
 
 def _below(fullname: str) -> str | None:
@@ -86,7 +147,7 @@ def _reader(module: str) -> Callable[[str], Any]:
         known = SMP_MODULES[module].get(name)
         if known is None:
             raise AttributeError(f"module {path!r} has no attribute {name!r}")
-        raise CompatError(f"{at_script_line()}: {path}.{name} is not supported: {known.text}.")
+        return _stand_in(f"{path}.{name}", known.text)
 
     return read
 
@@ -138,4 +199,6 @@ _OWN: dict[tuple[str, str], Any] = {
     ("", "set_tensor_parallelism"): _set_tensor_parallelism,
     ("", "model_creation"): _model_creation,
     ("amp", "GradScaler"): GradScaler,
+    ("nn", "FusedLayerNorm"): nn.LayerNorm,
+    ("model", "DistributedModel"): mpxla.DistributedModel,
 }

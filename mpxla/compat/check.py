@@ -6,6 +6,7 @@ classes have. This module must not import torch.
 """
 
 import ast
+import importlib.machinery
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from mpxla.compat.names import (
     METHODS,
     SMP_MODULES,
     SMP_PACKAGE,
+    UNKNOWN,
     Fate,
     Name,
     cuda_name,
@@ -26,7 +28,16 @@ from mpxla.config_rules import MISSING_FEATURES
 __all__ = ["Finding", "check_script", "format_findings"]
 
 _ON_DEVICE = Name(Fate.SUPPORTED, "the rank's XLA device")
-_OTHER_PACKAGE = Name(Fate.REFUSED, f"of smdistributed, there is {SMP_PACKAGE} only")
+_OTHER_PACKAGE = Name(Fate.REFUSED, "it is not installed; remove the import")
+_INSTALLED = Name(Fate.SUPPORTED, "an installed package")
+_MENTIONED = "may be imported and compared with; to use it is an error"
+# Arguments of SMP's functions that ask for what is missing, by the value that does.
+_SWITCHES: dict[str, tuple[str, str, bool]] = {
+    "tensor_parallelism": ("enabled", "tensor parallelism", True),
+    "set_tensor_parallelism": ("enabled", "tensor parallelism", True),
+    "model_creation": ("tensor_parallelism", "tensor parallelism", False),
+}
+_SHARDING = "sharded data parallelism"
 
 
 class Finding(NamedTuple):
@@ -64,9 +75,9 @@ def check_script(script: Path) -> list[Finding]:
         seen.add(file.resolve())
         tree = ast.parse(file.read_bytes(), str(file))
         reader = _Reader(file)
-        reader.visit(tree)
+        reader.read(tree)
         findings += sorted(set(reader.findings), key=lambda f: (f.line, f.name))
-        waiting += _files_beside(script.parent, tree)
+        waiting += _files_beside(script.parent, file.parent, tree)
     return findings
 
 
@@ -91,16 +102,21 @@ def format_findings(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _files_beside(folder: Path, tree: ast.AST) -> Iterator[Path]:
+def _files_beside(folder: Path, own_folder: Path, tree: ast.AST) -> Iterator[Path]:
+    """Files of modules that a file imports: below the script's folder, or relative to its own."""
     for node in ast.walk(tree):
+        start = folder
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            head = f"{node.module}." if node.module else ""
+            modules = [head.removesuffix("."), *(f"{head}{alias.name}" for alias in node.names)]
+            if node.level:
+                start = (own_folder / "_").parents[node.level - 1]
         else:
             continue
         for module in modules:
-            path = folder.joinpath(*module.split("."))
+            path = start.joinpath(*module.split("."))
             for candidate in (path.with_suffix(".py"), path / "__init__.py"):
                 if candidate.is_file():
                     yield candidate
@@ -115,19 +131,32 @@ class _Reader(ast.NodeVisitor):
         """Name in the file -> dotted path of what it stands for."""
         self._configurations: dict[str, ast.expr] = {}
         """Name in the file -> the dictionary last written out for it."""
+        self._used: set[int] = set()
+        """Nodes of names that were noted as used."""
         self.findings: list[Finding] = []
+
+    def read(self, tree: ast.AST) -> None:
+        """Reads a file. Functions may use what is imported below them, so imports come first."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                self._import(node)
+            elif isinstance(node, ast.ImportFrom):
+                self._import_from(node)
+        self.visit(tree)
 
     def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
         self.findings.append(Finding(self._file, getattr(node, "lineno", 0), name, meaning))
 
-    def visit_Import(self, node: ast.Import) -> None:
+    def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             head = alias.name.split(".")[0]
             self._imported[alias.asname or head] = alias.name if alias.asname else head
             self._note(node, alias.name)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+    def _import_from(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
+            if node.level:
+                continue  # a file of the script's own
             if alias.name == "*" and node.module is not None:
                 self._import_all(node, node.module)
                 continue
@@ -159,8 +188,13 @@ class _Reader(ast.NodeVisitor):
         if path is not None:
             self._note(node, path)
             return
-        if node.attr in METHODS:
+        if node.attr in METHODS and _may_be_wrapped(node.value):
             self._add(node, f".{node.attr}", METHODS[node.attr])
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for base in node.bases:
+            self._use(base)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -189,7 +223,34 @@ class _Reader(ast.NodeVisitor):
                 self._add(node, f'{keyword.arg}="cuda"', _ON_DEVICE)
         if called in (f"{SMP_PACKAGE}.init", "mpxla.init"):
             self._check_configuration(node)
+        self._use(node.func)
+        self._check_switch(node, called or "")
         self.generic_visit(node)
+
+    def _use(self, node: ast.AST) -> None:
+        """Notes a name of SMP that is called or derived from."""
+        below = _below(self._path(node) or "")
+        if below and smp_name(below).fate is Fate.REFUSED:
+            self._add(node, f"smp.{below}", smp_name(below))
+            self._used.add(id(node))
+
+    def _check_switch(self, call: ast.Call, called: str) -> None:
+        name = (_below(called) or "").rpartition(".")[2]
+        keywords = {k.arg: k.value for k in call.keywords}
+        values = {name: v.value for name, v in keywords.items() if isinstance(v, ast.Constant)}
+        if name in _SWITCHES:
+            argument, feature, default = _SWITCHES[name]
+            if values.get(argument, default and argument not in keywords) is True:
+                self._add_missing(call, f"smp.{name}({argument}=True)", feature)
+        if name == "model_creation":
+            if values.get("zero_init") is True:
+                self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)
+            if self._path(keywords.get("dtype", call)) in ("torch.float16", "torch.half"):
+                self._add_missing(call, "smp.model_creation(dtype=torch.float16)", "fp16 training")
+
+    def _add_missing(self, node: ast.AST, name: str, feature: str) -> None:
+        text = f"{feature}, which mpxla does not have yet; switch it off"
+        self._add(node, name, Name(Fate.REFUSED, text))
 
     def _check_configuration(self, call: ast.Call) -> None:
         for value in (*call.args, *(keyword.value for keyword in call.keywords)):
@@ -217,18 +278,54 @@ class _Reader(ast.NodeVisitor):
 
     def _note(self, node: ast.AST, path: str) -> None:
         """Adds a use of a dotted path if it is one of SMP or CUDA."""
-        for package in (SMP_PACKAGE, "mpxla"):
-            if path.startswith(f"{package}."):
-                below = path.removeprefix(f"{package}.")
-                self._add(node, f"smp.{below}", smp_name(below))
-                return
+        below = _below(path)
+        if below:
+            meaning = smp_name(below)
+            # Python itself refuses an attribute that is not there.
+            is_missing = meaning is UNKNOWN and isinstance(node, ast.Attribute)
+            if meaning.fate is Fate.REFUSED and not is_missing:
+                meaning = Name(Fate.SUPPORTED, _MENTIONED)
+            if id(node) not in self._used:
+                self._add(node, f"smp.{below}", meaning)
+            return
         if path.startswith("torch.cuda."):
             self._add(node, path, cuda_name(path.removeprefix("torch.cuda.")))
         elif path.startswith(("torch.backends.cuda.", "torch.backends.cudnn.")):
             self._add(node, path, BACKEND_FLAG)
         elif path.startswith("smdistributed.") and not f"{SMP_PACKAGE}.".startswith(f"{path}."):
             if path != "smdistributed.modelparallel.__version__":
-                self._add(node, path, _OTHER_PACKAGE)
+                self._add(node, path, _INSTALLED if _is_installed(path) else _OTHER_PACKAGE)
+
+
+def _below(path: str) -> str | None:
+    """`nn.DistributedLinear` for a dotted path in SMP's package or in mpxla."""
+    for package in (SMP_PACKAGE, "mpxla"):
+        if path.startswith(f"{package}."):
+            return path.removeprefix(f"{package}.")
+    return None
+
+
+def _is_installed(path: str) -> bool:
+    """Whether a package below `smdistributed` is there, or the one that a name belongs to."""
+    places: Sequence[str] | None = None
+    for length in range(1, 3):
+        name = ".".join(path.split(".")[:length])
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+        if spec is None:
+            return False
+        places = list(spec.submodule_search_locations or ())
+    return True
+
+
+def _may_be_wrapped(node: ast.AST) -> bool:
+    """Whether an expression may be a model or an optimizer, going by its name.
+
+    `args.loss_scale` and its like are settings of the script.
+    """
+    name = getattr(node, "attr", getattr(node, "id", "model")).lower()
+    return not any(
+        part in name for part in ("arg", "conf", "cfg", "hp", "param", "flag", "setting", "option")
+    )
 
 
 def _items(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:

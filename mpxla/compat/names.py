@@ -20,6 +20,7 @@ __all__ = [
     "SMP_MODULES",
     "SMP_PACKAGE",
     "SMP_VERSION",
+    "UNKNOWN",
     "Fate",
     "Name",
     "cuda_name",
@@ -72,6 +73,7 @@ _SWITCHES = {
     "nn": _supported("a module"),
     "optimizers": _supported("a module"),
     "patches": _supported("a module"),
+    "model": _supported("a module"),
     "model_creation": _supported(f"an error with tensor_parallelism=True ({_TP})"),
     "delay_param_initialization": _supported(),
     "tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
@@ -110,7 +112,9 @@ _TRANSLATIONS = {
         "translate_hf_state_dict_to_smdistributed_gptneo",
     ),
 }
-_FUSED = "a fused CUDA kernel of apex; XLA fuses the plain torch.optim or torch.nn class by itself"
+_FUSED = "a fused CUDA kernel of apex; give a plain optimizer, whose update XLA fuses by itself"
+UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing it does no harm")
+"""What becomes of a name below SMP's package that no table lists."""
 
 SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
@@ -118,7 +122,8 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         "GradScaler": _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
     },
     "nn": {name: _missing(_TP) for name in _LAYERS}
-    | {"FusedLayerNorm": _refused(_FUSED), "huggingface": _supported("a module")},
+    | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
+    "model": {"DistributedModel": _supported()},
     "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
     **{
         f"nn.huggingface.{family}": {name: _missing(_TP) for name in names}
@@ -169,7 +174,9 @@ def smp_name(path: str) -> Name:
     names = SMP_MODULES[module]
     if name in names:
         return names[name]
-    return _refused("mpxla knows no such name of SMP")
+    # An inner module that no table lists, such as `state_mod`: it has the names of the package.
+    inner = path.split(".")[1:2]
+    return SMP_MODULES[""].get(inner[0], UNKNOWN) if inner and not module else UNKNOWN
 
 
 # --- CUDA -------------------------------------------------------------------------------------

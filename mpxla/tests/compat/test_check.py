@@ -42,15 +42,53 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "nn.DistributedLinear(2, 3)\nregister(nn)",
             [
                 (1, "smp.nn", SUPPORTED),
-                (1, "smp.tp_register", REFUSED),
+                (1, "smp.tp_register", SUPPORTED),
                 (2, "smp.nn.DistributedLinear", REFUSED),
                 (3, "smp.nn", SUPPORTED),
                 (3, "smp.tp_register", REFUSED),
             ],
         ),
         (
-            "from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint",
-            [(1, "smp.patches.checkpoint.checkpoint", REFUSED)],
+            "from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint as c\n"
+            "isinstance(x, c)\nc(f, x)",
+            [
+                (1, "smp.patches.checkpoint.checkpoint", SUPPORTED),
+                (2, "smp.patches.checkpoint.checkpoint", SUPPORTED),
+                (3, "smp.patches.checkpoint.checkpoint", REFUSED),
+            ],
+        ),
+        (
+            "from smdistributed.modelparallel.torch.state_mod import state, helper\n"
+            "state.cfg.fp16\nhelper()\nclass Layer(smp.nn.DistributedModule): pass\n"
+            "import smdistributed.modelparallel.torch as smp",
+            [
+                (1, "smp.state_mod.helper", SUPPORTED),
+                (1, "smp.state_mod.state", SUPPORTED),
+                (2, "smp.state_mod.state.cfg.fp16", SUPPORTED),
+                (3, "smp.state_mod.helper", REFUSED),
+                (4, "smp.nn.DistributedModule", REFUSED),
+            ],
+        ),
+        (
+            "import torch\nimport mpxla as smp\nwith smp.tensor_parallelism(): pass\n"
+            "with smp.tensor_parallelism(enabled=args.tp): pass\n"
+            "smp.set_tensor_parallelism(m, enabled=False)\n"
+            "smp.model_creation(tensor_parallelism=True, dtype=torch.float16, zero_init=True)",
+            [
+                (3, "smp.tensor_parallelism", SUPPORTED),
+                (3, "smp.tensor_parallelism(enabled=True)", REFUSED),
+                (4, "smp.tensor_parallelism", SUPPORTED),
+                (5, "smp.set_tensor_parallelism", SUPPORTED),
+                (6, "smp.model_creation", SUPPORTED),
+                (6, "smp.model_creation(dtype=torch.float16)", REFUSED),
+                (6, "smp.model_creation(tensor_parallelism=True)", REFUSED),
+                (6, "smp.model_creation(zero_init=True)", REFUSED),
+            ],
+        ),
+        (
+            "def train():\n    smp.nn.DistributedLinear(2, 2)\n"
+            "if __name__ == '__main__':\n    import mpxla as smp\n    train()",
+            [(2, "smp.nn.DistributedLinear", REFUSED)],
         ),
         ("import mpxla as smp\nsmp.size()", [(2, "smp.size", SUPPORTED)]),
         (
@@ -122,7 +160,7 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
         ),
         (
             "model.register_post_step_hook(f)\noptimizer.clip_master_grads(1.0)\n"
-            "norm = optimizer._global_grad_norm",
+            "norm = optimizer._global_grad_norm\nargs.loss_scale\nself.hparams.loss_scale",
             [
                 (1, ".register_post_step_hook", SUPPORTED),
                 (2, ".clip_master_grads", REFUSED),
@@ -160,12 +198,12 @@ def test_names_are_found(tmp_path, text, expected):
 
 
 def test_reasons_name_the_missing_feature(tmp_path):
-    text = "import mpxla as smp\nsmp.nn.DistributedLinear\noptimizer.overflow\nsmp.sizes"
+    text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer.overflow\nsmp.sizes"
     reasons = [finding.meaning.text for finding in check(tmp_path, text)]
     assert reasons == [
         "tensor parallelism, which mpxla does not have yet",
         "fp16 training, which mpxla does not have yet",
-        "mpxla knows no such name of SMP",
+        "mpxla knows no such name of SMP; remove the use, importing it does no harm",
     ]
 
 
@@ -179,6 +217,19 @@ def test_files_beside_the_script_are_read_once(tmp_path):
     assert [(f.file.name, f.name) for f in findings] == [
         ("model.py", ".cuda()"),
         ("data.py", "torch.cuda.CUDAGraph"),
+    ]
+
+
+def test_relative_imports_are_followed(tmp_path):
+    package = tmp_path / "parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import run")
+    (package / "inner.py").write_text("from . import deeper\nx.cuda()")
+    (package / "deeper.py").write_text("import torch\ntorch.cuda.CUDAGraph()")
+    findings = check(tmp_path, "import parts")
+    assert [(f.file.name, f.name) for f in findings] == [
+        ("inner.py", ".cuda()"),
+        ("deeper.py", "torch.cuda.CUDAGraph"),
     ]
 
 

@@ -39,10 +39,14 @@ def _use_smp():
             pass
 
     def import_layer():
-        from smdistributed.modelparallel.torch.nn import DistributedLinear  # noqa: F401
+        from smdistributed.modelparallel.torch.nn import DistributedLinear
+
+        DistributedLinear(2, 2)
 
     def import_checkpoint():
-        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint  # noqa: F401
+        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint
+
+        checkpoint(linear, None)
 
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
@@ -50,9 +54,9 @@ def _use_smp():
         gpt2.translate_state_dict_to_hf_gpt2({})
 
     def import_full_state():
-        from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (  # noqa: F401
-            get_full_state_dict_from_sharded_data_parallel_checkpoint,
-        )
+        from smdistributed.modelparallel.torch import sharded_data_parallel_checkpoint as merging
+
+        merging.get_full_state_dict_from_sharded_data_parallel_checkpoint("folder")
 
     half = torch.float16
     texts = {
@@ -68,7 +72,7 @@ def _use_smp():
         "full_state": refusal(import_full_state),
         "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
         "recompute_import": refusal(import_checkpoint),
-        "fused": refusal(lambda: smp.optimizers.FusedLAMB),
+        "fused": refusal(lambda: smp.optimizers.FusedLAMB([])),
     }
     # Switched off, they do nothing, and a default dtype is put back.
     with (
