@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from mpxla.checkpoint.plain_data import safe_classes
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
 
@@ -124,7 +125,8 @@ def serialize(value: Any, what: str, **options: Any) -> bytes:
         ) from error
     data = buffer.getvalue()
     with contextlib.suppress(Exception):  # a foreign pickle_module cannot be looked into
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        _, unsafe = safe_classes(names)
         if unsafe:
             get_logger().warning(
                 "%s holds objects of %s, which are loaded only with weights_only=False; keep plain "
@@ -238,7 +240,8 @@ def load_object(path: Path, weights_only: bool = True, **options: Any) -> Any:
     """
     options.setdefault("map_location", "cpu")
     try:
-        return torch.load(path, weights_only=weights_only, **options)
+        with torch.serialization.safe_globals(_safe_classes(path) if weights_only else []):
+            return torch.load(path, weights_only=weights_only, **options)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; check the path and the tag.") from error
     except pickle.UnpicklingError as error:
@@ -254,6 +257,14 @@ def load_object(path: Path, weights_only: bool = True, **options: Any) -> Any:
         raise CheckpointError(
             f"{path} cannot be read, it may be truncated or altered: {_first_line(error)}"
         ) from error
+
+
+def _safe_classes(path: Path) -> list[Any]:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no file of torch.save: loading says so
+        return []
+    return safe_classes(names)[0]
 
 
 def _first_line(error: BaseException) -> str:

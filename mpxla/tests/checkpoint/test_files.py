@@ -6,6 +6,7 @@ import resource
 import signal
 import zlib
 from argparse import Namespace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -137,4 +138,6 @@ def test_content_that_cannot_be_saved_or_needs_trust_is_told(caplog):
     assert files.serialize({"n": 1, "t": torch.ones(2)}, "user_content")
     assert not caplog.records
     files.serialize(Namespace(a=1), "user_content")
-    assert "argparse.Namespace, which are loaded only with weights_only=False" in caplog.text
+    assert not caplog.records
+    files.serialize(Fraction(1, 2), "user_content")
+    assert "fractions.Fraction, which are loaded only with weights_only=False" in caplog.text

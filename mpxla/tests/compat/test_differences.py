@@ -3,6 +3,7 @@
 import argparse
 import pickle
 import types
+from fractions import Fraction
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def save_and_load(path):
         import smdistributed.modelparallel.torch as smp
 
         smp.init()
-        smp.save({"args": argparse.Namespace(lr=0.1)}, path, partial=False)
+        smp.save({"args": argparse.Namespace(lr=0.1), "rate": Fraction(1, 2)}, path, partial=False)
         with pytest.raises(CheckpointError, match=r"could run code"):
             smp.load(path, partial=False)
         with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
