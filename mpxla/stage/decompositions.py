@@ -8,7 +8,10 @@
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
 - `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
 - `randperm` does not follow from the device's seed.
-- `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
+- `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's), and on the
+  device it writes into its first argument.
+- Group norm and instance norm lose digits where means are large against deviations.
+- `multilabel_margin_loss` counts what follows the end of the targets (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
-from mpxla.stage.normalization import layer_norm
+from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
 
 __all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "lacks_derivative"]
 
@@ -70,6 +73,23 @@ def _index_put(
     return torch.where(mask, values.to(tensor.dtype).reshape(()), tensor)
 
 
+def _multilabel_margin_loss(
+    tensor: torch.Tensor, target: torch.Tensor, reduction: int = 1
+) -> torch.Tensor:
+    """Targets [N, C] of a row end at its first -1; torch's own decomposition counts those after."""
+    rows, labels = torch.atleast_2d(tensor), torch.atleast_2d(target)
+    count = rows.shape[-1]
+    is_label = (labels == -1).cumsum(-1) == 0  # [N, label]
+    index = torch.where(is_label, labels, 0)
+    classes = torch.arange(count, device=target.device)
+    is_target = ((index[:, :, None] == classes) & is_label[:, :, None]).any(1)  # [N, class]
+    margins = (1 - rows.gather(1, index)[:, :, None] + rows[:, None, :]).clamp_min(0)
+    counts = is_label[:, :, None] & ~is_target[:, None, :]
+    losses = torch.where(counts, margins, 0).sum((1, 2)) / count
+    losses = losses if tensor.dim() == 2 else losses[0]
+    return (losses, losses.mean(), losses.sum())[reduction]
+
+
 def _vdot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.conj() * right).sum()
 
@@ -98,7 +118,10 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.copy.default: _copy,
     _aten.index_put.default: _index_put,
     _aten.kl_div.default: _kl_div,
+    _aten.group_norm.default: group_norm,
+    _aten.instance_norm.default: instance_norm,
     _aten.layer_norm.default: layer_norm,
+    _aten.multilabel_margin_loss.default: _multilabel_margin_loss,
     _aten.selu.default: _selu,
     _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
@@ -122,6 +145,7 @@ def lacks_derivative(target: Any) -> bool:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.copy.default: _copy,
     _aten.fill.Tensor: _fill,
     **get_decompositions(
         [
