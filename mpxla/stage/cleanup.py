@@ -80,7 +80,7 @@ def _merge_equal(graph: fx.Graph) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    """An argument as something that can be compared: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """An argument as something to compare: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(part) for part in value)
     if isinstance(value, dict):

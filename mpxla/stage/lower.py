@@ -115,12 +115,19 @@ def lower_stage(
 
 def _refuse_zero_gradients(spec: StageSpec) -> None:
     for node in spec.graph.nodes:
-        if lacks_derivative(node.target) and node.meta["val"].requires_grad:
+        if lacks_derivative(node.target) and _requires_grad(node):
             where = module_path(node) or "the step function"
             raise LoweringError(
                 f"stage {spec.index}: {node.target.name()} in {where} has no derivative on XLA "
                 f"devices, so that gradients would be zero. Write it with other operators."
             )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    """Whether some result of a node carries a gradient."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:
