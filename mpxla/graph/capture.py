@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_functions import cumulative_batch_norms
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
@@ -224,6 +225,7 @@ def capture_step(
         quiet_export(),
         torchs_recurrences(),
         unchecked_distributions(),
+        cumulative_batch_norms(),
         attributes_named_by_keywords(),
     ):
         with fake_mode:

@@ -18,6 +18,7 @@ from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
@@ -68,7 +69,8 @@ class StepSemantics(TorchFunctionMode):
             return args[0]
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+        kwargs = without_generator(func, kwargs)
+        return CAPTURED_FUNCTIONS.get(func, func)(*args, **kwargs)
 
     def _to_host(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type != "meta":

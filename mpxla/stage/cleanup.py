@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx._lazy_graph_module import _make_graph_module
+
+from mpxla.graph.stepgraph import is_random
 
 __all__ = ["is_view", "replace_call", "simplify"]
 
 _aten = torch.ops.aten
 _NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
+_UNDEFINED = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 _VIEWS = frozenset(
     {
         _aten.t.default,
@@ -54,15 +56,47 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(cast(fx.Node, source.args[0]))
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-    result = _make_graph_module(module, fx_graph_cse(module.graph))
+    _merge_equal(module.graph)
+    result = _make_graph_module(module, module.graph)
     result.graph.lint()
     return result
 
 
-def replace_call(node: fx.Node, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _merge_equal(graph: fx.Graph) -> None:
+    """Leaves one of several nodes that compute the same.
+
+    torch's own `fx_graph_cse` (2.9) knows some random operators by name and merges all others, so
+    that two draws of `exponential`, for instance, would be one.
+    """
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or is_random(node) or node.target in _UNDEFINED:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    """An argument as something to compare: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(part) for part in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(part)) for key, part in sorted(value.items()))
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
+
+
+def replace_call(
+    node: fx.Node,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any] | None = None,
+) -> None:
     """Puts a call with the same value and metadata in the place of a node."""
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(target, arguments)
+        new = node.graph.call_function(target, arguments, keywords)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)

@@ -8,7 +8,10 @@
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
 - `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
 - `randperm` does not follow from the device's seed.
-- `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
+- `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's), and on the
+  device it writes into its first argument.
+- Group norm and instance norm lose digits where means are large against deviations.
+- `multilabel_margin_loss` counts what follows the end of the targets (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
 - Batch norm in training keeps the biased variance as running variance; torch keeps the unbiased.
 
@@ -19,13 +22,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
+from torch._decomp import decomposition_table, get_decompositions
 
-from mpxla.stage.normalization import layer_norm
+from mpxla.stage.linear_algebra import FACTORIZATIONS, SOLVERS
+from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
+from mpxla.stage.order import ORDER_STATISTICS
+from mpxla.stage.pooling import POOLINGS
+from mpxla.stage.special import digamma, lgamma, polygamma, zeta
 
 __all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "lacks_derivative"]
 
 _aten = torch.ops.aten
+
+
+def _torchs(operator: Any) -> Callable[..., Any]:
+    """How torch writes an operator with others."""
+    return decomposition_table[operator]
 
 
 def _fill(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -70,6 +82,23 @@ def _index_put(
     return torch.where(mask, values.to(tensor.dtype).reshape(()), tensor)
 
 
+def _multilabel_margin_loss(
+    tensor: torch.Tensor, target: torch.Tensor, reduction: int = 1
+) -> torch.Tensor:
+    """Targets [N, C] of a row end at its first -1; torch's own decomposition counts those after."""
+    rows, labels = torch.atleast_2d(tensor), torch.atleast_2d(target)
+    count = rows.shape[-1]
+    is_label = (labels == -1).cumsum(-1) == 0  # [N, label]
+    index = torch.where(is_label, labels, 0)
+    classes = torch.arange(count, device=target.device)
+    is_target = ((index[:, :, None] == classes) & is_label[:, :, None]).any(1)  # [N, class]
+    margins = (1 - rows.gather(1, index)[:, :, None] + rows[:, None, :]).clamp_min(0)
+    counts = is_label[:, :, None] & ~is_target[:, None, :]
+    losses = torch.where(counts, margins, 0).sum((1, 2)) / count
+    losses = losses if tensor.dim() == 2 else losses[0]
+    return (losses, losses.mean(), losses.sum())[reduction]
+
+
 def _vdot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.conj() * right).sum()
 
@@ -93,13 +122,167 @@ def _kl_div(
     return (points, points.mean(), points.sum())[reduction]
 
 
+def _cross(left: torch.Tensor, right: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    if dim is None:
+        dim = next(d for d, size in enumerate(left.shape) if size == 3)
+    return _aten.linalg_cross.default(left, right, dim=dim)
+
+
+def _diag(tensor: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    is_vector = tensor.dim() == 1
+    return tensor.diag_embed(diagonal) if is_vector else tensor.diagonal(diagonal).clone()
+
+
+def _grid_sampler(tensor: torch.Tensor, grid: torch.Tensor, *settings: Any) -> torch.Tensor:
+    flat = tensor.dim() == 4
+    function = _torchs(_aten.grid_sampler_2d.default) if flat else _aten.grid_sampler.default
+    return function(tensor, grid, *settings)
+
+
+def _signbit(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor < 0) | ((tensor == 0) & (1 / tensor < 0))
+
+
+def _copysign(tensor: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    return torch.where(_signbit(signs), -tensor.abs(), tensor.abs())
+
+
+def _exp2(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.pow(2.0, tensor)
+
+
+def _std(
+    tensor: torch.Tensor,
+    dim: int | Sequence[int] | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+) -> torch.Tensor:
+    if isinstance(dim, bool):  # the overload without dimensions: (tensor, unbiased)
+        dim, unbiased = None, dim
+    return _aten.std.correction(tensor, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+def _channel_shuffle(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    split = tensor.unflatten(1, (groups, tensor.shape[1] // groups))
+    return split.transpose(1, 2).reshape(tensor.shape)
+
+
+def _cdist(
+    left: torch.Tensor, right: torch.Tensor, p: float = 2.0, compute_mode: int | None = None
+) -> torch.Tensor:
+    """Distances [..., P, R] of points [..., P, M] and [..., R, M]."""
+    return _norm_with_finite_slope(left.unsqueeze(-2) - right.unsqueeze(-3), p)
+
+
+def _norm_with_finite_slope(vectors: torch.Tensor, p: float) -> torch.Tensor:
+    """The p-norm over the last dimension; its gradient at zero is zero."""
+    if p == 0:
+        return (vectors != 0).to(vectors.dtype).sum(-1)
+    if p == 1:
+        return vectors.abs().sum(-1)
+    if p == torch.inf:
+        return vectors.abs().amax(-1)
+    total = (vectors * vectors if p == 2 else _power(vectors.abs(), p)).sum(-1)
+    return _power(total, 1 / p)
+
+
+def _power(values: torch.Tensor, exponent: float) -> torch.Tensor:
+    """values ** exponent for what is not negative, with slope zero at zero."""
+    is_zero = values == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, values) ** exponent)
+
+
+def _repeat_interleave(
+    tensor: torch.Tensor,
+    repeats: torch.Tensor,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> torch.Tensor:
+    """With a size that is known; without one, the shape would depend on values."""
+    if dim is None:
+        tensor, dim = tensor.flatten(), 0
+    if repeats.numel() == 1:
+        repeats = repeats.reshape(1).expand(tensor.shape[dim])
+    if output_size is None:
+        return _aten.repeat_interleave.self_Tensor(tensor, repeats, dim)
+    places = torch.arange(output_size, device=tensor.device)
+    return tensor.index_select(dim, (places[:, None] >= repeats.cumsum(0)).sum(1))
+
+
+def _multinomial(
+    weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None
+) -> torch.Tensor:
+    """Without replacement: the first in a race of exponential times, as torch does it."""
+    if replacement:
+        return _aten.multinomial.default(weights, count, True)
+    times = _aten.exponential.default(torch.empty_like(weights))
+    return (weights / times).topk(count).indices
+
+
+def _embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = -1,
+) -> tuple[torch.Tensor, ...]:
+    """Sums, means or maxima of rows; the other three results are what derivatives would read."""
+    offsets = offsets[:-1] if include_last_offset else offsets
+    count, num_bags = indices.shape[0], offsets.shape[0]
+    places = torch.arange(count, device=indices.device)
+    bag = (places[:, None] >= offsets).sum(1) - 1  # [indices]
+    is_in = bag[:, None] == torch.arange(num_bags, device=indices.device)  # [indices, bags]
+    if padding_idx is not None:
+        padding = padding_idx + weight.shape[0] if padding_idx < -1 else padding_idx
+        is_in = is_in & (indices != padding)[:, None]
+    sizes = is_in.sum(0)
+    rows = weight.index_select(0, indices)
+    if mode == 2:
+        masked = torch.where(is_in[:, :, None], rows.detach()[:, None, :], -torch.inf)
+        first = masked.argmax(0)  # [bags, D]
+        result = torch.where(sizes[:, None] > 0, rows.gather(0, first), 0)
+    else:
+        shares = is_in.to(rows.dtype)
+        if per_sample_weights is not None:
+            shares = shares * per_sample_weights[:, None]
+        if mode == 1:
+            shares = shares / sizes.clamp_min(1)
+        result = shares.mT @ rows
+    return result, bag, sizes, sizes
+
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    **ORDER_STATISTICS,
+    **POOLINGS,
+    **SOLVERS,
+    _aten._embedding_bag.default: _embedding_bag,
     _aten._weight_norm.default: _weight_norm,
+    _aten.affine_grid_generator.default: _torchs(_aten.affine_grid_generator.default),
+    _aten.cdist.default: _cdist,
+    _aten.channel_shuffle.default: _channel_shuffle,
     _aten.copy.default: _copy,
     _aten.index_put.default: _index_put,
     _aten.kl_div.default: _kl_div,
+    _aten.embedding_bag.default: _embedding_bag,
+    _aten.embedding_bag.padding_idx: _embedding_bag,
+    _aten.cross.default: _cross,
+    _aten.diag.default: _diag,
+    _aten.grid_sampler.default: _grid_sampler,
+    _aten.grid_sampler_2d.default: _torchs(_aten.grid_sampler_2d.default),
+    _aten.group_norm.default: group_norm,
+    _aten.instance_norm.default: instance_norm,
     _aten.layer_norm.default: layer_norm,
+    _aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+    _aten.multinomial.default: _multinomial,
+    _aten.repeat_interleave.self_Tensor: _repeat_interleave,
     _aten.selu.default: _selu,
+    _aten.std.default: _std,
+    _aten.std.dim: _std,
     _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
     _aten.randperm.default: _randperm,
@@ -121,10 +304,67 @@ def lacks_derivative(target: Any) -> bool:
     return is_composed and has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
 
 
+_NO_KERNEL = (
+    _aten._addmm_activation.default,
+    _aten._chunk_cat.default,
+    _aten._reshape_alias.default,
+    _aten._upsample_nearest_exact1d.default,
+    _aten._upsample_nearest_exact2d.default,
+    _aten._upsample_nearest_exact3d.default,
+    _aten.addmv.default,
+    _aten.aminmax.default,
+    _aten.bucketize.Scalar,
+    _aten.bucketize.Tensor,
+    _aten.col2im.default,
+    _aten.heaviside.default,
+    _aten.huber_loss.default,
+    _aten.huber_loss_backward.default,
+    _aten.hypot.default,
+    _aten.im2col.default,
+    _aten.isin.Scalar_Tensor,
+    _aten.isin.Tensor_Scalar,
+    _aten.isin.Tensor_Tensor,
+    _aten.isposinf.default,
+    _aten.linalg_cross.default,
+    _aten.logaddexp.default,
+    _aten.logaddexp2.default,
+    _aten.logit_backward.default,
+    _aten.multi_margin_loss.default,
+    _aten.nansum.default,
+    _aten.renorm.default,
+    _aten.rrelu_with_noise_functional.default,
+    _aten.sinc.default,
+    _aten.special_entr.default,
+    _aten.special_log_ndtr.default,
+    _aten.special_xlog1py.default,
+    _aten.tril_indices.default,
+    _aten.triu_indices.default,
+    _aten.unfold_backward.default,
+    _aten.upsample_bicubic2d.default,
+    _aten.upsample_linear1d.default,
+    _aten.upsample_nearest1d.default,
+    _aten.upsample_nearest3d.default,
+    _aten.cauchy.default,
+    _aten.geometric.default,
+    _aten.log_normal.default,
+)
+"""Operators without a kernel of torch_xla's that torch writes with others."""
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.copy.default: _copy,
     _aten.fill.Tensor: _fill,
+    **FACTORIZATIONS,
+    _aten.copysign.Tensor: _copysign,
+    _aten.exp2.default: _exp2,
+    _aten.signbit.default: _signbit,
+    _aten.digamma.default: digamma,
+    _aten.lgamma.default: lgamma,
+    _aten.polygamma.default: polygamma,
+    _aten.special_zeta.default: zeta,
     **get_decompositions(
         [
+            *_NO_KERNEL,
             _aten.elu_backward.default,
             _aten.glu_backward.default,
             _aten.native_dropout.default,

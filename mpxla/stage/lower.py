@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mpxla.errors import LoweringError
-from mpxla.graph.stepgraph import module_path
+from mpxla.graph.stepgraph import is_random, module_path
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
@@ -32,6 +34,7 @@ from mpxla.stage.decompositions import REPLACEMENTS, lacks_derivative
 from mpxla.stage.device import is_host_device
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
+from mpxla.stage.linear_algebra import correct_factorizations
 from mpxla.stage.reductions import expand_reductions
 from mpxla.stage.spec import StageSpec, TensorSpec
 
@@ -112,12 +115,19 @@ def lower_stage(
 
 def _refuse_zero_gradients(spec: StageSpec) -> None:
     for node in spec.graph.nodes:
-        if lacks_derivative(node.target) and node.meta["val"].requires_grad:
+        if lacks_derivative(node.target) and _requires_grad(node):
             where = module_path(node) or "the step function"
             raise LoweringError(
                 f"stage {spec.index}: {node.target.name()} in {where} has no derivative on XLA "
                 f"devices, so that gradients would be zero. Write it with other operators."
             )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    """Whether some result of a node carries a gradient."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:
@@ -197,10 +207,7 @@ def _lower_joint(
     function = _stage_function(spec, device)
     joint = simplify(trace_joint(function, inputs, differentiated, _tangents(spec), device))
     num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    joint_inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
-    forward, backward = min_cut_rematerialization_partition(
-        joint, joint_inputs, num_fwd_outputs=num_plain + spec.num_objectives
-    )
+    forward, backward = _partition(joint, num_plain + spec.num_objectives)
     _expand(forward)
     _expand(backward)
     _recompute_views(forward, backward, num_plain + spec.num_objectives)
@@ -214,8 +221,20 @@ def _lower_joint(
     return _lay_out(lowered, weights, gradients)
 
 
+def _partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cuts a graph into forward and backward; random numbers are saved, never drawn again."""
+    for node in joint.graph.nodes:
+        if is_random(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
+    # Its own search for equal nodes would merge random ones; `simplify` has done that part.
+    with functorch_config.patch(cse=False):
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_outputs)
+
+
 def _expand(module: fx.GraphModule) -> None:
-    """Writes operators as others that the device compiles or computes faster."""
+    """Writes operators as others that the device computes rightly, or compiles or runs faster."""
+    correct_factorizations(module)
     if is_host_device():
         expand_convolutions(module)
         expand_reductions(module)

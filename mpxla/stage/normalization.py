@@ -1,9 +1,10 @@
-"""Layer norm with a derivative that reads little.
+"""Norms over parts of one sample: a layer, a group of channels, a channel.
 
 torch_xla 2.9 takes layer norm for a batch norm of one batch, of which a stage would save three
 values of the input's size for the backward: the input, the normalized input, and the result for the
 product after it. With mean and reciprocal deviation kept, one byte in a hundred, all three follow
-from the input, elementwise.
+from the input, elementwise. Group norm and instance norm are the same over other dimensions;
+torch_xla takes the variance as a difference of two large sums, which loses digits.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch._functorch._aot_autograd.graph_capture_wrappers import (
     set_partitioner_tag_must_be_in_backward,
 )
 
-__all__ = ["layer_norm"]
+__all__ = ["group_norm", "instance_norm", "layer_norm"]
 
 
 def layer_norm(
@@ -38,6 +39,74 @@ def layer_norm(
         cudnn_enable: means nothing here; the operator has it.
     """
     return _LayerNorm.apply(x, weight, bias, len(normalized_shape), eps)
+
+
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """`torch.nn.functional.group_norm`.
+
+    Args:
+        x: [N, C, ...] floats, as for `layer_norm`.
+        num_groups: into how many parts channels are divided.
+        weight: [C] factors.
+        bias: [C] summands.
+        eps: is added to the variance.
+        cudnn_enabled: means nothing here; the operator has it.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    groups = wide.reshape(x.shape[0], num_groups, -1)
+    result = _LayerNorm.apply(groups, None, None, 1, eps).reshape(x.shape)
+    channels = [-1] + [1] * (x.dim() - 2)
+    if weight is not None:
+        result = result * weight.reshape(channels)
+    if bias is not None:
+        result = result + bias.reshape(channels)
+    return result.to(x.dtype)
+
+
+def instance_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """`torch.nn.functional.instance_norm`; with running statistics, torch's own.
+
+    Args:
+        x: [N, C, ...] floats.
+        weight: [C] factors.
+        bias: [C] summands.
+        running_mean: [C], used in evaluation.
+        running_var: [C], used in evaluation.
+        use_input_stats: whether mean and variance are those of `x`.
+        momentum: of the running statistics.
+        eps: is added to the variance.
+        cudnn_enabled: means nothing here; the operator has it.
+    """
+    if use_input_stats and running_mean is None:
+        return group_norm(x, x.shape[1], weight, bias, eps)
+    return torch.ops.aten.instance_norm.default(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        use_input_stats,
+        momentum,
+        eps,
+        cudnn_enabled,
+    )
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -1,0 +1,195 @@
+"""torch functions that look at values in Python, written so that a step can be captured.
+
+While a step is captured, each stands for the function of torch that it is named after. The checks
+of values that torch makes on the way are left out: there are no values yet.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
+
+__all__ = ["CAPTURED_FUNCTIONS", "cumulative_batch_norms", "without_generator"]
+
+_LOG_OF_ZERO = -1e30  # finite: differences and derivatives of it are numbers
+
+
+def without_generator(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords without a `torch.Generator`, whose state a compiled step cannot follow."""
+    if not isinstance(kwargs.get("generator"), torch.Generator):
+        return kwargs
+    name = getattr(function, "__name__", str(function))
+    warn_once(
+        f"generator of {name}",
+        f"{name}(generator=...) in a step function{at_user_line()} draws from the step's own "
+        f"random numbers, which torch.manual_seed() decides: a compiled step cannot read or "
+        f"advance a torch.Generator. Draw outside of the step and pass the tensor in to keep them.",
+    )
+    return {key: value for key, value in kwargs.items() if key != "generator"}
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`torch.nn.functional.gaussian_nll_loss`; negative variances count as `eps`."""
+    if not isinstance(var, torch.Tensor):
+        var = torch.full_like(input, var)
+    if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp_min(eps) - var).detach()  # its gradient is not clamped, as in torch
+    losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        losses = losses + 0.5 * torch.log(torch.tensor(2 * torch.pi)).item()
+    return _reduced(losses, reduction)
+
+
+def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
+    return {"none": losses.clone, "mean": losses.mean, "sum": losses.sum}[reduction]()
+
+
+def _quantile(
+    input: torch.Tensor,
+    q: float | torch.Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+    ignores_nan: bool = False,
+) -> torch.Tensor:
+    """`torch.quantile` and `torch.nanquantile`."""
+    levels = q if isinstance(q, torch.Tensor) else torch.tensor(q, dtype=input.dtype)
+    rows = input.flatten() if dim is None else input.movedim(dim, -1)
+    ordered = rows.sort(-1).values  # not-a-numbers at the end
+    counts = (~rows.isnan()).sum(-1, keepdim=True)
+    last = (counts - 1).clamp_min(0) if ignores_nan else torch.full_like(counts, rows.shape[-1] - 1)
+    places = levels.reshape(-1) * last.to(input.dtype)  # [..., levels]
+    if not ignores_nan:
+        places = torch.where(counts <= last, last.to(input.dtype), places)
+    below = {"higher": places.ceil, "nearest": places.round}.get(interpolation, places.floor)()
+    values = ordered.gather(-1, below.long())
+    if interpolation in ("linear", "midpoint"):
+        share = (places - below) if interpolation == "linear" else torch.full_like(places, 0.5)
+        above = ordered.gather(-1, places.ceil().long())
+        values = torch.lerp(values, above, share)
+    values = values.movedim(-1, 0)  # [levels, ...]
+    if keepdim:
+        values = (
+            values.unflatten(0, (values.shape[0], *(1,) * input.dim()))
+            if dim is None
+            else (values.unsqueeze(-1).movedim(-1, dim % input.dim() + 1))
+        )
+    return values if levels.dim() else values.squeeze(0)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.ctc_loss`: the sum over all alignments, one time after the other.
+
+    Args:
+        log_probs: [T, N, C] or [T, C].
+        targets: [N, S], or all one after the other.
+        input_lengths: [N], at most T.
+        target_lengths: [N].
+        blank: the class between labels.
+        reduction: over the batch; the mean is one of losses per label.
+        zero_infinity: whether impossible targets cost nothing.
+    """
+    is_single = log_probs.dim() == 2
+    scores = log_probs.unsqueeze(1) if is_single else log_probs
+    times = torch.as_tensor(input_lengths).reshape(-1)
+    counts = torch.as_tensor(target_lengths).reshape(-1)
+    labels = _padded(targets, counts, scores.shape[1])  # [N, S]
+    states = torch.full((labels.shape[0], 2 * labels.shape[1] + 1), blank, dtype=torch.int64)
+    odd = torch.arange(1, states.shape[1], 2)
+    states = states.index_copy(1, odd, labels)  # blank, label, blank, ..., blank
+    can_skip = (states != blank) & (states != states.roll(2, 1))
+    can_skip = can_skip & (torch.arange(states.shape[1]) >= 2)
+    emitted = scores.gather(2, states.expand(scores.shape[0], *states.shape))  # [T, N, states]
+    is_start = torch.arange(states.shape[1]) < 1 + (counts[:, None] > 0)
+    alpha = torch.where(is_start, emitted[0], _LOG_OF_ZERO)
+    for time in range(1, scores.shape[0]):
+        step, skip = _moved(alpha, 1), torch.where(can_skip, _moved(alpha, 2), _LOG_OF_ZERO)
+        new = torch.stack([alpha, step, skip]).logsumexp(0) + emitted[time]
+        alpha = torch.where(time < times[:, None], new, alpha)
+    ends = torch.stack([2 * counts, (2 * counts - 1).clamp_min(0)], 1)
+    final = alpha.gather(1, ends)
+    final = torch.where((ends == 0) & (torch.arange(2) == 1), _LOG_OF_ZERO, final)
+    losses = -final.logsumexp(1)
+    is_possible = losses < -_LOG_OF_ZERO / 2
+    losses = torch.where(is_possible, losses, 0.0 if zero_infinity else torch.inf)
+    if reduction == "mean":
+        return (losses / counts.clamp_min(1)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if is_single else losses
+
+
+def _padded(targets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Labels as [N, S]; what lies beyond a row's count means nothing."""
+    if targets.dim() == 2:
+        return targets.long()
+    if num_rows == 1:
+        return targets.long().unsqueeze(0)
+    starts = counts.cumsum(0) - counts
+    places = starts[:, None] + torch.arange(targets.shape[0])
+    return targets.long()[places.clamp_max(targets.shape[0] - 1)]
+
+
+def _moved(alpha: torch.Tensor, count: int) -> torch.Tensor:
+    if alpha.shape[1] <= count:
+        return torch.full_like(alpha, _LOG_OF_ZERO)
+    return F.pad(alpha[:, :-count], (count, 0), value=_LOG_OF_ZERO)
+
+
+CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: _ctc_loss,
+    torch.quantile: _quantile,
+    torch.Tensor.quantile: _quantile,
+    torch.nanquantile: functools.partial(_quantile, ignores_nan=True),
+    torch.Tensor.nanquantile: functools.partial(_quantile, ignores_nan=True),
+}
+"""What is called in the place of a function while a step is captured."""
+
+
+@contextlib.contextmanager
+def cumulative_batch_norms() -> Generator[None]:
+    """`BatchNorm(momentum=None)`: torch reads the number of batches so far as a Python number."""
+    kind: Any = nn.modules.batchnorm._BatchNorm
+    original = kind.forward
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        is_cumulative = self.momentum is None and self.training and self.track_running_stats
+        if not is_cumulative or self.num_batches_tracked is None:
+            return original(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        dims = [d for d in range(input.dim()) if d != 1]
+        batch = input.detach()
+        found = (batch.mean(dims), batch.var(dims))
+        for running, new in zip((self.running_mean, self.running_var), found, strict=True):
+            running.copy_(running + (new - running) / self.num_batches_tracked)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    kind.forward = forward
+    try:
+        yield
+    finally:
+        kind.forward = original

@@ -1,0 +1,219 @@
+"""Factorizations of matrices that torch_xla 2.9 lacks or gets wrong.
+
+It has inverses, triangular solving, determinants and singular values, but no LU, Cholesky or QR
+decomposition. So equations are solved by the inverse, with one correction that makes up for its
+rounding. The singular value decomposition is right for one matrix; of several, its last factor and
+the shape of the values are not those that PyTorch gives.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.stage.cleanup import replace_call
+
+__all__ = ["FACTORIZATIONS", "SOLVERS", "correct_factorizations"]
+
+_aten = torch.ops.aten
+_LARGEST_UNROLLED = 64  # rows of a matrix whose Cholesky factor is written out column by column
+
+
+def correct_factorizations(module: fx.GraphModule) -> None:
+    """Replaces factorizations that the device computes wrongly by functions that put them right.
+
+    Args:
+        module: a graph on tensors of the XLA device; changed in place. (Not while it is traced:
+            fake tensors have the shapes that the device should give.)
+    """
+    for node in list(module.graph.nodes):
+        if node.target is _aten._linalg_svd.default and node.args[0].meta["val"].dim() > 2:
+            replace_call(node, _batched_svd, node.args, node.kwargs)
+    module.graph.lint()
+    module.recompile()
+
+
+def _batched_svd(
+    matrices: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """U, S, V^T of [..., M, N]; without `compute_uv` the first and the last mean nothing.
+
+    The device exchanges the first two dimensions of V, and takes S for that of one matrix, so that
+    operators after it go wrong. U and V give the same: S is the diagonal of U^T A V.
+    """
+    left, _, right = _aten._linalg_svd.default(matrices, full_matrices, True)
+    right = right.transpose(0, 1)
+    count = min(matrices.shape[-2:])
+    values = (left[..., :count] * (matrices @ right[..., :count])).sum(-2).abs()
+    return left, values, right.mT
+
+
+# --- solving: replaced before differentiation -----------------------------------------------------
+
+
+class _Solve(torch.autograd.Function):
+    """X of A X = B, for A [..., N, N] and B [..., N, K] of equal batches."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        inverse = _aten.linalg_inv_ex.default(a)[0]
+        x = _by_inverse(a, inverse, b)
+        ctx.save_for_backward(a, inverse, x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, inverse, x = ctx.saved_tensors
+        d_b = _by_inverse(a.mT, inverse.mT, grad)
+        return -d_b @ x.mT, d_b
+
+
+def _by_inverse(a: torch.Tensor, inverse: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    x = inverse @ b
+    return x + inverse @ (b - a @ x)
+
+
+def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True) -> torch.Tensor:
+    is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
+    columns = b.unsqueeze(-1) if is_vector else b
+    if not left:
+        a, columns = a.mT, columns.mT
+    batch = torch.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
+    a, columns = (t.expand(*batch, *t.shape[-2:]) for t in (a, columns))
+    x = _Solve.apply(a, columns)
+    x = x if left else x.mT
+    return x.squeeze(-1) if is_vector else x
+
+
+def _inverse(a: torch.Tensor) -> torch.Tensor:
+    return _aten.linalg_inv_ex.default(a)[0]
+
+
+class _LogDeterminant(torch.autograd.Function):
+    """Sign and logarithm of the magnitude; torch's derivative would read an LU decomposition."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sign, magnitude, *_ = _aten._linalg_slogdet.default(a)
+        ctx.save_for_backward(a)
+        ctx.mark_non_differentiable(sign)
+        return sign, magnitude
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        (a,) = ctx.saved_tensors
+        return grad[..., None, None] * _inverse(a).mT
+
+
+def _slogdet(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _LogDeterminant.apply(a)
+
+
+def _det(a: torch.Tensor) -> torch.Tensor:
+    sign, magnitude = _slogdet(a)
+    return sign * magnitude.exp()
+
+
+def _logdet(a: torch.Tensor) -> torch.Tensor:
+    sign, magnitude = _slogdet(a)
+    return torch.where(sign < 0, torch.nan, magnitude)
+
+
+def _qr(a: torch.Tensor, some: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.linalg.qr(a, "reduced" if some else "complete")
+
+
+def _svd(
+    a: torch.Tensor, some: bool = True, compute_uv: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    left, values, right = torch.linalg.svd(a, full_matrices=not some)
+    if not compute_uv:
+        rows, columns = a.shape[-2:]
+        sizes = ([*a.shape[:-2], size, size] for size in (rows, columns))
+        return a.new_zeros(next(sizes)), values, a.new_zeros(next(sizes))
+    return left, values, right.mT
+
+
+SOLVERS: dict[Any, Callable[..., Any]] = {
+    _aten.det.default: _det,
+    _aten.inverse.default: _inverse,
+    _aten.linalg_det.default: _det,
+    _aten.linalg_inv.default: _inverse,
+    _aten.linalg_slogdet.default: _slogdet,
+    _aten.linalg_solve.default: _solve,
+    _aten.logdet.default: _logdet,
+    _aten.qr.default: _qr,
+    _aten.slogdet.default: _slogdet,
+    _aten.svd.default: _svd,
+}
+"""Replaced before differentiation."""
+
+
+# --- what torch's own derivatives are written with: replaced while graphs are traced --------------
+
+
+def _solve_triangular(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
+) -> torch.Tensor:
+    if not left:
+        a, b, upper = a.mT, b.mT, not upper
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (t.expand(*batch, *t.shape[-2:]) for t in (a, b))
+    x = _aten.triangular_solve.default(b, a, upper, False, unitriangular)[0]
+    return x if left else x.mT
+
+
+def _cholesky_ex(
+    a: torch.Tensor, upper: bool = False, check_errors: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = a.shape[-1]
+    if size > _LARGEST_UNROLLED:
+        return NotImplemented
+    a = a.mT if upper else a
+    rows = torch.arange(size, device=a.device)
+    factor = torch.zeros_like(a[..., :0])
+    for j in range(size):
+        column = a[..., j] - (factor @ factor[..., j, :, None]).squeeze(-1)
+        column = column / column[..., j, None].sqrt()
+        factor = torch.cat([factor, torch.where(rows >= j, column, 0)[..., None]], -1)
+    failed = factor.isnan().any(-1).any(-1).to(torch.int32)
+    return (factor.mT if upper else factor), failed
+
+
+def _pinv(
+    a: torch.Tensor,
+    *,
+    atol: torch.Tensor | None = None,
+    rtol: torch.Tensor | None = None,
+    hermitian: bool = False,
+) -> torch.Tensor:
+    left, values, right = _aten._linalg_svd.default(a, False, True)
+    largest = values[..., :1]
+    if rtol is None:
+        rtol = torch.full_like(largest[..., 0], max(a.shape[-2:]) * torch.finfo(a.dtype).eps)
+        rtol = rtol if atol is None else torch.where(atol > 0, 0.0, rtol)
+    smallest = largest * rtol[..., None]
+    if atol is not None:
+        smallest = torch.maximum(smallest, atol[..., None])
+    counts = values > smallest
+    inverted = torch.where(counts, 1 / torch.where(counts, values, 1), 0)
+    return (right.mT * inverted[..., None, :]) @ left.mT
+
+
+def _checked(*_: Any, **__: Any) -> None:
+    """Singular matrices give infinities: a compiled step has no branch that could raise."""
+
+
+FACTORIZATIONS: dict[Any, Callable[..., Any]] = {
+    _aten._linalg_check_errors.default: _checked,
+    _aten.linalg_cholesky_ex.default: _cholesky_ex,
+    _aten.linalg_pinv.atol_rtol_tensor: _pinv,
+    _aten.linalg_solve_triangular.default: _solve_triangular,
+}
+"""Replaced while graphs are traced, in derivatives as well."""

@@ -1,0 +1,161 @@
+"""Pooling that torch_xla 2.9 lacks: maxima with their places, windows with gaps, uneven parts.
+
+A window is a row of positions for each dimension. Maxima are found without a derivative, as places;
+values are then gathered, so that gradients go where torch sends them: to the first of equal maxima.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["POOLINGS"]
+
+_aten = torch.ops.aten
+_Windows = tuple[torch.Tensor, torch.Tensor]
+"""Positions [O, K] of every output along one dimension, and which of them count."""
+
+
+def _wide(values: int | Sequence[int], count: int) -> list[int]:
+    listed = [values] if isinstance(values, int) else list(values)
+    return listed * count if len(listed) == 1 else listed
+
+
+def _strided_windows(
+    size: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    ceil_mode: bool,
+    device: torch.device,
+) -> _Windows:
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    count = (math.ceil(room / stride) if ceil_mode else room // stride) + 1
+    if ceil_mode and (count - 1) * stride >= size + padding:
+        count -= 1  # the last window has to start inside
+    starts = torch.arange(count, device=device)[:, None] * stride - padding
+    positions = starts + torch.arange(kernel, device=device) * dilation
+    return positions, (positions >= 0) & (positions < size)
+
+
+def _uneven_windows(size: int, count: int, device: torch.device) -> _Windows:
+    """Adaptive pooling: from floor(i * size / count) up to ceil((i + 1) * size / count)."""
+    outputs = torch.arange(count, device=device)[:, None]
+    starts = outputs * size // count
+    ends = ((outputs + 1) * size + count - 1) // count
+    longest = max(-(-(i + 1) * size // count) - i * size // count for i in range(count))
+    positions = starts + torch.arange(longest, device=device)
+    return positions, positions < ends
+
+
+def _largest(x: torch.Tensor, windows: Sequence[_Windows]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maxima of windows over the last dimensions, and their places in those dimensions."""
+    num_dims = len(windows)
+    sizes = x.shape[-num_dims:]
+    place = torch.zeros((1,) * (2 * num_dims), dtype=torch.int64, device=x.device)
+    counts = torch.ones((1,) * (2 * num_dims), dtype=torch.bool, device=x.device)
+    for dim, (positions, is_inside) in enumerate(windows):
+        shape = [1] * (2 * num_dims)
+        shape[dim], shape[num_dims + dim] = positions.shape
+        place = place * sizes[dim] + positions.clamp(0, sizes[dim] - 1).reshape(shape)
+        counts = counts & is_inside.reshape(shape)
+    place = place.flatten(num_dims).flatten(0, num_dims - 1)  # [outputs, window]
+    counts = counts.flatten(num_dims).flatten(0, num_dims - 1)
+    flat = x.flatten(-num_dims)
+    seen = flat.detach().index_select(-1, place.flatten()).unflatten(-1, place.shape)
+    first = torch.where(counts, seen, -torch.inf).argmax(-1, keepdim=True)
+    indices = place.expand(seen.shape).gather(-1, first).squeeze(-1)
+    shape = [*x.shape[:-num_dims], *(positions.shape[0] for positions, _ in windows)]
+    return flat.gather(-1, indices).reshape(shape), indices.reshape(shape)
+
+
+def _max_pool_with_indices(num_dims: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def pool(
+        x: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        dilation: Sequence[int] = (1,),
+        ceil_mode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        settings = (kernel_size, stride or kernel_size, padding, dilation)
+        rows = zip(x.shape[-num_dims:], *(_wide(s, num_dims) for s in settings), strict=True)
+        return _largest(x, [_strided_windows(*row, ceil_mode, x.device) for row in rows])
+
+    return pool
+
+
+def _max_pool(num_dims: int, original: Any) -> Callable[..., torch.Tensor]:
+    """Without indices: torch_xla's own, except for what it lacks."""
+    pool = _max_pool_with_indices(num_dims)
+
+    def max_pool(x: torch.Tensor, *settings: Any, **named: Any) -> torch.Tensor:
+        dilation = settings[3] if len(settings) > 3 else named.get("dilation", 1)
+        if num_dims < 3 and set(_wide(dilation, num_dims)) == {1}:
+            return original(x, *settings, **named)
+        return pool(x, *settings, **named)[0]
+
+    return max_pool
+
+
+def _adaptive_max_pool(num_dims: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def pool(x: torch.Tensor, output_size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = zip(x.shape[-num_dims:], _wide(output_size, num_dims), strict=True)
+        return _largest(x, [_uneven_windows(*pair, x.device) for pair in sizes])
+
+    return pool
+
+
+def _adaptive_avg_pool(num_dims: int, original: Any) -> Callable[..., torch.Tensor]:
+    """Means of uneven parts, as a product with their shares for each dimension."""
+
+    def pool(x: torch.Tensor, output_size: Sequence[int]) -> torch.Tensor:
+        counts = _wide(output_size, num_dims)
+        sizes = x.shape[-num_dims:]
+        if all(size % count == 0 for size, count in zip(sizes, counts, strict=True)):
+            if num_dims > 1:
+                return original(x, output_size)
+            return x.unflatten(-1, (counts[0], sizes[0] // counts[0])).mean(-1)
+        for dim, (size, count) in enumerate(zip(sizes, counts, strict=True), start=-num_dims):
+            outputs = torch.arange(count, device=x.device)[:, None]
+            place = torch.arange(size, device=x.device)
+            is_in = (place >= outputs * size // count) & (
+                place < ((outputs + 1) * size + count - 1) // count
+            )
+            shares = is_in.to(x.dtype) / is_in.sum(1, keepdim=True)
+            x = (x.movedim(dim, -1) @ shares.mT).movedim(-1, dim)
+        return x
+
+    return pool
+
+
+def _max_unpool(num_dims: int) -> Callable[..., torch.Tensor]:
+    def unpool(
+        x: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int], *_: Any
+    ) -> torch.Tensor:
+        empty = x.new_zeros([*x.shape[:-num_dims], math.prod(output_size)])
+        filled = empty.scatter(-1, indices.flatten(-num_dims), x.flatten(-num_dims))
+        return filled.unflatten(-1, list(output_size))
+
+    return unpool
+
+
+POOLINGS: dict[Any, Callable[..., Any]] = {
+    _aten.max_pool1d_with_indices.default: _max_pool_with_indices(1),
+    _aten.max_pool2d_with_indices.default: _max_pool_with_indices(2),
+    _aten.max_pool3d_with_indices.default: _max_pool_with_indices(3),
+    _aten.max_pool1d.default: _max_pool(1, _aten.max_pool1d.default),
+    _aten.max_pool2d.default: _max_pool(2, _aten.max_pool2d.default),
+    _aten.max_pool3d.default: _max_pool(3, _aten.max_pool3d.default),
+    _aten.adaptive_max_pool1d.default: _adaptive_max_pool(1),
+    _aten.adaptive_max_pool2d.default: _adaptive_max_pool(2),
+    _aten.adaptive_max_pool3d.default: _adaptive_max_pool(3),
+    _aten.adaptive_avg_pool1d.default: _adaptive_avg_pool(1, _aten.adaptive_avg_pool1d.default),
+    _aten.adaptive_avg_pool2d.default: _adaptive_avg_pool(2, _aten.adaptive_avg_pool2d.default),
+    _aten.adaptive_avg_pool3d.default: _adaptive_avg_pool(3, _aten.adaptive_avg_pool3d.default),
+    _aten.max_unpool2d.default: _max_unpool(2),
+    _aten.max_unpool3d.default: _max_unpool(3),
+}
+"""Replaced before differentiation."""
