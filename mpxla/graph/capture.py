@@ -47,6 +47,7 @@ from mpxla.graph.normalize import (
     refuse_hidden_updates,
     resolve_numbers,
 )
+from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import (
     InputKind,
     InputRole,
@@ -224,6 +225,7 @@ def capture_step(
         torchs_recurrences(),
         unchecked_distributions(),
         attributes_named_by_keywords(),
+        static_shapes(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
@@ -235,7 +237,8 @@ def capture_step(
             raise explain(error) from error
     if wrapper.returned.num_objectives:
         refuse_gradient_hooks(model)
-    return _step_graph(wrapper, exported, canonical_names, fake_mode)
+    with static_shapes():
+        return _step_graph(wrapper, exported, canonical_names, fake_mode)
 
 
 def _step_graph(

@@ -6,7 +6,7 @@
   a program of its own reads garbage.
 - Layer norm saves three values of its input's size for the backward (`normalization.py`).
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
-- `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
+- `kl_div` and `selu` have no derivative in torch_xla; that of `glu` runs on the host.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
@@ -23,7 +23,7 @@ from torch._decomp import get_decompositions
 
 from mpxla.stage.normalization import layer_norm
 
-__all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "lacks_derivative"]
+__all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
 
 _aten = torch.ops.aten
 
@@ -105,20 +105,6 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.randperm.default: _randperm,
 }
 """Replaced before differentiation, so that the derivative is that of the replacement."""
-
-
-def lacks_derivative(target: Any) -> bool:
-    """Whether autograd would pass over an operator on the device, and leave gradients at zero.
-
-    torch_xla computes some operators that torch composes of others by itself, so that their parts
-    are traced below autograd.
-    """
-    if target in REPLACEMENTS or not isinstance(target, torch._ops.OpOverload):
-        return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = target.name()
-    is_composed = has_kernel(name, "CompositeImplicitAutograd")
-    return is_composed and has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
