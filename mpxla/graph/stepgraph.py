@@ -123,9 +123,17 @@ def module_path(node: fx.Node) -> str:
 
 def place(node: fx.Node) -> str:
     """Where a node comes from: module path, and the user's line if it is known."""
-    line = (node.meta.get("stack_trace") or "").strip().split("\n")[-1].strip()
-    where = module_path(node) or "the step function"
-    return f"{where} ({line})" if line else where
+    lines = (node.meta.get("stack_trace") or "").strip().split("\n")
+    # Torch marks nodes of the derivative that have no line of their own.
+    named = [line.strip() for line in lines if "Gradient addition node" not in line]
+    where = module_path(node) or _forward_path(node) or "the step function"
+    return f"{where} ({named[-1]})" if named and named[-1] else where
+
+
+def _forward_path(node: fx.Node) -> str:
+    """Of a node of the derivative: the module whose derivative it belongs to."""
+    stack = node.meta.get("fwd_nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), "")
 
 
 def describe(node: fx.Node) -> str:

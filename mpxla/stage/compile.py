@@ -38,13 +38,6 @@ __all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilatio
 
 _xla = torch_xla._XLAC
 _TICKET = TensorSpec((), torch.int32)
-_TYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.int32: "s32",
-    torch.int64: "s64",
-    torch.bool: "pred",
-}
 
 
 class Executable:
@@ -341,17 +334,13 @@ def _compile_whole(
 
 
 def _as_named(value: torch.Tensor) -> torch.Tensor:
-    """A result with the dtype that PyTorch knows it by.
+    """A result with the bytes of the dtype that PyTorch knows it by.
 
-    torch_xla 2.9 gives some indices as int32 and calls them int64 (`cummax`); another program that
-    takes them would expect twice as many bytes.
+    torch_xla 2.9 gives some indices as 32-bit integers and calls them int64 (`cummax`, `max_pool2d`
+    with indices); another program that takes them would expect twice as many bytes.
     """
-    actual = _xla._get_xla_tensor_shape_type(value)
-    known = _TYPES.get(value.dtype)
-    if known is None or actual == known:
-        return value
-    held = next((dtype for dtype, name in _TYPES.items() if name == actual), value.dtype)
-    return value.to(held).to(value.dtype)
+    is_index = value.dtype is torch.int64 and _xla._get_xla_tensor_shape_type(value) != "s64"
+    return value + torch.zeros((), dtype=value.dtype, device=value.device) if is_index else value
 
 
 def _program_inputs(

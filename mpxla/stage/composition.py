@@ -5,6 +5,9 @@ operator without derivative (`std`, `svd`, `cross`), autograd would pass over it
 gradients at zero; where it has a derivative of its own (`max_pool2d`, `max_pool3d`), that is for
 real tensors and fails on the fake ones of a trace. So while a stage is traced, such operators are
 composed as PyTorch does it, wherever they are called from.
+
+Operators that the device has no code for will run on the host. A few (`_embedding_bag`) save other
+values there than elsewhere, so that they are traced as on the host.
 """
 
 import contextlib
@@ -12,10 +15,15 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["composed_derivatives"]
+from mpxla.stage.trial import has_code
+
+__all__ = ["composed_derivatives", "host_shapes"]
 
 _KEY = DispatchKey.AutogradXLA
 # No step differentiates these; torch_xla's own kernels stay.
@@ -59,3 +67,39 @@ def _composed() -> list[OpOverload]:
     overloads = [name.removeprefix("aten::").partition(".") for name in names]
     found = [getattr(getattr(torch.ops.aten, a), b or "default") for a, _, b in overloads]
     return [cast(OpOverload, op) for op in found if not op._schema.is_mutable]
+
+
+@contextlib.contextmanager
+def host_shapes() -> Iterator[None]:
+    """Gives fake results of host operators the shapes that they have on the host.
+
+    The rule stands first in PyTorch's list of such rules, and is taken out again.
+    """
+    rules = fake_impls.op_implementations_checks
+    rule = (_runs_on_host, _on_host)
+    rules.insert(0, rule)
+    try:
+        yield
+    finally:
+        rules.remove(rule)
+
+
+def _runs_on_host(op: Any) -> bool:
+    return isinstance(op, OpOverload) and not op.is_view and not has_code(op)
+
+
+def _on_host(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    found = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, FakeTensor)]
+    device = next((value.device for value in found if value.device.type == "xla"), None)
+    if device is None:
+        return NotImplemented
+    with mode:
+        host = pytree.tree_map_only(
+            FakeTensor, lambda v: _like(v, torch.device("cpu")), (args, kwargs)
+        )
+        results = op(*host[0], **host[1])
+        return pytree.tree_map_only(torch.Tensor, lambda v: _like(v, device), results)
+
+
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

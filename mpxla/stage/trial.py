@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from mpxla.stage.device import to_device
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["fallbacks", "learn", "needs_host"]
+__all__ = ["fallbacks", "has_code", "learn", "needs_host"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 _aten = torch.ops.aten
@@ -41,11 +41,15 @@ def needs_host(node: fx.Node) -> bool:
     """Whether a node is known to have no code for the device."""
     if not _is_operator(node):
         return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = cast(OpOverload, node.target).name()
-    if not any(has_kernel(name, key) for key in _OWN_KERNELS):
+    if not has_code(cast(OpOverload, node.target)):
         return True
     return _is_wrong(node) or bool(_tried.get(_key(node), ("", False))[0])
+
+
+def has_code(op: OpOverload) -> bool:
+    """Whether the device can run an operator, for some arguments at least."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(op.name(), key) for key in _OWN_KERNELS)
 
 
 def learn(nodes: Iterable[fx.Node], device: torch.device, by_compiling: bool) -> list[fx.Node]:
