@@ -16,16 +16,18 @@ order of their calls, as they do on an accelerator.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch import fx
+from torch._ops import OpOverload
 
 from mpxla.errors import LoweringError
-from mpxla.graph.stepgraph import place
+from mpxla.graph.stepgraph import describe, place
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.device import host_view, is_host_device, to_device
 from mpxla.stage.host import HostRunner
@@ -34,7 +36,7 @@ from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
 from mpxla.stage.trial import fallbacks, learn, needs_host
 
-__all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilations", "recover"]
+__all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilations"]
 
 _xla = torch_xla._XLAC
 _TICKET = TensorSpec((), torch.int32)
@@ -56,7 +58,7 @@ class Executable:
 
     host_operators: tuple[str, ...] = ()
 
-    # The ticket that the next program takes; None where the device keeps the order by itself.
+    # The ticket that the next program takes; None before the first one and after a failure.
     _next_ticket: ClassVar[torch.Tensor | None] = None
 
     def __init__(
@@ -83,19 +85,50 @@ class Executable:
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """Starts the program; returns its results at once, as tensors still being computed."""
-        if self._is_ordered:
-            arguments = [*arguments, Executable._next_ticket]
-        buffers = [
+        if not self._hash:
+            computed: list[torch.Tensor] = []
+        elif self._is_ordered:
+            computed = self._run_in_order(arguments, seed)
+        else:
+            computed = _xla._run_cached_graph(self._hash, self._buffers(arguments, seed))
+        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def _buffers(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
+        return [
             arguments[s] if type(s) is int else (seed if s is None else s) for s in self._sources
         ]
-        computed = _xla._run_cached_graph(self._hash, buffers) if self._hash else []
-        if self._is_ordered:
-            Executable._next_ticket = computed.pop()
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def _run_in_order(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Takes a ticket and leaves one."""
+        ticket = Executable._next_ticket
+        if ticket is None:
+            ticket = _new_ticket()
+        try:
+            computed = self._run(arguments, seed, ticket)
+        except RuntimeError:
+            # A program that failed on its way has left a ticket that never becomes ready.
+            computed = self._run(arguments, seed, _new_ticket())
+        Executable._next_ticket = computed.pop()
+        return computed
+
+    def _run(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None, ticket: torch.Tensor
+    ) -> list[torch.Tensor]:
+        Executable._next_ticket = None
+        return _xla._run_cached_graph(self._hash, self._buffers([*arguments, ticket], seed))
 
     def text(self) -> str:
         """The program's HLO."""
         return self._text
+
+
+def _new_ticket() -> torch.Tensor:
+    (ticket,) = to_device([torch.zeros((), dtype=_TICKET.dtype)], torch_xla.device())
+    return ticket
 
 
 class PiecewiseExecutable(Executable):
@@ -186,14 +219,13 @@ def num_compilations() -> int:
     return data[0] if data else 0
 
 
-def recover() -> None:
-    """Forgets what a failed trace, compilation or run has left behind, so that others can follow.
+def _recover() -> None:
+    """Forgets what a failed trace or compilation has left behind, so that others can follow.
 
-    torch_xla keeps what was traced and not run, and would compile it with the next program. A
-    program that failed has given a ticket which never becomes ready.
+    torch_xla keeps what was traced and not run, and would compile it with the next program. What
+    else was pending has been started before the trace.
     """
     _xla._clear_pending_irs(str(torch_xla.device()))
-    Executable._next_ticket = None
 
 
 def compile_graph(
@@ -226,12 +258,12 @@ def compile_graph(
             try:
                 return _compile_whole(name, module, inputs, device, keep_text)
             except Exception as error:  # torch_xla raises anything
-                recover()
+                _recover()
                 if not _learn(graph.graph, device):
                     raise _as_lowering_error(name, error) from error
         return _compile_in_pieces(name, module, inputs, device, keep_text)
     except BaseException:
-        recover()
+        _recover()
         raise
 
 
@@ -247,21 +279,35 @@ def _compile_in_pieces(
     graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
     annotate(graph, inputs)
     while True:
-        plan = split_graph(graph, _kind_of)
         try:
+            plan = split_graph(graph, _kind_of)
             runners = [
                 _runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, device, keep_text)
                 for i, piece in enumerate(plan.pieces)
             ]
             return PiecewiseExecutable(name, plan, runners)
         except Exception as error:  # torch_xla raises anything
-            recover()
+            _recover()
             if not _learn(graph, device):
                 raise _as_lowering_error(name, error) from error
 
 
 def _kind_of(node: fx.Node) -> type[Piece]:
-    return HostPiece if needs_host(node) else ComputePiece
+    if not needs_host(node) and not _is_complex(node):
+        return ComputePiece
+    name = cast(OpOverload, node.target).name()
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        raise LoweringError(
+            f"{describe(node)} can run neither on the XLA device nor on the host: PyTorch has no "
+            f"kernel of it for the CPU. Write it with other operators, or register a kernel."
+        )
+    return HostPiece
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Complex numbers stay where they were made: torch_xla 2.9 gives `abs` of them as complex."""
+    values = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
 def _runner_of(
@@ -269,7 +315,24 @@ def _runner_of(
 ) -> Executable | HostRunner:
     if isinstance(piece, HostPiece):
         return HostRunner(name, piece, device)
-    return _compile_whole(name, piece.module, piece.input_specs, device, keep_text)
+    module = _Checked(piece.module, piece.output_specs)
+    return _compile_whole(name, module, piece.input_specs, device, keep_text)
+
+
+class _Checked(torch.nn.Module):
+    """A piece whose results must be what the next one expects."""
+
+    def __init__(self, module: fx.GraphModule, specs: Sequence[TensorSpec]):
+        super().__init__()
+        self.module = module
+        self._specs = specs
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        results = self.module(*arguments)
+        found = tuple(TensorSpec.of(result) for result in results)
+        if found != tuple(self._specs):
+            raise LoweringError(f"results are {found} in place of {self._specs}")
+        return results
 
 
 def _learn(graph: fx.Graph, device: torch.device) -> bool:
@@ -280,7 +343,8 @@ def _learn(graph: fx.Graph, device: torch.device) -> bool:
 
 def _as_lowering_error(name: str, error: Exception) -> LoweringError:
     if isinstance(error, LoweringError):
-        return error
+        text = str(error)
+        return error if text.startswith(name) else LoweringError(f"{name}: {text}")
     return LoweringError(
         f"{name} cannot be compiled, though each of its operators can: "
         f"{type(error).__name__}: {error}"

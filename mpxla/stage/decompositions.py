@@ -22,6 +22,7 @@ import torch
 from torch._decomp import get_decompositions
 
 from mpxla.stage.normalization import layer_norm
+from mpxla.stage.spectral import short_time_fourier
 
 __all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
 
@@ -100,6 +101,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.kl_div.default: _kl_div,
     _aten.layer_norm.default: layer_norm,
     _aten.selu.default: _selu,
+    _aten.stft.default: short_time_fourier,
     _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
     _aten.randperm.default: _randperm,

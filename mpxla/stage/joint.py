@@ -44,7 +44,6 @@ def trace_alone(
     arguments = _fake(mode, inputs, device)
     with torch.no_grad(), mode, _dispatched():
         module = make_fx(function, decomposition_table=DECOMPOSITIONS)(*arguments)
-    _keep_layouts(module)
     return module if _is_functional(module) else _trace_functional(function, arguments, False)
 
 
@@ -99,7 +98,6 @@ def trace_joint(
         _dispatched(),
     ):
         module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(arguments, seeds)
-    _keep_layouts(module)
     if not _is_functional(module):
         return _trace_functional(function, arguments, True)
     copy_fwd_metadata_to_bw_nodes(module)
@@ -134,27 +132,6 @@ def _fake(
             torch.empty(s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated)
             for i, s in enumerate(specs)
         ]
-
-
-def _keep_layouts(module: fx.GraphModule) -> None:
-    """Makes `x.transpose_(...)` and the like give a new value: they only change how `x` is seen.
-
-    PyTorch's way to make graphs functional fails on them, on tensors of XLA (`stft` has one).
-    """
-    for node in list(module.graph.nodes):
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or (
-            torch.Tag.inplace_view not in target.tags
-        ):
-            continue
-        packet = getattr(torch.ops.aten, target._opname.removesuffix("_"), None)
-        if packet is None or target._overloadname not in packet.overloads():
-            continue
-        node.target = getattr(packet, target._overloadname)
-        place = list(module.graph.nodes).index(node)
-        later = set(list(module.graph.nodes)[place + 1 :])
-        old = node.args[0]
-        old.replace_all_uses_with(node, delete_user_cb=later.__contains__)
 
 
 def _is_functional(module: fx.GraphModule) -> bool:

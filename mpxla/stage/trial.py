@@ -24,7 +24,6 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["fallbacks", "has_code", "learn", "needs_host"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
-_aten = torch.ops.aten
 _OWN_KERNELS = (
     "XLA",
     "CompositeExplicitAutograd",
@@ -43,7 +42,7 @@ def needs_host(node: fx.Node) -> bool:
         return False
     if not has_code(cast(OpOverload, node.target)):
         return True
-    return _is_wrong(node) or bool(_tried.get(_key(node), ("", False))[0])
+    return bool(_tried.get(_key(node), ("", False))[0])
 
 
 def has_code(op: OpOverload) -> bool:
@@ -90,12 +89,6 @@ def _is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
-def _is_wrong(node: fx.Node) -> bool:
-    """Operators that torch_xla 2.9 lowers to something else, without an error."""
-    # Batches of singular value decompositions come with U and V of other layouts.
-    return node.target is _aten._linalg_svd.default and node.args[0].meta["val"].dim() > 2
-
-
 def _key(node: fx.Node) -> Any:
     """Equal for calls that are lowered alike."""
 
@@ -128,8 +121,8 @@ def _try(node: fx.Node, device: torch.device, by_compiling: bool) -> str:
         fallen = [k for k, v in fallbacks().items() if v != before.get(k, 0)]
         if fallen:
             return f"no XLA lowering of {fallen[0]}"
-        if not _same_shapes(results, node.meta.get("val")):
-            return "other shapes than PyTorch's"
+        if not _same_specs(results, node.meta.get("val")):
+            return "results of other shapes or dtypes than PyTorch's"
         if by_compiling:
             tensors = [v for v in pytree.tree_leaves(results) if isinstance(v, torch.Tensor)]
             _xla._xla_warm_up_cache(tensors, [])
@@ -140,11 +133,11 @@ def _try(node: fx.Node, device: torch.device, by_compiling: bool) -> str:
     return ""
 
 
-def _same_shapes(results: Any, expected: Any) -> bool:
-    """Whether there is a tensor of the right shape for each that PyTorch gives."""
+def _same_specs(results: Any, expected: Any) -> bool:
+    """Whether there is a tensor of the right kind for each that PyTorch gives."""
     pairs = zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True)
     return all(
-        isinstance(found, torch.Tensor) and found.shape == tensor.shape
+        isinstance(found, torch.Tensor) and TensorSpec.of(found) == TensorSpec.of(tensor)
         for found, tensor in pairs
         if isinstance(tensor, torch.Tensor)
     )
