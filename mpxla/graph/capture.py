@@ -15,7 +15,11 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
@@ -49,6 +53,7 @@ from mpxla.graph.normalize import (
     refuse_hidden_updates,
     resolve_numbers,
 )
+from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import (
     InputKind,
     InputRole,
@@ -56,6 +61,7 @@ from mpxla.graph.stepgraph import (
     OutputRole,
     ResultLeaf,
     StepGraph,
+    describe,
 )
 from mpxla.graph.user_code import at_user_line, explain
 
@@ -227,6 +233,7 @@ def capture_step(
         unchecked_distributions(),
         cumulative_batch_norms(),
         attributes_named_by_keywords(),
+        static_shapes(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
@@ -238,7 +245,8 @@ def capture_step(
             raise explain(error) from error
     if wrapper.returned.num_objectives:
         refuse_gradient_hooks(model)
-    return _step_graph(wrapper, exported, canonical_names, fake_mode)
+    with static_shapes():
+        return _step_graph(wrapper, exported, canonical_names, fake_mode)
 
 
 def _step_graph(
@@ -349,13 +357,23 @@ def _annotate(
             fake.requires_grad_()
         arguments.append(fake)
     with fake_mode, torch.set_grad_enabled(wrapper.returned.num_objectives > 0):
-        _Annotator(module).run(*arguments)
+        annotator = _Annotator(module)
+        annotator.extra_traceback = False  # errors name the node
+        annotator.run(*arguments)
 
 
 class _Annotator(fx.Interpreter):
     """Stores every node's fake result, with its `requires_grad`, in `meta["val"]`."""
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise CaptureError(
+                f"{describe(n)}: the shape of its result, or the way it goes on, depends on values "
+                f"({error.func}). A step is captured once, with fixed shapes: use a mask and "
+                f"torch.where, `topk` with a fixed number or `torch.nonzero_static`, or do it "
+                f"before the step function and pass the result in."
+            ) from error
         n.meta["val"] = result
         return result

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
+from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random, module_path
 
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
@@ -227,7 +228,7 @@ def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
             torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in step.placeholders
         ]
     counter = _FlopInterpreter(module)
-    with fake_mode, torch.no_grad(), counter.mode:
+    with fake_mode, torch.no_grad(), counter.mode, static_shapes():
         counter.run(*arguments)
     return counter.flops
 

@@ -18,8 +18,10 @@ __all__ = [
     "OutputKind",
     "OutputRole",
     "StepGraph",
+    "describe",
     "is_random",
     "module_path",
+    "place",
 ]
 
 
@@ -117,6 +119,27 @@ def module_path(node: fx.Node) -> str:
     """The innermost module that runs the node; empty for the user's own function."""
     stack = node.meta.get("nn_module_stack") or {}
     return next((path for path, _ in reversed(list(stack.values())) if path), "")
+
+
+def place(node: fx.Node) -> str:
+    """Where a node comes from: module path, and the user's line if it is known."""
+    lines = (node.meta.get("stack_trace") or "").strip().split("\n")
+    # Torch marks nodes of the derivative that have no line of their own.
+    named = [line.strip() for line in lines if "Gradient addition node" not in line]
+    where = module_path(node) or _forward_path(node) or "the step function"
+    return f"{where} ({named[-1]})" if named and named[-1] else where
+
+
+def _forward_path(node: fx.Node) -> str:
+    """Of a node of the derivative: the module whose derivative it belongs to."""
+    stack = node.meta.get("fwd_nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), "")
+
+
+def describe(node: fx.Node) -> str:
+    """A node by its operator and where it comes from."""
+    schema = getattr(node.target, "_schema", None)
+    return f"{schema.name if schema is not None else node.target} in {place(node)}"
 
 
 def is_random(node: fx.Node) -> bool:

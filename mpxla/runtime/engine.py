@@ -7,7 +7,7 @@ runs its list of actions; gradients and results are collected.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -47,6 +47,8 @@ from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepEngine"]
+
+_T = TypeVar("_T")
 
 
 class StepEngine:
@@ -89,6 +91,7 @@ class StepEngine:
         self.last_run: StepRun | None = None
         self.first_cut: CutStep | None = None
         self.is_tracing = False
+        self._known_to_all: BaseException | None = None
 
     def call(self, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one call of a step function. Every rank of the pipeline must call it.
@@ -109,7 +112,8 @@ class StepEngine:
         except (PeerFailure, _Announced):
             raise
         except BaseException as error:
-            self._session.report_failure(f"step function {name}", error)
+            if error is not self._known_to_all:
+                self._session.report_failure(f"step function {name}", error)
             raise
 
     def _run(
@@ -218,7 +222,11 @@ class StepEngine:
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config)
         is_for_speed = self._session.config.optimize == "speed"
-        plan = compile_stages(cut, schedule, self._pp_rank, device, is_for_speed)
+        plan = self._together(
+            self._group,
+            f"step function {signature.function}",
+            lambda: compile_stages(cut, schedule, self._pp_rank, device, is_for_speed),
+        )
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
@@ -241,16 +249,25 @@ class StepEngine:
 
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
         """
-        cut, error = None, None
-        try:
-            cut = self._cut(signature, function, objects)
-        except Exception as raised:  # the user's code may raise anything
-            error = raised
         world = self._session.topology.world_group()
         group = self._group if self._state.is_placed else world
-        share_error(self._session.objects, group, error, f"step function {signature.function}")
-        assert cut is not None
-        return cut
+        what = f"step function {signature.function}"
+        return self._together(group, what, lambda: self._cut(signature, function, objects))
+
+    def _together(self, group: Sequence[int], what: str, work: Callable[[], _T]) -> _T:
+        """Does something on all ranks of a group; if one of them fails, all raise.
+
+        Where the group is all there is, every rank knows then, and the session can go on.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:  # the user's code may raise anything
+            error = raised
+        if tuple(group) == tuple(self._session.topology.world_group()):
+            self._known_to_all = error
+        share_error(self._session.objects, group, error, what)
+        return cast(_T, result)
 
     def _cut(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]

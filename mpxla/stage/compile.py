@@ -1,8 +1,10 @@
 """Compilation of graphs to executables of the XLA device, called by handle.
 
 A graph is traced to XLA once, on real tensors of the device; afterwards a call looks the executable
-up by its hash and hands over the argument buffers: no operator is traced again. This is the only
-file of the stages that knows torch_xla.
+up by its hash and hands over the argument buffers: no operator is traced again. A graph with
+operators that the device has no code for becomes several executables, with those operators on the
+host between them (`pieces.py`, `host.py`). With `trial.py` and `device.py` this is the only file of
+the stages that knows torch_xla.
 
 `Traced -> Lowered -> Compiled` here is: an fx graph module, `Executable.text()` (its HLO), and the
 `Executable` itself.
@@ -13,22 +15,28 @@ program takes a *ticket*, a scalar that the program before it returns, so that p
 order of their calls, as they do on an accelerator.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch import fx
+from torch._ops import OpOverload
 
 from mpxla.errors import LoweringError
-from mpxla.graph.stepgraph import module_path
-from mpxla.stage.device import is_host_device, to_device
+from mpxla.graph.stepgraph import describe, place
+from mpxla.stage.accumulation import AccumulatingBackward
+from mpxla.stage.device import host_view, is_host_device, to_device
+from mpxla.stage.host import HostRunner
+from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, PieceList, annotate, split_graph
 from mpxla.stage.spec import TensorSpec
+from mpxla.stage.split_backward import flatten_backward
+from mpxla.stage.trial import fallbacks, learn, needs_host
 
-__all__ = ["Executable", "compile_graph", "num_compilations"]
+__all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilations"]
 
 _xla = torch_xla._XLAC
 _TICKET = TensorSpec((), torch.int32)
@@ -45,9 +53,12 @@ class Executable:
             scalar on the device).
         num_inputs: number of arguments.
         num_buffers: buffers that the program takes (unused arguments are dropped, constants added).
+        host_operators: names of operators that run on the host; none in a program of one piece.
     """
 
-    # The ticket that the next program takes; None where the device keeps the order by itself.
+    host_operators: tuple[str, ...] = ()
+
+    # The ticket that the next program takes; None before the first one and after a failure.
     _next_ticket: ClassVar[torch.Tensor | None] = None
 
     def __init__(
@@ -74,19 +85,120 @@ class Executable:
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """Starts the program; returns its results at once, as tensors still being computed."""
-        if self._is_ordered:
-            arguments = [*arguments, Executable._next_ticket]
-        buffers = [
+        if not self._hash:
+            computed: list[torch.Tensor] = []
+        elif self._is_ordered:
+            computed = self._run_in_order(arguments, seed)
+        else:
+            computed = _xla._run_cached_graph(self._hash, self._buffers(arguments, seed))
+        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def _buffers(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
+        return [
             arguments[s] if type(s) is int else (seed if s is None else s) for s in self._sources
         ]
-        computed = _xla._run_cached_graph(self._hash, buffers) if self._hash else []
-        if self._is_ordered:
-            Executable._next_ticket = computed.pop()
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def _run_in_order(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Takes a ticket and leaves one."""
+        ticket = Executable._next_ticket
+        if ticket is None:
+            ticket = _new_ticket()
+        try:
+            computed = self._run(arguments, seed, ticket)
+        except RuntimeError:
+            # A program that failed on its way has left a ticket that never becomes ready.
+            computed = self._run(arguments, seed, _new_ticket())
+        Executable._next_ticket = computed.pop()
+        return computed
+
+    def _run(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None, ticket: torch.Tensor
+    ) -> list[torch.Tensor]:
+        Executable._next_ticket = None
+        return _xla._run_cached_graph(self._hash, self._buffers([*arguments, ticket], seed))
 
     def text(self) -> str:
         """The program's HLO."""
         return self._text
+
+
+def _new_ticket() -> torch.Tensor:
+    (ticket,) = to_device([torch.zeros((), dtype=_TICKET.dtype)], torch_xla.device())
+    return ticket
+
+
+class PiecewiseExecutable(Executable):
+    """A program of several pieces; called like any other.
+
+    Compute pieces are started as ever. A host piece waits for its arguments, so that a call returns
+    only when the last of them has run.
+
+    Args:
+        name: for messages.
+        plan: what the pieces take and give.
+        runners: what runs each of them.
+    """
+
+    def __init__(self, name: str, plan: PieceList, runners: Sequence[Executable | HostRunner]):
+        self.name = name
+        self.num_inputs = plan.num_arguments
+        self.is_random = any(runner.is_random for runner in runners)
+        self.num_buffers = sum(r.num_buffers for r in runners if isinstance(r, Executable))
+        found = (r.operators for r in runners if isinstance(r, HostRunner))
+        self.host_operators = tuple(sorted({name for names in found for name in names}))
+        self._plan = plan
+        self._runners = tuple(runners)
+        self._last_uses = plan.last_uses()
+
+    def __call__(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Runs the pieces; returns results as tensors that may still be computed."""
+        missing = self._plan.num_values - self._plan.num_arguments
+        values: list[Any] = [*arguments, *[None] * missing]
+        seeds = _Seeds(seed)
+        for piece, runner, done in zip(
+            self._plan.pieces, self._runners, self._last_uses, strict=True
+        ):
+            taken = [values[number] for number in piece.inputs]
+            if isinstance(runner, HostRunner):
+                given = runner(taken, seeds.next_number() if runner.is_random else None)
+            else:
+                given = runner(taken, seeds.next_tensor() if runner.is_random else None)
+            for number, value in zip(piece.outputs, given, strict=True):
+                values[number] = value
+            for number in done:
+                values[number] = None
+        return [values[number] for number in self._plan.results]
+
+    def text(self) -> str:
+        """HLO of the compute pieces and code of the host pieces, in order."""
+        return "\n".join(runner.text() for runner in self._runners)
+
+
+class _Seeds:
+    """Seeds of the random pieces of one call: two with one seed would draw the same numbers."""
+
+    def __init__(self, seed: torch.Tensor | None):
+        self._first = seed
+        self._count = 0
+
+    def next_tensor(self) -> torch.Tensor | None:
+        if self._count == 0 or self._first is None:
+            self._count += 1
+            return self._first
+        number = torch.tensor(self.next_number(), dtype=torch.int64)
+        return to_device([number], self._first.device)[0]
+
+    def next_number(self) -> int:
+        assert self._first is not None, "random programs are called with a seed"
+        number = int(host_view(self._first)) + self._count * 0x9E3779B97F4A7C15
+        self._count += 1
+        return number & 0x7FFFFFFFFFFFFFFF
 
 
 class _Ticketed(torch.nn.Module):
@@ -107,6 +219,15 @@ def num_compilations() -> int:
     return data[0] if data else 0
 
 
+def _recover() -> None:
+    """Forgets what a failed trace or compilation has left behind, so that others can follow.
+
+    torch_xla keeps what was traced and not run, and would compile it with the next program. What
+    else was pending has been started before the trace.
+    """
+    _xla._clear_pending_irs(str(torch_xla.device()))
+
+
 def compile_graph(
     name: str,
     module: torch.nn.Module,
@@ -116,6 +237,9 @@ def compile_graph(
 ) -> Executable:
     """Compiles a graph module for the device.
 
+    Operators that the device has no code for run on the host, if the module is a graph of the
+    lowering; for other modules they are an error.
+
     Args:
         name: for messages.
         module: takes one tensor per spec; returns a list of tensors.
@@ -124,8 +248,117 @@ def compile_graph(
         keep_text: whether to keep the program's HLO for `Executable.text`.
 
     Raises:
-        LoweringError: an operator has no XLA lowering.
+        LoweringError: an operator can run neither on the device nor on the host.
     """
+    try:
+        graph = module if isinstance(module, fx.GraphModule) else module._modules.get("derivative")
+        if not isinstance(graph, fx.GraphModule):
+            return _compile_whole(name, module, inputs, device, keep_text)
+        if not any(needs_host(node) for node in graph.graph.nodes):
+            try:
+                return _compile_whole(name, module, inputs, device, keep_text)
+            except Exception as error:  # torch_xla raises anything
+                _recover()
+                if not _learn(graph.graph, device):
+                    raise _as_lowering_error(name, error) from error
+        return _compile_in_pieces(name, module, inputs, device, keep_text)
+    except BaseException:
+        _recover()
+        raise
+
+
+def _compile_in_pieces(
+    name: str,
+    module: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    device: torch.device,
+    keep_text: bool,
+) -> Executable:
+    """Cuts a graph at operators of the host, until what is left compiles."""
+    is_whole = isinstance(module, AccumulatingBackward)
+    graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
+    annotate(graph, inputs)
+    while True:
+        try:
+            plan = split_graph(graph, _kind_of)
+            runners = [
+                _runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, device, keep_text)
+                for i, piece in enumerate(plan.pieces)
+            ]
+            return PiecewiseExecutable(name, plan, runners)
+        except Exception as error:  # torch_xla raises anything
+            _recover()
+            if not _learn(graph, device):
+                raise _as_lowering_error(name, error) from error
+
+
+def _kind_of(node: fx.Node) -> type[Piece]:
+    if not needs_host(node) and not _is_complex(node):
+        return ComputePiece
+    name = cast(OpOverload, node.target).name()
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        raise LoweringError(
+            f"{describe(node)} can run neither on the XLA device nor on the host: PyTorch has no "
+            f"kernel of it for the CPU. Write it with other operators, or register a kernel."
+        )
+    return HostPiece
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Complex numbers stay where they were made: torch_xla 2.9 gives `abs` of them as complex."""
+    values = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
+
+
+def _runner_of(
+    name: str, piece: Piece, device: torch.device, keep_text: bool
+) -> Executable | HostRunner:
+    if isinstance(piece, HostPiece):
+        return HostRunner(name, piece, device)
+    module = _Checked(piece.module, piece.output_specs)
+    return _compile_whole(name, module, piece.input_specs, device, keep_text)
+
+
+class _Checked(torch.nn.Module):
+    """A piece whose results must be what the next one expects."""
+
+    def __init__(self, module: fx.GraphModule, specs: Sequence[TensorSpec]):
+        super().__init__()
+        self.module = module
+        self._specs = specs
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        results = self.module(*arguments)
+        found = tuple(TensorSpec.of(result) for result in results)
+        if found != tuple(self._specs):
+            raise LoweringError(f"results are {found} in place of {self._specs}")
+        return results
+
+
+def _learn(graph: fx.Graph, device: torch.device) -> bool:
+    """Looks for operators that make a graph fail; whether there are any."""
+    nodes = list(graph.nodes)
+    return any(learn(nodes, device, by_compiling) for by_compiling in (False, True))
+
+
+def _as_lowering_error(name: str, error: Exception) -> LoweringError:
+    if isinstance(error, LoweringError):
+        text = str(error)
+        return error if text.startswith(name) else LoweringError(f"{name}: {text}")
+    return LoweringError(
+        f"{name} cannot be compiled, though each of its operators can: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _compile_whole(
+    name: str,
+    module: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    device: torch.device,
+    keep_text: bool,
+) -> Executable:
+    """One executable."""
     is_ordered = is_host_device()
     if is_ordered:
         module, inputs = _Ticketed(module), [*inputs, _TICKET]
@@ -148,7 +381,7 @@ def compile_graph(
             continue
         if id(value) not in index_of:
             index_of[id(value)] = len(roots)
-            roots.append(value)
+            roots.append(_as_named(value))
         results.append(index_of[id(value)])
     if is_ordered:
         results.pop()
@@ -162,6 +395,16 @@ def compile_graph(
     return Executable(
         name, graph_hash, sources, results, len(inputs) - is_ordered, text, is_ordered
     )
+
+
+def _as_named(value: torch.Tensor) -> torch.Tensor:
+    """A result with the bytes of the dtype that PyTorch knows it by.
+
+    torch_xla 2.9 gives some indices as 32-bit integers and calls them int64 (`cummax`, `max_pool2d`
+    with indices); another program that takes them would expect twice as many bytes.
+    """
+    is_index = value.dtype is torch.int64 and _xla._get_xla_tensor_shape_type(value) != "s64"
+    return value + torch.zeros((), dtype=value.dtype, device=value.device) if is_index else value
 
 
 def _program_inputs(
@@ -183,33 +426,24 @@ def _trace(
     name: str, module: torch.nn.Module, arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Runs the module lazily; every operator must have an XLA lowering."""
-    before = _fallbacks()
+    before = fallbacks()
     with torch.no_grad():
         outputs = list(module(*arguments))
-    fallen = {k: v for k, v in _fallbacks().items() if v != before.get(k, 0)}
+    fallen = sorted(k for k, v in fallbacks().items() if v != before.get(k, 0))
     if fallen:
-        _xla._clear_pending_irs(str(arguments[0].device if arguments else torch_xla.device()))
-        raise LoweringError(_fallback_text(name, module, sorted(fallen)))
+        raise LoweringError(_fallback_text(name, module, fallen))
     return outputs
-
-
-def _fallbacks() -> dict[str, int]:
-    return {
-        counter: metrics.counter_value(counter)
-        for counter in metrics.counter_names()
-        if counter.startswith("aten::")
-    }
 
 
 def _fallback_text(name: str, module: torch.nn.Module, operators: Sequence[str]) -> str:
     lines = [f"{name}: operators without an XLA lowering:"]
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    nodes = list(itertools.chain.from_iterable(graph.nodes for graph in graphs))
-    for operator in operators:
+    nodes = [node for graph in graphs for node in graph.nodes]
+    for fallen in operators:
         # A view of a functional graph runs as its `_copy`.
-        names = (operator, operator.removesuffix("_copy"))
-        places = sorted({_place(n) for n in nodes if _operator_name(n) in names})
-        lines.append(f"  {operator} in {', '.join(places) or 'the derivative of the stage'}")
+        names = (fallen, fallen.removesuffix("_copy"))
+        places = sorted({place(n) for n in nodes if _operator_name(n) in names})
+        lines.append(f"  {fallen} in {', '.join(places) or 'the derivative of the stage'}")
     lines.append(
         "They would run on the host and break the compiled step. Replace them in the model, or "
         "move that computation out of the step function."
@@ -220,9 +454,3 @@ def _fallback_text(name: str, module: torch.nn.Module, operators: Sequence[str])
 def _operator_name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name if schema is not None else ""
-
-
-def _place(node: fx.Node) -> str:
-    line = (node.meta.get("stack_trace") or "").strip().split("\n")[-1].strip()
-    where = module_path(node) or "the step function"
-    return f"{where} ({line})" if line else where

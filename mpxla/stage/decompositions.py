@@ -6,7 +6,7 @@
   a program of its own reads garbage.
 - Layer norm saves three values of its input's size for the backward (`normalization.py`).
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
-- `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
+- `kl_div` and `selu` have no derivative in torch_xla; that of `glu` runs on the host.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's), and on the
   device it writes into its first argument.
@@ -29,8 +29,9 @@ from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
 from mpxla.stage.order import ORDER_STATISTICS
 from mpxla.stage.pooling import POOLINGS
 from mpxla.stage.special import digamma, lgamma, polygamma, zeta
+from mpxla.stage.spectral import short_time_fourier
 
-__all__ = ["DECOMPOSITIONS", "REPLACEMENTS", "lacks_derivative"]
+__all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
 
 _aten = torch.ops.aten
 
@@ -283,25 +284,12 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.selu.default: _selu,
     _aten.std.default: _std,
     _aten.std.dim: _std,
+    _aten.stft.default: short_time_fourier,
     _aten.vdot.default: _vdot,
     _aten.unfold.default: _unfold,
     _aten.randperm.default: _randperm,
 }
 """Replaced before differentiation, so that the derivative is that of the replacement."""
-
-
-def lacks_derivative(target: Any) -> bool:
-    """Whether autograd would pass over an operator on the device, and leave gradients at zero.
-
-    torch_xla computes some operators that torch composes of others by itself, so that their parts
-    are traced below autograd.
-    """
-    if target in REPLACEMENTS or not isinstance(target, torch._ops.OpOverload):
-        return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = target.name()
-    is_composed = has_kernel(name, "CompositeImplicitAutograd")
-    return is_composed and has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
 
 
 _NO_KERNEL = (

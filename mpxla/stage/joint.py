@@ -7,7 +7,8 @@ stage mutates nothing, and does not need either, which is nearly half of the tim
 is written with mutations (those of `norm` and `max`, for instance) is traced that way.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -19,6 +20,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mpxla.graph.shapes import static_shapes
+from mpxla.stage.composition import composed_derivatives, host_shapes
 from mpxla.stage.decompositions import DECOMPOSITIONS
 from mpxla.stage.spec import TensorSpec
 
@@ -39,7 +42,7 @@ def trace_alone(
     """
     mode = _fake_mode()
     arguments = _fake(mode, inputs, device)
-    with torch.no_grad(), mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+    with torch.no_grad(), mode, _dispatched():
         module = make_fx(function, decomposition_table=DECOMPOSITIONS)(*arguments)
     return module if _is_functional(module) else _trace_functional(function, arguments, False)
 
@@ -92,14 +95,26 @@ def trace_joint(
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
         mode,
-        enable_python_dispatcher(),
-        fx.traceback.preserve_node_meta(),
+        _dispatched(),
     ):
         module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(arguments, seeds)
     if not _is_functional(module):
         return _trace_functional(function, arguments, True)
     copy_fwd_metadata_to_bw_nodes(module)
     return module
+
+
+@contextlib.contextmanager
+def _dispatched() -> Iterator[None]:
+    """How operators find their kernels while they are traced."""
+    with (
+        composed_derivatives(),
+        host_shapes(),
+        static_shapes(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+    ):
+        yield
 
 
 def _fake_mode() -> FakeTensorMode:
@@ -128,7 +143,7 @@ def _is_functional(module: fx.GraphModule) -> bool:
 def _trace_functional(
     function: _Function, arguments: list[torch.Tensor], is_joint: bool
 ) -> fx.GraphModule:
-    with torch.set_grad_enabled(is_joint), fx.traceback.preserve_node_meta():
+    with torch.set_grad_enabled(is_joint), _dispatched():
         return aot_export_joint_simple(
             function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
         )

@@ -15,8 +15,10 @@ the mean over microbatches (and later the loss scale), so that changing it compi
 This module must not know about ranks, schedules or how graphs are executed.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,12 +27,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mpxla.errors import LoweringError
-from mpxla.graph.stepgraph import is_random, module_path
+from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.stepgraph import describe, is_random
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.convolution import expand_convolutions
-from mpxla.stage.decompositions import REPLACEMENTS, lacks_derivative
+from mpxla.stage.decompositions import REPLACEMENTS
 from mpxla.stage.device import is_host_device
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
@@ -102,32 +104,48 @@ def lower_stage(
         for_speed: whether to lay out weights and gradients anew, see `layout`.
 
     Raises:
-        LoweringError: an operator would lose the gradient.
+        LoweringError: an operator or its derivative cannot be traced for the device.
     """
     placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
     inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), _named(spec):
         if not (is_training and spec.has_backward):
             return _lower_forward_only(spec, inputs, device)
-        _refuse_zero_gradients(spec)
         return _lower_joint(spec, inputs, device, for_speed)
 
 
-def _refuse_zero_gradients(spec: StageSpec) -> None:
-    for node in spec.graph.nodes:
-        if lacks_derivative(node.target) and _requires_grad(node):
-            where = module_path(node) or "the step function"
+@contextlib.contextmanager
+def _named(spec: StageSpec) -> Iterator[None]:
+    """Errors of torch become errors of a stage."""
+    try:
+        yield
+    except (MpxlaError, AssertionError):
+        raise
+    except Exception as error:  # torch raises anything while it traces
+        raise LoweringError(
+            f"stage {spec.index}: the derivative of the stage cannot be traced: {error}. Write the "
+            f"operator that this names with others, or move it out of the step function."
+        ) from error
+
+
+class _Tracing(fx.Interpreter):
+    """Runs the nodes of a stage; errors name the operator, its module and the user's line."""
+
+    def __init__(self, index: int, module: fx.GraphModule):
+        super().__init__(module)
+        self.extra_traceback = False
+        self._index = index
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except (MpxlaError, AssertionError):
+            raise
+        except Exception as error:  # torch raises anything here
             raise LoweringError(
-                f"stage {spec.index}: {node.target.name()} in {where} has no derivative on XLA "
-                f"devices, so that gradients would be zero. Write it with other operators."
-            )
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    """Whether some result of a node carries a gradient."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+                f"stage {self._index}: {describe(n)} cannot be traced for the device: {error}. "
+                f"Write it with other operators, or move it out of the step function."
+            ) from error
 
 
 def _differentiated_inputs(spec: StageSpec) -> list[int]:
@@ -151,7 +169,7 @@ def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
         # Node by node: what the lowered graph says about module paths is taken from here.
-        outputs = fx.Interpreter(module).run(*arguments)
+        outputs = _Tracing(spec.index, module).run(*arguments)
         # Results must not be arguments, nor share memory with each other.
         return [
             (value if keep else value.detach()).clone()

@@ -32,7 +32,7 @@ from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Part", "SplitBackward", "split_backward"]
+__all__ = ["Part", "SplitBackward", "flatten_backward", "split_backward"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
         device: the device that it was lowered for, with its index.
     """
     assert lowered.backward is not None, "only a stage with a backward can be split"
-    whole = _flatten(lowered.backward, len(lowered.backward_inputs), device)
+    whole = flatten_backward(lowered.backward, len(lowered.backward_inputs), device)
     (output,) = [node for node in whole.nodes if node.op == "output"]
     results = list(cast(Sequence[fx.Node], output.args[0]))
     accumulators = results[: lowered.num_accumulators]
@@ -111,8 +111,8 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     )
 
 
-def _flatten(backward: Any, num_inputs: int, device: torch.device) -> fx.Graph:
-    """Phase 1: the backward as one graph.
+def flatten_backward(backward: Any, num_inputs: int, device: torch.device) -> fx.Graph:
+    """Phase 1: the whole backward of a stage as one graph.
 
     The derivative is copied node by node, because strides in it mean nothing any more and tracing
     it again would look at them; what stands around it (sums, seeds, accumulation) is recorded.

@@ -47,6 +47,10 @@ def subject(name: str) -> Subject:
     """The subject of a name; models of transformers are imported when they are asked for."""
     if name in SUBJECTS:
         return SUBJECTS[name]
+    from mpxla.tests.models_host import SUBJECTS as OF_HOST
+
+    if name in OF_HOST:
+        return OF_HOST[name]
     from mpxla.tests.models_huggingface import SUBJECTS as HUGGINGFACE
 
     return HUGGINGFACE[name]

@@ -1,0 +1,44 @@
+"""Shapes of operators for which PyTorch asks for values, though a bound is known without them.
+
+`ctc_loss` with lengths in tensors saves a table as wide as the longest target, which is a value.
+The widest that the shape of the targets allows is as good: what is beyond a target is never read.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls
+
+__all__ = ["static_shapes"]
+
+_aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def static_shapes() -> Iterator[None]:
+    """Gives fake tensors these shapes while a step is captured or traced.
+
+    They are put into PyTorch's table of such rules, and taken out again: other code of the process
+    sees PyTorch's own.
+    """
+    rules = fake_impls.op_implementations_dict
+    added = {op: rule for op, rule in _RULES.items() if op not in rules}
+    rules.update(added)
+    try:
+        yield
+    finally:
+        for op in added:
+            del rules[op]
+
+
+def _ctc_loss(
+    mode: Any, operator: Any, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_steps, count = log_probs.shape[:2]
+    width = 2 * targets.shape[-1] + 1
+    return log_probs.new_empty((count,)), log_probs.new_empty((count, num_steps, width))
+
+
+_RULES = {_aten._ctc_loss.Tensor: _ctc_loss}

@@ -1,0 +1,244 @@
+"""Cutting a graph into pieces that different things run.
+
+A stage's program is a list of pieces, usually of one. A piece of kind compute is one executable of
+the device; a piece of kind host holds operators that the device has no code for, and runs them one
+by one on the processor. Another kind (collectives, say) is another class.
+
+    nodes:   a  b  H(b)  c  d(H)  H(d)  e
+    pieces:  [a b c] [H(b)] [d] [H(d)] [e]        each takes and gives numbered values
+
+Every piece takes as much as can run when its turn comes, so that there are as few of them as
+possible. Values are numbered: the arguments of the graph first, then what one piece leaves for
+another or as a result. This module is pure: it knows neither devices nor how pieces run.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from mpxla.graph.split import copy_nodes
+from mpxla.graph.stepgraph import is_random
+from mpxla.stage.cleanup import is_view
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["ComputePiece", "HostPiece", "Piece", "PieceList", "annotate", "split_graph"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive work of one kind.
+
+    Attributes:
+        module: the nodes, as a graph of their own.
+        inputs: numbers of the values that it takes.
+        outputs: numbers of the values that it gives.
+        input_specs: shapes and dtypes of the former.
+        output_specs: shapes and dtypes of the latter.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+
+
+class ComputePiece(Piece):
+    """Runs as one executable of the device."""
+
+
+class HostPiece(Piece):
+    """Runs operator by operator on the processor."""
+
+
+@dataclass(frozen=True)
+class PieceList:
+    """A program in pieces.
+
+    Attributes:
+        pieces: in the order in which they run.
+        num_arguments: how many values are there at the beginning.
+        num_values: how many there are in all.
+        results: numbers of the values that the program returns.
+    """
+
+    pieces: tuple[Piece, ...]
+    num_arguments: int
+    num_values: int
+    results: tuple[int, ...]
+
+    def last_uses(self) -> list[tuple[int, ...]]:
+        """For every piece, the values that nobody needs once it has run."""
+        last = {number: i for i, piece in enumerate(self.pieces) for number in piece.inputs}
+        last.update({n: i for i, p in enumerate(self.pieces) for n in p.outputs if n not in last})
+        kept = set(self.results)
+        return [
+            tuple(n for n, at in last.items() if at == i and n not in kept)
+            for i in range(len(self.pieces))
+        ]
+
+
+def annotate(graph: fx.Graph, inputs: Sequence[TensorSpec]) -> None:
+    """Gives every node without a known value (`meta["val"]`) one on the device `meta`.
+
+    Args:
+        graph: its nodes may know their values as tensors of any device.
+        inputs: specs of its arguments.
+    """
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    arguments = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in inputs]
+    with torch.no_grad():
+        _Annotator(module).run(*arguments)
+    for node in graph.nodes:  # the dtype of an argument, say, is a constant
+        constants = {n: n.meta["val"] for n in node.all_input_nodes if not _holds_tensors(n)}
+        if constants:
+            node.args, node.kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n, known=constants: known.get(n, n)
+            )
+    graph.eliminate_dead_code()
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta["val"]))
+
+
+class _Annotator(fx.Interpreter):
+    """Runs what is not known on tensors without storage."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        if "val" not in n.meta:
+            n.meta["val"] = super().run_node(n)
+        return pytree.tree_map_only(torch.Tensor, _without_storage, n.meta["val"])
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return super().call_function(target, args, kwargs)
+
+
+def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def split_graph(graph: fx.Graph, kind_of: Callable[[fx.Node], type[Piece]]) -> PieceList:
+    """Cuts a graph into pieces.
+
+    Args:
+        graph: functional; every node knows its value.
+        kind_of: the kind of piece that a node belongs to.
+    """
+    groups = _group(graph, kind_of)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    results: list[fx.Node] = list(output.args[0])
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    drafts = [_draft(kind, nodes, order) for kind, nodes in groups]
+    number = {node: i for i, node in enumerate(placeholders)}
+    needed = {node for draft in drafts for node in draft.taken} | set(results)
+    for draft in drafts:
+        draft.given = [node for node in draft.nodes if node in needed and node not in number]
+        number.update({node: len(number) + i for i, node in enumerate(draft.given)})
+    return PieceList(
+        tuple(_finish(draft, number) for draft in drafts if draft.given),
+        len(placeholders),
+        len(number),
+        tuple(number[node] for node in results),
+    )
+
+
+@dataclass
+class _Draft:
+    """A piece in the making: its nodes, and those of others that it reads and that read it."""
+
+    kind: type[Piece]
+    nodes: list[fx.Node]
+    taken: list[fx.Node]
+    given: list[fx.Node] = field(default_factory=list)
+
+
+def _group(
+    graph: fx.Graph, kind_of: Callable[[fx.Node], type[Piece]]
+) -> list[tuple[type[Piece], list[fx.Node]]]:
+    """The nodes in groups of one kind, of which each depends on earlier ones only."""
+    remaining = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    kinds: dict[fx.Node, type[Piece]] = {}
+    for node in remaining:  # a tuple cannot leave its piece, its elements can
+        is_element = node.target is operator.getitem
+        kinds[node] = kinds[node.args[0]] if is_element else kind_of(node)
+    placed = {node for node in graph.nodes if node.op == "placeholder"}
+    groups: list[tuple[type[Piece], list[fx.Node]]] = []
+    while remaining:
+        choices = [_ready(remaining, kinds, kind, placed) for kind in _in_order(kinds.values())]
+        kind, nodes = next(choice for choice in choices if choice[1])
+        # The kind that has just run has nothing left that is ready: kinds alternate.
+        groups.append((kind, nodes))
+        placed.update(nodes)
+        taken = set(nodes)
+        remaining = [node for node in remaining if node not in taken]
+    return groups
+
+
+def _in_order(kinds: Any) -> list[type[Piece]]:
+    """The kinds that occur, computing first."""
+    return sorted(set(kinds), key=lambda kind: (kind is not ComputePiece, kind.__name__))
+
+
+def _ready(
+    nodes: Sequence[fx.Node],
+    kinds: dict[fx.Node, type[Piece]],
+    kind: type[Piece],
+    placed: set[fx.Node],
+) -> tuple[type[Piece], list[fx.Node]]:
+    """All nodes of a kind that need nothing but what is placed, and each other."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        if kinds[node] is kind and all(s in placed or s in found for s in node.all_input_nodes):
+            found[node] = None
+    return kind, list(found)
+
+
+def _draft(kind: type[Piece], nodes: list[fx.Node], order: dict[fx.Node, int]) -> _Draft:
+    """Adds what costs nothing to compute again; the rest of what the nodes read is taken."""
+    held = dict.fromkeys(nodes)
+    taken: dict[fx.Node, None] = {}
+    todo = [source for node in nodes for source in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node in held or node in taken:
+            continue
+        if kind is ComputePiece and _is_free(node):
+            held[node] = None
+            todo += node.all_input_nodes
+        else:
+            taken[node] = None
+    return _Draft(kind, sorted(held, key=order.__getitem__), sorted(taken, key=order.__getitem__))
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node is a constant, or rearranges an argument; as a value it would be a copy."""
+    if node.op != "call_function" or is_random(node):
+        return False
+    if not node.all_input_nodes:
+        return True
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _finish(draft: _Draft, number: dict[fx.Node, int]) -> Piece:
+    graph = copy_nodes(draft.taken, draft.nodes, draft.given)
+    graph.eliminate_dead_code()
+    return draft.kind(
+        fx.GraphModule(torch.nn.Module(), graph),
+        tuple(number[node] for node in draft.taken),
+        tuple(number[node] for node in draft.given),
+        tuple(TensorSpec.of(node.meta["val"]) for node in draft.taken),
+        tuple(TensorSpec.of(node.meta["val"]) for node in draft.given),
+    )
