@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
@@ -149,9 +150,11 @@ class _StepModule(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
         _recorder = recorder = BackwardRecorder()
+        semantics = StepSemantics()
         try:
             with (
-                StepSemantics(),
+                semantics,
+                masks_decided(semantics.constants),
                 own_backwards_noted() as own_backwards,
                 optimizers_refused(),
                 assigned_buffers_written(self.model),

@@ -18,6 +18,7 @@ from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.user_code import at_user_line
 
@@ -45,6 +46,7 @@ class StepSemantics(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.constants = Constants()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AUTOGRAD:
@@ -62,7 +64,7 @@ class StepSemantics(TorchFunctionMode):
             return args[0]
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+        return self.constants.call(func, args, kwargs)
 
     def _to_host(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type != "meta":

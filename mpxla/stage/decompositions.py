@@ -7,6 +7,7 @@
 - Layer norm saves three values of its input's size for the backward (`normalization.py`).
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
 - `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
+- Adaptive pooling to one value is traced with `as_strided_` where strides look like channels last.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
@@ -79,6 +80,18 @@ def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) ->
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
 
 
+def _adaptive_avg_pool1d(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    if list(size) == [1]:
+        return tensor.mean(dim=-1, keepdim=True)
+    return _aten.adaptive_avg_pool1d.default(tensor, size)
+
+
+def _adaptive_avg_pool2d(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    if list(size) == [1, 1]:
+        return tensor.mean(dim=(-1, -2), keepdim=True)
+    return _aten.adaptive_avg_pool2d.default(tensor, size)
+
+
 def _selu(tensor: torch.Tensor) -> torch.Tensor:
     return _aten.elu.default(tensor, 1.6732632423543772, 1.0507009873554805)
 
@@ -95,6 +108,8 @@ def _kl_div(
 
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten._weight_norm.default: _weight_norm,
+    _aten.adaptive_avg_pool1d.default: _adaptive_avg_pool1d,
+    _aten.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
     _aten.copy.default: _copy,
     _aten.index_put.default: _index_put,
     _aten.kl_div.default: _kl_div,
