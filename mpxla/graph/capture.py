@@ -21,6 +21,7 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_constants import masks_decided
+from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
@@ -227,6 +228,7 @@ def capture_step(
         torchs_recurrences(),
         unchecked_distributions(),
         attributes_named_by_keywords(),
+        experts_of_all_tokens(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)

@@ -8,6 +8,7 @@
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
 - `kl_div` and `selu` have no derivative (see `lacks_derivative`); that of `glu` runs on the host.
 - Adaptive pooling to one value is traced with `as_strided_` where strides look like channels last.
+- `histc` has no lowering; with given bounds it is a count of numbers.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
@@ -92,6 +93,18 @@ def _adaptive_avg_pool2d(tensor: torch.Tensor, size: Sequence[int]) -> torch.Ten
     return _aten.adaptive_avg_pool2d.default(tensor, size)
 
 
+def _histc(
+    tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
+) -> torch.Tensor:
+    """Counts of the values in equal bins; the last one holds its upper bound as well."""
+    if min >= max:  # the bounds are those of the values
+        return _aten.histc.default(tensor, bins, min, max)
+    place = ((tensor - min) * (bins / (max - min))).floor().clamp(0, bins - 1).to(torch.int64)
+    counts = ((tensor >= min) & (tensor <= max)).to(tensor.dtype)
+    zeros = torch.zeros(bins, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_add(0, place.flatten(), counts.flatten())
+
+
 def _selu(tensor: torch.Tensor) -> torch.Tensor:
     return _aten.elu.default(tensor, 1.6732632423543772, 1.0507009873554805)
 
@@ -111,6 +124,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.adaptive_avg_pool1d.default: _adaptive_avg_pool1d,
     _aten.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
     _aten.copy.default: _copy,
+    _aten.histc.default: _histc,
     _aten.index_put.default: _index_put,
     _aten.kl_div.default: _kl_div,
     _aten.layer_norm.default: layer_norm,
