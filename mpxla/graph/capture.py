@@ -25,7 +25,7 @@ from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
-    own_backwards_noted,
+    own_backwards_captured,
     refuse_gradient_hooks,
 )
 from mpxla.graph.capture_modes import (
@@ -156,15 +156,13 @@ class _StepModule(nn.Module):
             with (
                 semantics,
                 masks_decided(semantics.constants),
-                own_backwards_noted() as own_backwards,
+                own_backwards_captured(),
                 optimizers_refused(),
                 assigned_buffers_written(self.model),
             ):
                 returned = self._function(leaves)
         finally:
             _recorder = None
-        if recorder.objectives and own_backwards:
-            raise own_backwards[0]
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []

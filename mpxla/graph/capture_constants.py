@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +27,8 @@ LARGEST_CONSTANT = 2**26
 """Elements; larger constants are not computed at capture."""
 
 _READS = frozenset(
-    "__bool__ __int__ __float__ __index__ __contains__ allclose equal is_nonzero item tolist".split()
+    "__bool__ __contains__ __float__ __index__ __int__ "
+    "allclose equal is_nonzero item tolist".split()
 )
 _COUNTS = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
 """The shape of their result depends on values."""
@@ -79,7 +79,9 @@ class Constants:
         found: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
-            places = self._run(torch.nonzero, (part,), {}) if is_mask and self.is_known(part) else None
+            places = None
+            if is_mask and self.is_known(part):
+                places = self._run(torch.nonzero, (part,), {})
             found += [part] if places is None else places.unbind(1)
         return tuple(found)
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_constants import Constants
+from mpxla.graph.capture_functions import DifferentiatesInsideError
 from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.user_code import at_user_line
 
@@ -47,9 +48,13 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants()
+        # Whether a user's own autograd function is traced, and whether it may call autograd then.
+        self.of_function = (False, False)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _AUTOGRAD:
+        if func in _AUTOGRAD and self.of_function == (True, False):
+            raise DifferentiatesInsideError
+        if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."

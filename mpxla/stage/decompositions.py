@@ -93,9 +93,7 @@ def _adaptive_avg_pool2d(tensor: torch.Tensor, size: Sequence[int]) -> torch.Ten
     return _aten.adaptive_avg_pool2d.default(tensor, size)
 
 
-def _histc(
-    tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
-) -> torch.Tensor:
+def _histc(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
     """Counts of the values in equal bins; the last one holds its upper bound as well."""
     if min >= max:  # the bounds are those of the values
         return _aten.histc.default(tensor, bins, min, max)

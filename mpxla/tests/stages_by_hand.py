@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-__all__ = ["Outcome", "run_in_stages", "run_plainly"]
+__all__ = ["Outcome", "differences", "run_in_stages", "run_plainly"]
 
 
 @dataclass
@@ -76,6 +76,29 @@ def run_in_stages(
     return Outcome(loss.item(), run.gradients, run.buffers, len(cut.stages))
 
 
+def differences(plain: Outcome, staged: Outcome, tolerance: float = 1e-4) -> str:
+    """What differs between two outcomes, in words; empty if nothing does.
+
+    Gradients are compared by their norms. A parameter may have a gradient of zeros in one outcome
+    and none in the other.
+    """
+    found: list[str] = []
+    if abs(plain.loss - staged.loss) > tolerance * abs(plain.loss):
+        found.append(f"loss {staged.loss} for {plain.loss}")
+    scale = max((g.norm().item() for g in plain.gradients.values()), default=0.0)
+    for name in dict.fromkeys([*plain.gradients, *staged.gradients]):
+        right, other = plain.gradients.get(name), staged.gradients.get(name)
+        right = torch.zeros_like(other) if right is None else right
+        other = torch.zeros_like(right) if other is None else other
+        off = (other - right).norm().item()
+        # What is zero but for rounding (the bias in front of a norm, say) has no digits.
+        if not off <= tolerance * max(right.norm().item(), 1e-3 * scale):
+            found.append(f"gradient of {name} off by {off:.3g} of {right.norm().item():.3g}")
+    if set(plain.buffers) != set(staged.buffers):
+        found.append(f"changes {sorted(staged.buffers)} for {sorted(plain.buffers)}")
+    return "; ".join(found)
+
+
 class _Run:
     """Values of one step on the host, by their names in the step's graph."""
 
@@ -109,7 +132,9 @@ class _Run:
         self.results.update((index, next(rest)) for index in spec.results)
         self.buffers.update((name, next(rest)) for name in spec.new_buffers)
         kept = list(rest)
-        saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
+        saved = [
+            arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved
+        ]
         self.saved[spec.index] = (lowered, saved)
 
     def backward(self, spec: Any) -> None:
