@@ -24,11 +24,13 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_constants import masks_decided
+from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_functions import cumulative_batch_norms
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
-    own_backwards_noted,
+    own_backwards_captured,
     refuse_gradient_hooks,
 )
 from mpxla.graph.capture_modes import (
@@ -157,18 +159,18 @@ class _StepModule(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
         _recorder = recorder = BackwardRecorder()
+        semantics = StepSemantics()
         try:
             with (
-                StepSemantics(),
-                own_backwards_noted() as own_backwards,
+                semantics,
+                masks_decided(semantics.constants),
+                own_backwards_captured(),
                 optimizers_refused(),
                 assigned_buffers_written(self.model),
             ):
                 returned = self._function(leaves)
         finally:
             _recorder = None
-        if recorder.objectives and own_backwards:
-            raise own_backwards[0]
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
@@ -234,6 +236,7 @@ def capture_step(
         cumulative_batch_norms(),
         attributes_named_by_keywords(),
         static_shapes(),
+        experts_of_all_tokens(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)

@@ -1,8 +1,8 @@
 """What a step function may do besides computing, and a captured step cannot keep.
 
-Backwards that the user wrote (`torch.autograd.Function`), hooks on gradients and the use of
-gradients or optimizers would be left out of the graph without a word: they are refused. Tensors
-that `forward` keeps as attributes are those of the capture: they are taken away again.
+Hooks on gradients and the use of gradients or optimizers would be left out of the graph without a
+word: they are refused. Backwards that the user wrote (`torch.autograd.Function`) are captured.
+Tensors that `forward` keeps as attributes are those of the capture: they are taken away again.
 This module must not know how the step is captured or run.
 """
 
@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_autograd import apply_captured
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = [
     "attributes_kept",
     "optimizers_refused",
-    "own_backwards_noted",
+    "own_backwards_captured",
     "refuse_gradient_hooks",
     "refuse_gradients",
 ]
@@ -103,15 +104,14 @@ def optimizers_refused() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def own_backwards_noted() -> Generator[list[CaptureError]]:
-    """Collects an error for every `torch.autograd.Function` whose backward would count.
+def own_backwards_captured() -> Generator[None]:
+    """Captures every `torch.autograd.Function` whose backward would count.
 
     A reentrant checkpoint is such a function as well: its body runs as it is, since what a stage
     computes again is decided later. Others of torch belong to operators that stay one node.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
-    found: list[CaptureError] = []
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -119,24 +119,15 @@ def own_backwards_noted() -> Generator[list[CaptureError]]:
             return body(*inputs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if counts and not cls.__module__.startswith("torch."):
-            found.append(_own_backward(cls))
+        if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):
+            return apply_captured(cls, args, kwargs)
         return original.__get__(None, cls)(*args, **kwargs)
 
     function.apply = classmethod(apply)
     try:
-        yield found
+        yield
     finally:
         function.apply = original
-
-
-def _own_backward(function: type) -> CaptureError:
-    return CaptureError(
-        f"The step function applies {function.__qualname__}, a torch.autograd.Function with a "
-        f"backward of its own{at_user_line()}, which a captured step cannot keep. Write it with "
-        f"ordinary operators: `x + (y - x).detach()` has the value of y and the gradient of x, "
-        f"`x * s + (x - x * s).detach()` the value of x and its gradient times s."
-    )
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

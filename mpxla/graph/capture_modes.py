@@ -18,6 +18,8 @@ from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_autograd import DifferentiatesInsideError
+from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
@@ -47,9 +49,14 @@ class StepSemantics(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.constants = Constants()
+        # Whether a user's own autograd function is traced, and whether it may call autograd then.
+        self.of_function = (False, False)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _AUTOGRAD:
+        if func in _AUTOGRAD and self.of_function == (True, False):
+            raise DifferentiatesInsideError
+        if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
                 f"model.backward(loss) there: gradients have to flow through all stages."
@@ -70,7 +77,7 @@ class StepSemantics(TorchFunctionMode):
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
-        return CAPTURED_FUNCTIONS.get(func, func)(*args, **kwargs)
+        return self.constants.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
 
     def _to_host(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type != "meta":

@@ -224,6 +224,7 @@ def _derivatives_of(holder: fx.Node, again: set[fx.Node]) -> list[fx.Node]:
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    while is_view(node):
+    """The tensor of which a value is a rearrangement; a part of a tensor is another tensor."""
+    while is_view(node) and node.args[0].meta["val"].numel() == node.meta["val"].numel():
         node = node.args[0]
     return node

@@ -7,6 +7,7 @@
 - Layer norm saves three values of its input's size for the backward (`normalization.py`).
 - The derivative of `elu` (and of `selu`, `celu`) is computed as if its input were its result.
 - `kl_div` and `selu` have no derivative in torch_xla; that of `glu` runs on the host.
+- `histc` has no lowering; with given bounds it is a count of numbers.
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's), and on the
   device it writes into its first argument.
@@ -107,6 +108,16 @@ def _vdot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
     others = [d for d in range(direction.dim()) if d != dim % direction.dim()]
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
+
+
+def _histc(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts of the values in equal bins; the last one holds its upper bound as well."""
+    if min >= max:  # the bounds are those of the values
+        return _aten.histc.default(tensor, bins, min, max)
+    place = ((tensor - min) * (bins / (max - min))).floor().clamp(0, bins - 1).to(torch.int64)
+    counts = ((tensor >= min) & (tensor <= max)).to(tensor.dtype)
+    zeros = torch.zeros(bins, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter_add(0, place.flatten(), counts.flatten())
 
 
 def _selu(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,6 +278,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.cdist.default: _cdist,
     _aten.channel_shuffle.default: _channel_shuffle,
     _aten.copy.default: _copy,
+    _aten.histc.default: _histc,
     _aten.index_put.default: _index_put,
     _aten.kl_div.default: _kl_div,
     _aten.embedding_bag.default: _embedding_bag,

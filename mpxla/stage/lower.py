@@ -28,6 +28,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.cleanup import is_view, simplify
@@ -190,7 +191,8 @@ def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
     for node in copy.nodes:
         if node.op == "call_function":
-            node.target = REPLACEMENTS.get(node.target, node.target)
+            own = applied(node.target, lambda part: _on_device(part, device))
+            node.target = own or REPLACEMENTS.get(node.target, node.target)
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")

@@ -114,6 +114,9 @@ def _adaptive_avg_pool(num_dims: int, original: Any) -> Callable[..., torch.Tens
     def pool(x: torch.Tensor, output_size: Sequence[int]) -> torch.Tensor:
         counts = _wide(output_size, num_dims)
         sizes = x.shape[-num_dims:]
+        if all(count == 1 for count in counts):
+            # Traced with `as_strided_` otherwise, where strides look like channels last.
+            return x.mean(dim=list(range(-num_dims, 0)), keepdim=True)
         if all(size % count == 0 for size, count in zip(sizes, counts, strict=True)):
             if num_dims > 1:
                 return original(x, output_size)

@@ -34,8 +34,19 @@ def differentiate(model, leaves):
     return loss
 
 
-def reverse(model, leaves):
-    current_recorder().backward(Reversed.apply(model(leaves[0])).mean())
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def change(model, leaves):
+    current_recorder().backward(Doubled.apply(model(leaves[0])).mean())
 
 
 def hook(model, leaves):
@@ -73,7 +84,7 @@ def clear_by_optimizer(model, leaves):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (reverse, r"applies Reversed, .* of its own at .*hooks\.py:\d+: .* ordinary operators"),
+        (change, r"applies Doubled, .* changes an argument in place at .*hooks\.py:\d+: .* clone"),
         (hook, r"^register_hook\(\) was called in a step function at .* call no hooks\. Change"),
         (retain, r"^retain_grad\(\) was called in a step function at .*"),
         (clip, r"The gradient of a tensor is used in a step function at .*hooks\.py:\d+: nn\.util"),

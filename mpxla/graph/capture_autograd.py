@@ -1,0 +1,281 @@
+"""Capture of users' `torch.autograd.Function`s with the backward that they wrote.
+
+Where the step function applies one, its `forward` (with `setup_context`) and its `backward` are run
+once, one after the other, on tensors without values, and traced as one graph. The graph is cut
+where the forward ends; what the backward reads from before is what it saves, whatever way `ctx`
+holds it. One operator stands for both parts in the captured step (`functions.py`).
+
+This module must not know how the step is captured or lowered.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, overrides
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import FunctionCtx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mpxla.errors import CaptureError
+from mpxla.graph.functions import TracedFunction, operator_of
+from mpxla.graph.split import copy_nodes
+from mpxla.graph.stepgraph import is_random
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["DifferentiatesInsideError", "apply_captured"]
+
+
+class DifferentiatesInsideError(Exception):
+    """A function calls autograd itself, as reversible networks do in their backward."""
+
+
+class _Context(FunctionCtx):
+    """What `forward` and `backward` are given as `ctx`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]):
+        self.needs_input_grad = needs_input_grad
+        self.to_save: tuple[Any, ...] = ()
+        self.non_differentiable: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[Any, ...] = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What `save_for_backward` was given."""
+        return tuple(self.to_save)
+
+    saved_variables = saved_tensors
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Torch's own contexts free what they hold; this one lives as long as the trace."""
+
+
+class _Traced:
+    """The function as a graph: forward, then one node for every gradient, then backward."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]):
+        self._function, self._args = function, args
+        leaves, self._spec = pytree.tree_flatten(args)
+        self._leaves = leaves
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.results: Any = None
+        self.has_gradient: list[bool] = []
+        self._forward_names: set[str] = set()
+        self.tensors = [leaves[i] for i in self._places]
+        stand_ins = _stand_ins(self.tensors)
+        try:
+            module = self._trace(stand_ins, self._joint, is_composed=True)
+        except DifferentiatesInsideError:
+            module = self._trace(stand_ins, self._joint, is_composed=False)
+        if _has_writes(module.graph):
+            functional = torch.func.functionalize(self._joint)
+            module = self._trace(stand_ins, functional, is_composed=False)
+        self.graph = module.graph
+        for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:
+            self.graph.erase_node(node)
+        self.outside = _lifted(module, self._forward_names)
+
+    def _trace(
+        self, stand_ins: list[torch.Tensor], joint: Callable[..., Any], is_composed: bool
+    ) -> fx.GraphModule:
+        """Traces with composite operators as they are, or below autograd, which may then run."""
+        autocast = torch.is_autocast_enabled("cpu")
+        modes_off = _outer_modes_off(allows_autograd=not is_composed)
+        with _disable_current_modes(), modes_off, torch.no_grad(), _fake_mode(stand_ins):
+            try:
+                return make_fx(joint, pre_dispatch=is_composed)(*stand_ins)
+            finally:
+                torch.set_autocast_enabled("cpu", autocast)
+
+    def _joint(self, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
+        leaves = list(self._leaves)
+        for place, value in zip(self._places, inputs, strict=True):
+            leaves[place] = value
+        args = pytree.tree_unflatten(leaves, self._spec)
+        needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in self._args)
+        context = _Context(needs)
+        writes = [value._version for value in inputs]
+        self.results = _run_forward(self._function, context, args)
+        if context.dirty_tensors or writes != [value._version for value in inputs]:
+            raise _changed(self._function)
+        results = _tensors(self.results)
+        fixed = {id(tensor) for tensor in context.non_differentiable}
+        self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
+        tracer = cast(Any, get_proxy_mode()).tracer
+        self._forward_names = {node.name for node in tracer.graph.nodes}
+        # Each is one node, which becomes an argument of the backward.
+        given = [
+            torch.empty(r.shape, dtype=r.dtype) if has_gradient else None
+            for r, has_gradient in zip(results, self.has_gradient, strict=True)
+        ]
+        filled = iter(
+            torch.zeros(r.shape, dtype=r.dtype) if g is None else g
+            for r, g in zip(results, given, strict=True)
+        )
+        flat = _as_tuple(self.results)
+        gradients = (next(filled) if isinstance(r, torch.Tensor) else None for r in flat)
+        # A backward runs without autocast, but for what `custom_bwd` does.
+        torch.set_autocast_enabled("cpu", False)
+        found = _as_tuple(self._function.backward(context, *gradients))
+        return [*results, *self._of_inputs(found, inputs)]
+
+    def _of_inputs(
+        self, found: tuple[Any, ...], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the tensors among the arguments, with their shapes and dtypes."""
+        by_place: dict[int, torch.Tensor | None] = {}
+        place = 0
+        for argument, gradient in zip(self._args, found, strict=False):
+            by_place[place] = gradient if isinstance(argument, torch.Tensor) else None
+            place += len(pytree.tree_leaves(argument))
+        fitting: list[torch.Tensor | None] = []
+        for place, tensor, value in zip(self._places, self.tensors, inputs, strict=True):
+            gradient = by_place.get(place) if tensor.requires_grad else None
+            if gradient is not None:
+                gradient = gradient.sum_to_size(value.shape).to(value.dtype)
+            fitting.append(gradient)
+        return fitting
+
+    def divided(self) -> TracedFunction:
+        """Forward and backward as graphs of their own."""
+        (output,) = [node for node in self.graph.nodes if node.op == "output"]
+        outputs = list(cast(Any, output.args[0]))
+        count = len(self.has_gradient)
+        results, gradients = outputs[:count], outputs[count:]
+        nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        forward = [node for node in nodes if node.name in self._forward_names]
+        backward = [node for node in nodes if node.name not in self._forward_names]
+        given, backward = backward[: sum(self.has_gradient)], backward[sum(self.has_gradient) :]
+        wanted = [gradient for gradient in gradients if gradient is not None]
+        read = [s for node in backward for s in node.all_input_nodes] + wanted
+        before = {*inputs, *forward}
+        saved = list(dict.fromkeys(node for node in read if node in before))
+        return TracedFunction(
+            name=self._function.__name__,
+            forward=copy_nodes(inputs, forward, [*results, *saved]),
+            backward=copy_nodes([*saved, *given], backward, wanted),
+            results=tuple((tuple(_val(r).shape), _val(r).dtype) for r in results),
+            has_gradient=tuple(self.has_gradient),
+            is_differentiated=(
+                *(gradient is not None for gradient in gradients),
+                *(False for _ in self.outside),
+            ),
+            is_random=any(is_random(node) for node in nodes),
+        )
+
+
+def _val(node: fx.Node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    return [value for value in _as_tuple(results) if isinstance(value, torch.Tensor)]
+
+
+def _run_forward(function: Any, context: _Context, args: tuple[Any, ...]) -> Any:
+    if not _has_own_setup(function):
+        return function.forward(context, *args)
+    results = function.forward(*args)
+    function.setup_context(context, args, results)
+    return results
+
+
+def _has_own_setup(function: Any) -> bool:
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
+def _changed(function: Any) -> CaptureError:
+    return CaptureError(
+        f"The step function applies {function.__qualname__}, a torch.autograd.Function whose "
+        f"forward changes an argument in place{at_user_line()}, which an operator of a captured "
+        f"step cannot do. Change and return a copy: x = x.clone()."
+    )
+
+
+def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the same kinds that no graph knows."""
+    with _disable_current_modes(), _outer_modes_off(), _fake_mode(tensors):
+        made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
+        for stand_in, tensor in zip(made, tensors, strict=True):
+            stand_in.requires_grad_(tensor.requires_grad)
+    return made
+
+
+def _fake_mode(tensors: Sequence[torch.Tensor]) -> FakeTensorMode:
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    return modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _outer_modes_off(allows_autograd: bool = False) -> Generator[None]:
+    """Leaves of the modes that see calls of torch those of mpxla: export's write another graph."""
+    modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
+    own: Any = [mode for mode in modes if type(mode).__module__.startswith("mpxla.")]
+    outside = [mode.of_function for mode in own]
+    for mode in reversed(own):
+        overrides._push_mode(mode)
+        mode.of_function = (True, allows_autograd)
+    try:
+        yield
+    finally:
+        for mode, before in zip(own, outside, strict=True):
+            overrides._pop_mode()
+            mode.of_function = before
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
+
+
+def _has_writes(graph: fx.Graph) -> bool:
+    schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tensor]:
+    """Makes tensors that are used besides the arguments further arguments; returns them."""
+    graph = module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    found: dict[int, torch.Tensor] = {}
+    placed: dict[int, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(module, str(node.target))
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor
+            with graph.inserting_after(last):
+                last = placed[id(tensor)] = graph.placeholder(f"outside_{len(found)}")
+            last.meta["val"] = node.meta.get("val", tensor)
+            forward_names.add(last.name)
+        node.replace_all_uses_with(placed[id(tensor)])
+        graph.erase_node(node)
+    return list(found.values())
+
+
+def apply_captured(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `function.apply(*args, **kwargs)` returns, as one operator of the captured step.
+
+    Args:
+        function: the class, whose backward counts.
+        args: as `apply` is given them, tensors without values.
+        kwargs: named ones.
+
+    Raises:
+        CaptureError: it changes an argument in place.
+    """
+    if kwargs or _has_own_setup(function):
+        bound = inspect.signature(function.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = bound.args
+    traced = _Traced(function, args)
+    operator = cast(Any, operator_of(traced.divided()))
+    found = iter(operator([*traced.tensors, *traced.outside]))
+    if isinstance(traced.results, torch.Tensor):
+        return next(found)
+    return tuple(next(found) if isinstance(r, torch.Tensor) else r for r in traced.results)

@@ -1,0 +1,179 @@
+"""Values of constants while a step is captured: what Python may read and branch on.
+
+Tensors of a captured step have no values. But a mask that the step makes itself, or a tensor that
+the user's function closes over, is the same in every call. So every call of torch whose tensors
+are all such constants runs a second time, on real host tensors, and Python may read its results:
+`if mask.all()`, `int(lengths.max())`, `mask.nonzero()`. What follows from inputs, parameters,
+buffers or random numbers stays unknown.
+
+This module must not know what the captured graph is used for.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import transformer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Constants", "masks_decided"]
+
+LARGEST_CONSTANT = 2**26
+"""Elements; larger constants are not computed at capture."""
+
+_READS = frozenset(
+    "__bool__ __contains__ __float__ __index__ __int__ "
+    "allclose equal is_nonzero item tolist".split()
+)
+_COUNTS = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
+"""The shape of their result depends on values."""
+_data = cast(Any, torch.Tensor.data).__get__
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The value of a tensor without one, and the numbers of writes that both had then."""
+
+    value: torch.Tensor
+    num_writes: int
+    tensor_writes: int
+
+
+class Constants:
+    """Calls torch for a step that is captured, and follows the values of constants."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `func`; reads of constants are answered.
+
+        Args:
+            func: what `__torch_function__` is given.
+            args: its arguments.
+            kwargs: its named arguments.
+        """
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], self._as_indices(args[1]))
+        if func is _data or not all(self.is_known(tensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if tensors and _depends_on_values(func, tensors):
+            answer = self._run(func, args, kwargs)
+            if answer is not None:
+                return answer
+        writes = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        is_write = writes != [tensor._version for tensor in tensors]
+        if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _as_indices(self, index: Any) -> tuple[Any, ...]:
+        """An index with the places of known masks, which have a known number, for the masks."""
+        found: list[Any] = []
+        for part in index if isinstance(index, tuple) else (index,):
+            is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
+            places = None
+            if is_mask and self.is_known(part):
+                places = self._run(torch.nonzero, (part,), {})
+            found += [part] if places is None else places.unbind(1)
+        return tuple(found)
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's value is the same in every call of the step."""
+        if not isinstance(tensor, FakeTensor):
+            is_constant = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+            return is_constant and tensor.numel() <= LARGEST_CONSTANT
+        known = self._known.get(tensor)
+        if known is None:
+            return False
+        # A write that was not followed (of an unknown value, say) shows in the numbers of writes.
+        written = tensor._version - known.tensor_writes
+        return written == known.value._version - known.num_writes
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Computes the result's value, unless it is random or large."""
+        leaves = pytree.tree_leaves(result)
+        sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(not isinstance(size, int) or size > LARGEST_CONSTANT for size in sizes):
+            return
+        if any(isinstance(v, torch.Generator) for v in pytree.tree_leaves((args, kwargs))):
+            return
+        value = self._run(func, args, kwargs)
+        values = pytree.tree_leaves(value)
+        if value is None or len(values) != len(leaves):
+            return
+        for leaf, real in zip(leaves, values, strict=True):
+            if isinstance(leaf, FakeTensor) and _is_like(real, leaf):
+                self._known[leaf] = _Known(real, real._version, leaf._version)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The value of a call, or None: it fails, or depends on random numbers."""
+        with _disable_current_modes(), torch.no_grad():
+            before = torch.get_rng_state()
+            try:
+                args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
+                value = func(*args, **kwargs)
+            except Exception:  # the call on the tensor without a value says what is wrong
+                return None
+            if torch.equal(before, torch.get_rng_state()):
+                return value
+            torch.set_rng_state(before)
+            return None
+
+    def _value_of(self, argument: Any) -> Any:
+        if isinstance(argument, FakeTensor):
+            return self._known[argument].value
+        if isinstance(argument, torch.Tensor):  # the user's own, which a write must not change
+            if argument not in self._known:
+                self._known[argument] = _Known(argument.detach().clone(), 0, 0)
+            return self._known[argument].value
+        return argument
+
+
+def _is_like(real: Any, fake: torch.Tensor) -> bool:
+    return isinstance(real, torch.Tensor) and (real.shape, real.dtype) == (fake.shape, fake.dtype)
+
+
+def _depends_on_values(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether Python reads values, or a shape depends on them."""
+    name = getattr(func, "__name__", "")
+    if name == "where":
+        return len(tensors) == 1
+    if name == "repeat_interleave":
+        return len(tensors) == 2
+    return name in _READS or name in _COUNTS
+
+
+@contextlib.contextmanager
+def masks_decided(constants: Constants) -> Generator[None]:
+    """Keeps torch's transformers from branching on the values of masks that are not known.
+
+    Such a mask is used as it is, which is right for causal ones too. The fast path for inference,
+    which looks for padding on the left, is left out.
+
+    Args:
+        constants: knows the masks whose values decide.
+    """
+    module: Any = transformer
+    detect = module._detect_is_causal_mask
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+
+    def detect_if_known(mask: Any, is_causal: Any = None, size: Any = None) -> bool:
+        if is_causal is None and mask is not None and not constants.is_known(mask):
+            return False
+        return detect(mask, is_causal, size)
+
+    module._detect_is_causal_mask = detect_if_known
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = detect
+        torch.backends.mha.set_fastpath_enabled(is_fast)

@@ -1,0 +1,147 @@
+"""Users' `torch.autograd.Function`s as operators of a captured step.
+
+Every captured function is an operator of its own, `mpxla_functions::NAME_HASH`, so that export, the
+partitioner and costs see one node, which no cut divides. The operator has no derivative: where a
+stage is lowered, `applied` runs the traced forward in its place, with the traced backward as its
+derivative. Equal functions share an operator, named by its contents, so that ranks agree.
+
+This module must not know how functions are traced.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module
+
+__all__ = ["TracedFunction", "applied", "operator_of"]
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """A function with its derivative.
+
+    Attributes:
+        name: the class's, for messages.
+        forward: graph, inputs -> (results, values for the backward).
+        backward: graph, (values for the backward, gradients) -> gradients of inputs.
+        results: shape and dtype of every result.
+        has_gradient: for every result whether a gradient comes back for it; those that have none
+            are no arguments of `backward`.
+        is_differentiated: for every input whether `backward` gives its gradient.
+        is_random: whether it draws random numbers.
+    """
+
+    name: str
+    forward: fx.Graph
+    backward: fx.Graph
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    has_gradient: tuple[bool, ...]
+    is_differentiated: tuple[bool, ...]
+    is_random: bool
+
+    def key(self) -> str:
+        """Equal for functions that compute the same."""
+        inputs = [_spec(node) for node in self.forward.nodes if node.op == "placeholder"]
+        flags = (self.has_gradient, self.is_differentiated)
+        parts = (self.forward, self.backward, inputs, self.results, flags)
+        digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+        return f"{self.name}_{digest[:16]}"
+
+
+_library = torch.library.Library("mpxla_functions", "DEF")
+_functions: dict[Any, TracedFunction] = {}
+"""By operator; operators live as long as the process, as all of torch's do."""
+
+
+def _spec(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape), node.meta["val"].dtype
+
+
+def operator_of(function: TracedFunction) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """The operator, `(Tensor[] inputs) -> Tensor[]`, that stands for a function in a graph."""
+    key = function.key()
+    known = getattr(torch.ops.mpxla_functions, key, None)
+    if known is not None:
+        return known.default
+    tags = (torch.Tag.nondeterministic_seeded,) if function.is_random else ()
+    _library.define(f"{key}(Tensor[] inputs) -> Tensor[]", tags=tags)
+    operator = getattr(torch.ops.mpxla_functions, key).default
+    _library.impl(key, _forward_alone(function), "CompositeExplicitAutograd")
+    _library.impl(key, _with_gradient_flags(function, operator), "Autograd")
+    _functions[operator] = function
+    return operator
+
+
+def _forward_alone(function: TracedFunction) -> Callable[..., list[torch.Tensor]]:
+    module = _make_graph_module(torch.nn.Module(), function.forward)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [value.clone() for value in module(*inputs)[: len(function.results)]]
+
+    return run
+
+
+def _with_gradient_flags(
+    function: TracedFunction, operator: Any
+) -> Callable[..., list[torch.Tensor]]:
+    """Says which results have gradients; while a step is captured none are computed."""
+
+    class Flags(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = tuple(operator(inputs))
+            flags = zip(results, function.has_gradient, strict=True)
+            ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+            raise AssertionError("operators of functions are replaced before they run")
+
+    return lambda inputs: list(Flags.apply(*inputs))
+
+
+def applied(
+    target: Any, prepared: Callable[[fx.Graph], fx.Graph]
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
+    """What runs in the place of a function's operator; None for other operators.
+
+    Args:
+        target: of a node.
+        prepared: makes the function's graphs fit for the device.
+    """
+    function = _functions.get(target)
+    if function is None:
+        return None
+    # Without `fx.Interpreter`: what is traced belongs to the node of the operator.
+    forward = _make_graph_module(torch.nn.Module(), prepared(function.forward))
+    backward = _make_graph_module(torch.nn.Module(), prepared(function.backward))
+    count = len(function.results)
+
+    class Applied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = forward(*inputs)
+            ctx.save_for_backward(*values[count:])
+            # An input that is returned as it is would be taken for a view of itself.
+            results = tuple(value.clone() for value in values[:count])
+            flags = zip(results, function.has_gradient, strict=True)
+            ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            flags = zip(gradients, function.has_gradient, strict=True)
+            given = [gradient for gradient, has_gradient in flags if has_gradient]
+            found = iter(backward(*ctx.saved_tensors, *given))
+            return tuple(next(found) if wanted else None for wanted in function.is_differentiated)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(Applied.apply(*inputs))
+
+    return run

@@ -1,0 +1,113 @@
+"""Python may read values of constants while a step is captured, and of nothing else."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.tests.graph.test_capture import capture, run
+
+pytestmark = pytest.mark.unit
+
+KEPT = torch.tensor([True, False, True, True])
+ORDER = torch.tensor([2, 0])
+
+
+def branch_on_what_is_made(x):
+    table = torch.zeros(3, 3)
+    table[0, 1] = 1
+    table = table + torch.eye(3)
+    return x * 2 if table.sum() > 3.5 else x
+
+
+def branch_on_what_is_closed_over(x):
+    return x * 3 if KEPT.all() else x * 5
+
+
+def count(x):
+    return x[:, : int(KEPT.sum())].sum(dim=1) / KEPT.sum().item()
+
+
+def loop(x):
+    return sum(x[:, i] for i in ORDER.tolist())
+
+
+def choose_by_a_mask(x):
+    table = torch.arange(4.0)
+    return x[:, KEPT] * table[table > 0] + KEPT.nonzero().shape[0]
+
+
+def write_through_a_view(x):
+    values = torch.zeros(4)
+    values[KEPT] = 1.0
+    values.view(2, 2).add_(1)
+    return x + 1 if values.sum() == 7 else x
+
+
+ALLOWED = [
+    branch_on_what_is_made,
+    branch_on_what_is_closed_over,
+    count,
+    loop,
+    choose_by_a_mask,
+    write_through_a_view,
+]
+
+
+@pytest.mark.parametrize("function", ALLOWED, ids=lambda f: f.__name__)
+def test_values_of_constants_are_known(function):
+    model, x = nn.Linear(6, 4), torch.randn(4, 6)
+    before = KEPT.clone(), ORDER.clone(), torch.get_rng_state()
+    captured = capture(model, lambda leaves: function(model(leaves[0])))
+    torch.testing.assert_close(run(captured, model, [x])[0], function(model(x)).detach())
+    after = KEPT, ORDER, torch.get_rng_state()
+    assert all(map(torch.equal, before, after)), "the user's own tensors and numbers stay"
+
+
+def branch_on_an_input(x):
+    return x * 2 if x.sum() > 0 else x
+
+
+def branch_on_what_an_input_was_written_to(x):
+    values = torch.zeros(3)
+    values[0] = x.sum()
+    return x * 2 if values.sum() > 0 else x
+
+
+def branch_on_what_a_view_was_written_to(x):
+    values = torch.zeros(3)
+    values[1:].copy_(x[0, :2])
+    return x * 2 if values.sum() > 0 else x
+
+
+def branch_on_random_numbers(x):
+    return x * 2 if torch.rand(3).sum() > 0 else x
+
+
+REFUSED = [
+    branch_on_an_input,
+    branch_on_what_an_input_was_written_to,
+    branch_on_what_a_view_was_written_to,
+    branch_on_random_numbers,
+]
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_other_values_are_not(function):
+    model = nn.Linear(6, 4)
+    with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*constants"):
+        capture(model, lambda leaves: function(model(leaves[0])))
+
+
+def test_branches_on_buffers_are_refused():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("gate", torch.ones(()))
+
+        def forward(self, x):
+            return x * 2 if self.gate else x
+
+    model = Gated()
+    with pytest.raises(CaptureError, match="depends on a tensor's value"):
+        capture(model, lambda leaves: model(leaves[0]))

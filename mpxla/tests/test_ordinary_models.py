@@ -1,0 +1,101 @@
+"""Ordinary models in stages have the losses and gradients of plain PyTorch.
+
+All run one step in the stages of one process; some train on two ranks as well.
+"""
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import merged
+from mpxla.tests.models_ordinary import MODELS, loss_of
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 4
+TRAINED = ("mixtral", "function_setting_up")
+SAMPLE = (
+    "causal", "deepseek_v3", "mamba", "masked", "mixtral", "pooled", "rwkv",
+    *(name for name in MODELS if name.startswith("function")),
+)  # fmt: skip
+
+
+def built(name):
+    torch.manual_seed(11)
+    return MODELS[name]()
+
+
+def compared(names):
+    """For every model what differs between one step in two stages and a plain one."""
+    from mpxla.tests.stages_by_hand import differences, run_in_stages, run_plainly
+
+    found = {}
+    for name in names:
+        model, batch = built(name)
+        plain = run_plainly(model, loss_of, batch)
+        found[name] = differences(plain, run_in_stages(model, loss_of, batch))
+    return found
+
+
+def test_one_step_in_two_stages():
+    (found,) = run_ranks(compared, 1, SAMPLE, timeout_s=300)
+    assert found == dict.fromkeys(SAMPLE, "")
+
+
+@pytest.mark.slow
+def test_one_step_of_further_models_in_two_stages():
+    names = tuple(set(MODELS) - set(SAMPLE))
+    (found,) = run_ranks(compared, 1, names, timeout_s=600)
+    assert found == dict.fromkeys(names, "")
+
+
+def trained(names):
+    """Losses and final parameters of several AdamW steps on this rank, by model."""
+    import mpxla as smp
+
+    found = {}
+    for name in names:
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        raw, batch = built(name)
+        model = smp.DistributedModel(raw)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(raw.parameters(), lr=1e-2))
+        step = smp.step(train_step)
+        losses = []
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            losses.append(step(model, batch).reduce_mean().item())
+            optimizer.step()
+        found[name] = losses, {n: p.detach().cpu() for n, p in model.local_named_parameters()}
+        smp.shutdown()
+    return found
+
+
+def train_step(model, batch):
+    loss = loss_of(model, batch)
+    model.backward(loss)
+    return loss
+
+
+def trained_plainly(name):
+    model, batch = built(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    halves = [{n: v.chunk(2)[i] for n, v in batch.items()} for i in range(2)]
+    losses = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        found = [loss_of(model, half) for half in halves]
+        loss = sum(found) / 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def test_training_on_two_ranks():
+    ranks = run_ranks(trained, 2, TRAINED, timeout_s=300)
+    for name in TRAINED:
+        losses, parameters = trained_plainly(name)
+        assert ranks[0][name][0] == pytest.approx(losses, rel=1e-4), name
+        held = merged([rank[name][1] for rank in ranks])
+        assert min(len(rank[name][1]) for rank in ranks) > 0, "both ranks hold parameters"
+        torch.testing.assert_close(held, parameters, rtol=1e-3, atol=2e-5)
