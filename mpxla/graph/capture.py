@@ -55,7 +55,7 @@ from mpxla.graph.stepgraph import (
     ResultLeaf,
     StepGraph,
 )
-from mpxla.graph.user_code import at_user_line, explain
+from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
 
 __all__ = ["TensorLeaf", "capture_step", "current_recorder"]
 
@@ -221,6 +221,7 @@ def capture_step(
         unmapped_autocast(),
         host_autocast(),
         quiet_export(),
+        user_lines_recorded(),
         torchs_recurrences(),
         unchecked_distributions(),
         attributes_named_by_keywords(),

@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
+from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
@@ -267,9 +268,12 @@ class StepEngine:
                 )
         finally:
             self.is_tracing = False
+        config, pins, names = self._session.config, self._pins(), self._state.canonical_names
+        if not (config.auto_partition or config.load_partition):
+            check_placement(step, pins, config.default_partition, names)
         fixed = self._parameter_ranks or None
         measured_s = self._measure(step)
-        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful, measured_s)
+        return cut_step(step, config, pins, fixed, self._stateful, measured_s)
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
