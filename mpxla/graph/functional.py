@@ -2,8 +2,8 @@
 
 `ExportedProgram.run_decompositions({})` keeps composite operators (`linear`, `layer_norm`) as they
 are. For that it registers kernels for every composite operator of torch and takes them away again
-(torch 2.9), which takes longer than all the rest for a small program. It also forgets which module
-and which line the operators under `torch.autocast` and `torch.no_grad` come from; here they keep it.
+(torch 2.9), which takes longer than all the rest for a small program. It also forgets from which
+module and line the operators under `torch.autocast` and `torch.no_grad` are; here they keep it.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
+from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import get_logger
@@ -20,6 +21,7 @@ from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.partition_store import cut_settings, write_decision
@@ -105,7 +107,7 @@ class StepEngine:
             if runner is None:
                 with self._session.progress.busy():
                     runner = self._build(signature, rule.function, objects)
-                seed = self._agree_on_seed(runner.plan)
+                seed = self._agree_to_start(runner, signature, tensors)
             return self._run(runner, signature, tensors, seed)
         except (PeerFailure, _Announced):
             raise
@@ -129,6 +131,9 @@ class StepEngine:
         returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
         if recorder is not None:
             recorder.end_step()
+        problem = runner.problem_of_results(signature.function, count)
+        if problem is not None:
+            raise _announced(StepError(problem))  # all ranks of the pipeline see it
         return returned
 
     # --- announce -------------------------------------------------------------------------------
@@ -152,6 +157,10 @@ class StepEngine:
         if runner is None:
             self._control.announce(("new", name, signature))
             return signature, tensors, objects, 0
+        problem = runner.checks.problem_of_inputs(signature, tensors)
+        if problem is not None:
+            self._control.announce(("error", name, StepError, problem))
+            raise _announced(StepError(problem))
         seed = self._draw_seed(runner.plan)
         self._control.announce(("known", name, self._known.index(signature), seed))
         return signature, tensors, objects, seed
@@ -188,13 +197,26 @@ class StepEngine:
         """A seed for the random operators of one call; 0 where there are none."""
         return draw_seed() if plan.is_random else 0
 
-    def _agree_on_seed(self, plan: StepPlan) -> int:
-        if not plan.is_random:
+    def _agree_to_start(
+        self, runner: PlanRunner, signature: Signature, tensors: list[list[torch.Tensor]]
+    ) -> int:
+        """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
+
+        Raises:
+            StepError: the inputs cannot be used; on all ranks of the pipeline.
+        """
+        if not (runner.plan.is_random or runner.checks.looks_at_inputs):
             return 0
         if self._pp_rank > 0:
-            return self._control.follow()
-        seed = self._draw_seed(plan)
-        self._control.announce(seed)
+            problem, seed = self._control.follow()
+            if problem is not None:
+                raise _announced(StepError(f"{problem} (found on pp_rank 0)"))
+            return seed
+        problem = runner.checks.problem_of_inputs(signature, tensors)
+        seed = self._draw_seed(runner.plan)
+        self._control.announce((problem, seed))
+        if problem is not None:
+            raise _announced(StepError(problem))
         return seed
 
     # --- plan -----------------------------------------------------------------------------------
@@ -223,7 +245,10 @@ class StepEngine:
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
-        runner = PlanRunner(plan, self._state, self._link, self._pp_rank, device, reduction, scale)
+        checks = IndexChecks(self._session.config.check_indices, cut.step)
+        runner = PlanRunner(
+            plan, self._state, self._link, self._pp_rank, device, reduction, scale, checks
+        )
         self._plans[signature.key] = runner
         self._known.append(signature)
         get_logger().info(
@@ -268,6 +293,8 @@ class StepEngine:
                 )
         finally:
             self.is_tracing = False
+        if self._session.config.check_indices == "all":
+            step = with_extremes(step)
         config, pins, names = self._session.config, self._pins(), self._state.canonical_names
         if not (config.auto_partition or config.load_partition):
             check_placement(step, pins, config.default_partition, names)

@@ -117,6 +117,12 @@ class Signature:
         )
 
     @property
+    def tensor_paths(self) -> list[str]:
+        """Readable path of every tensor leaf."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
+
+    @property
     def tensor_leaves(self) -> list[TensorLeaf]:
         """The tensor leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
