@@ -22,6 +22,7 @@ from mpxla.config_keys import (
     integer,
     key,
     number,
+    switch_or_word,
     text,
     word,
 )
@@ -130,6 +131,10 @@ class Config:
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension. If no action of a step completes for so many seconds, the job ends with a table of
     what every rank is doing."""
+    check_indices: str = key("inputs", switch_or_word("all", "off", "inputs"))
+    """Extension. Ids beyond a table and labels beyond the classes are errors: `inputs` looks at
+    those that follow from inputs of a step, before it runs, unless they are on an accelerator; True
+    (`all`) lets the programs report all others too, which waits for every step; False is `off`."""
 
     sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
     """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""

@@ -21,6 +21,7 @@ __all__ = [
     "integer",
     "key",
     "number",
+    "switch_or_word",
     "text",
     "word",
 ]
@@ -160,6 +161,26 @@ def word(*choices: str) -> Kind:
         return str(value)
 
     return Kind(f"one of {', '.join(repr(choice) for choice in choices)}", convert)
+
+
+def switch_or_word(on: str, off: str, *others: str) -> Kind:
+    """Returns the kind of some words, of which two are also written True and False.
+
+    Args:
+        on: The word for True.
+        off: The word for False.
+        *others: Further words.
+    """
+    choices = (on, off, *others)
+
+    def convert(value: Any) -> str:
+        if isinstance(value, bool):
+            return on if value else off
+        if value not in choices:
+            raise ValueError
+        return str(value)
+
+    return Kind(f"True, False or one of {', '.join(map(repr, choices))}", convert)
 
 
 def text(*, is_nullable: bool = False) -> Kind:

@@ -26,6 +26,7 @@ from mpxla.errors import MpxlaError
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.model_watch import model_flags
 from mpxla.runtime.signature import fill, sign
 from mpxla.runtime.state import ModelState
 
@@ -110,7 +111,9 @@ def capture_factory(
 
     step = plain if _is_step(plain) else of_loss
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((facade, *inputs), {})
-    signature, _, objects = sign("the factory's step", [arguments], model, Identities())
+    signature, _, objects = sign(
+        "the factory's step", [arguments], model_flags(model), Identities()
+    )
 
     def run(leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fill(signature, leaves, objects)

@@ -55,6 +55,7 @@ from mpxla.graph.normalize import (
     refuse_hidden_updates,
     resolve_numbers,
 )
+from mpxla.graph.number import Number
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import (
     InputKind,
@@ -65,9 +66,9 @@ from mpxla.graph.stepgraph import (
     StepGraph,
     describe,
 )
-from mpxla.graph.user_code import at_user_line, explain
+from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
 
-__all__ = ["TensorLeaf", "capture_step", "current_recorder"]
+__all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,16 @@ class TensorLeaf:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class NumberLeaf(TensorLeaf):
+    """A Python float of the call that is an input of the program, float64 of shape [].
+
+    `value` is the one of the call that is captured; others are served as well.
+    """
+
+    value: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -175,7 +186,10 @@ class _StepModule(nn.Module):
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
         for leaf in flat:
-            if isinstance(leaf, torch.Tensor):
+            if type(leaf) is Number:
+                leaves_out.append(ResultLeaf(len(results), is_number=True))
+                results.append(leaf.tensor.clone())
+            elif isinstance(leaf, torch.Tensor):
                 leaves_out.append(ResultLeaf(len(results)))
                 results.append(leaf.detach())
             elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
@@ -231,6 +245,7 @@ def capture_step(
         unmapped_autocast(),
         host_autocast(),
         quiet_export(),
+        user_lines_recorded(),
         torchs_recurrences(),
         unchecked_distributions(),
         cumulative_batch_norms(),
@@ -290,7 +305,7 @@ def _step_graph(
     densify_gradients(graph)
     free_layouts(graph)
     graph.eliminate_dead_code()
-    _annotate(exported.graph_module, inputs, wrapper, fake_mode)
+    _annotate(exported.graph_module, inputs, wrapper, canonical_names, fake_mode)
     return StepGraph(
         graph=graph,
         inputs=tuple(inputs),
@@ -340,12 +355,13 @@ def _annotate(
     module: fx.GraphModule,
     inputs: list[InputRole],
     wrapper: _StepModule,
+    canonical_names: dict[str, str],
     fake_mode: FakeTensorMode,
 ) -> None:
     """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
     trainable = {id(p) for p in wrapper.model.parameters() if p.requires_grad}
     names = {
-        name
+        canonical_names[name]
         for name, p in wrapper.model.named_parameters(remove_duplicate=False)
         if id(p) in trainable
     }

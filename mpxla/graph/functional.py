@@ -2,18 +2,24 @@
 
 `ExportedProgram.run_decompositions({})` keeps composite operators (`linear`, `layer_norm`) as they
 are. For that it registers kernels for every composite operator of torch and takes them away again
-(torch 2.9), which takes longer than all the rest for a small program.
+(torch 2.9), which takes longer than all the rest for a small program. It also forgets from which
+module and line the operators under `torch.autocast` and `torch.no_grad` are; here they keep it.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.export.exported_program as exported_program
 from torch import fx
 from torch._export.utils import _is_preservable_cia_op
+from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
 
 __all__ = ["functionalize"]
+
+_REGIONS: tuple[Any, ...] = (WrapWithAutocast, WrapWithSetGradEnabled)
+"""Operators that stand for a region of the program, whose body is a graph of its own."""
 
 
 def functionalize(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -25,7 +31,7 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
-    with _composites_limited_to(_composites(program.graph_module)):
+    with _composites_limited_to(_composites(program.graph_module)), _regions_with_origin():
         return program.run_decompositions({})
 
 
@@ -45,3 +51,32 @@ def _composites_limited_to(operators: set[torch._ops.OpOverload]) -> Iterator[No
         yield
     finally:
         exported_program._collect_all_valid_cia_ops = found
+
+
+@contextlib.contextmanager
+def _regions_with_origin() -> Iterator[None]:
+    """Lets the nodes of a region keep their own metadata while the region is inlined.
+
+    Torch calls the body as a function, so that all of its operators get the metadata of the node
+    that stands for the region (torch 2.9). An interpreter sets that of each node.
+    """
+    originals = [kind.__call__ for kind in _REGIONS]
+
+    def interpreting(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *(_interpreted(a) for a in args), **kwargs)
+
+        return call
+
+    for kind, original in zip(_REGIONS, originals, strict=True):
+        kind.__call__ = interpreting(original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(_REGIONS, originals, strict=True):
+            kind.__call__ = original
+
+
+def _interpreted(argument: Any) -> Any:
+    """The body of a region as a function that runs node by node; all else as it is."""
+    return fx.Interpreter(argument).run if isinstance(argument, fx.GraphModule) else argument

@@ -3,12 +3,19 @@
 Torch's own texts for such errors hold a page of graph. This module must not know what is traced.
 """
 
+import contextlib
+import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from torch import fx
 
 from mpxla.errors import CaptureError, MpxlaError
 
-__all__ = ["at_user_line", "explain"]
+__all__ = ["at_user_line", "explain", "line_of", "user_lines_recorded"]
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
 def explain(error: Exception) -> Exception:
@@ -41,19 +48,59 @@ def at_user_line() -> str:
     return f" at {where}" if where else ""
 
 
+@contextlib.contextmanager
+def user_lines_recorded() -> Generator[None]:
+    """Lets traced nodes know the lines of the user's functions, not only those of modules.
+
+    Torch keeps the frames of functions named `forward` (2.9); a step function has another name.
+    """
+    tracer: Any = fx.Tracer.__mro__[1]  # the filter is private to the base of all tracers
+    original = tracer._filter_traceback_frames
+
+    def kept(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        names = [frame.name for frame in frames]
+        inside = frames[names.index("forward") :] if "forward" in names else []
+        chosen = [f for f in inside if f.name == "forward" or _is_users(f.filename)]
+        return traceback.StackSummary.from_list(chosen)
+
+    tracer._filter_traceback_frames = kept
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
+
+
+def line_of(node: fx.Node) -> str:
+    """` at file:line: source` of the user's line that a traced node comes from, or nothing."""
+    lines = (node.meta.get("stack_trace") or "").split("\n")
+    for place in range(len(lines) - 1, -1, -1):
+        found = _FRAME.fullmatch(lines[place].strip())
+        if found and _is_users(found[1]):
+            source = "".join(line.strip() for line in lines[place + 1 : place + 2])
+            return f" at {found[1]}:{found[2]}: {source}"
+    return ""
+
+
 def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
     """`file:line: source` of the innermost frame that is neither torch's nor mpxla's."""
     for frame in reversed(frames):
-        name = frame.filename.replace("\\", "/")
-        outside = (
-            "/torch/",
-            "/torch_xla/",
-            "/mpxla/graph/",
-            "/mpxla/runtime/",
-            "/mpxla/parallel/",
-            "<",
-            "/functools",
-        )
-        if not any(part in name for part in outside) and "importlib" not in name:
+        if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
     return None
+
+
+def _is_users(filename: str) -> bool:
+    name = filename.replace("\\", "/")
+    return not any(part in name for part in _NOT_THE_USERS)
+
+
+_NOT_THE_USERS = (
+    "/torch/",
+    "/torch_xla/",
+    "/mpxla/graph/",
+    "/mpxla/runtime/",
+    "/mpxla/parallel/",
+    "<",
+    "/functools",
+    "importlib",
+)

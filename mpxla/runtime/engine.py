@@ -5,22 +5,30 @@ ranks find or build the plan of that signature (the first plan places the parame
 runs its list of actions; gradients and results are collected.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
+from mpxla.graph.capture_attributes import Read, attributes_noted
+from mpxla.graph.indices import with_extremes
+from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
+from mpxla.runtime.model_watch import ModelView, ModelWatch
+from mpxla.runtime.number_policy import NumberPolicy
 from mpxla.runtime.partition_store import cut_settings, write_decision
 from mpxla.runtime.plan import (
     CutStep,
@@ -30,6 +38,7 @@ from mpxla.runtime.plan import (
     describe_plan,
     schedule_step,
 )
+from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.reduction import Reducer
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
@@ -38,8 +47,8 @@ from mpxla.runtime.signature import (
     describe_change,
     fill,
     local_objects,
-    model_flags,
     sign,
+    with_constants,
 )
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
@@ -82,8 +91,9 @@ class StepEngine:
         self._link = PipelineLink(session.transport, self._group, session.device)
         self._reducer = make_reducer(self._link)
         self._control = ControlChannel(session.transport, self._group)
-        self._plans: dict[tuple[Any, ...], PlanRunner] = {}
-        self._known: list[Signature] = []
+        self._plans = Plans()
+        self._watch = ModelWatch(state.module)
+        self._numbers = NumberPolicy()
         self._functions: dict[str, Identities] = {}
         self._objects = Identities()
         self._parameter_ranks: dict[str, tuple[int, ...]] = {}
@@ -102,13 +112,12 @@ class StepEngine:
         """
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
         try:
-            signature, tensors, objects, seed = self._agree(name, rule, args, kwargs)
-            runner = self._plans.get(signature.key)
-            if runner is None:
+            call = self._agree(name, rule, args, kwargs)
+            if call.plan is None:
                 with self._session.progress.busy():
-                    runner = self._build(signature, rule.function, objects)
-                seed = self._agree_on_seed(runner.plan)
-            return self._run(runner, signature, tensors, seed)
+                    call.plan = self._build(call.signature, rule.function, call.objects)
+                self._agree_to_start(call, call.plan)
+            return self._run(call.plan, call.tensors, call.seed)
         except (PeerFailure, _Announced):
             raise
         except BaseException as error:
@@ -116,13 +125,8 @@ class StepEngine:
                 self._session.report_failure(f"step function {name}", error)
             raise
 
-    def _run(
-        self,
-        runner: PlanRunner,
-        signature: Signature,
-        tensors: list[list[torch.Tensor]],
-        seed: int,
-    ) -> Any:
+    def _run(self, plan: Plan, tensors: list[list[torch.Tensor]], seed: int) -> Any:
+        runner, signature = plan.runner, plan.signature
         if self._session.lifeline is not None:
             self._session.lifeline.check()  # all messages may be there, and their sender gone
         recorder, progress = self._session.recorder, self._session.progress
@@ -132,36 +136,60 @@ class StepEngine:
         returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
         if recorder is not None:
             recorder.end_step()
+        problem = runner.problem_of_results(signature.function, count)
+        if problem is not None:
+            raise _announced(StepError(problem))  # all ranks of the pipeline see it
         return returned
 
     # --- announce -------------------------------------------------------------------------------
 
     def _agree(
         self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any], int]:
-        """Signature of the call, as the first pipeline rank sees it, on all ranks."""
+    ) -> "_Call":
+        """The call as the first pipeline rank sees it, on all ranks."""
         if self._pp_rank > 0:
             return self._follow(name, args, kwargs)
+        view = self._watch.look()
         try:
             count = self._session.config.microbatches
             parts = split_arguments(rule, args, kwargs, count)
             number = self._functions.setdefault(name, Identities()).number(rule.function)
             title = name if number == 0 else f"{name}#{number + 1}"
-            signature, tensors, objects = sign(title, parts, self._state.module, self._objects)
+            call = self._sign(title, parts, view)
         except MpxlaError as error:
             self._control.announce(("error", name, type(error), str(error)))
             raise _announced(error) from None
-        runner = self._plans.get(signature.key)
-        if runner is None:
-            self._control.announce(("new", name, signature))
-            return signature, tensors, objects, 0
-        seed = self._draw_seed(runner.plan)
-        self._control.announce(("known", name, self._known.index(signature), seed))
-        return signature, tensors, objects, seed
+        if call.plan is None:
+            self._control.announce(("new", name, call.signature))
+            return call
+        problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
+        if problem is not None:
+            self._control.announce(("error", name, StepError, problem))
+            raise _announced(StepError(problem))
+        call.seed = self._draw_seed(call.plan.runner.plan)
+        self._plans.use(call.plan.number)
+        self._control.announce(("known", name, call.plan.number, call.seed))
+        return call
 
-    def _follow(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any], int]:
+    def _sign(self, title: str, parts: Sequence[Any], view: ModelView) -> "_Call":
+        """Describes a call, with floats that have changed before as inputs, and finds its plan."""
+        flags = view.modes, view.trainable
+
+        def described() -> _Call:
+            inputs = self._numbers.inputs(title)
+            signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
+            return _Call(signature, tensors, objects, self._plans.find(signature, view))
+
+        call = described()
+        if call.plan is None and self._numbers.learn(call.signature, self._known()):
+            call = described()
+        return call
+
+    def _known(self) -> list[Signature]:
+        """Signatures of all plans."""
+        return [plan.signature for plan in self._plans]
+
+    def _follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
         kind, announced, *rest = self._control.follow()
         if announced != name:
             raise RankMismatch(
@@ -172,42 +200,66 @@ class StepEngine:
         if kind == "error":
             error_type, text = rest
             raise _announced(error_type(f"{text} (found on pp_rank 0)"))
-        signature = rest[0] if kind == "new" else self._known[rest[0]]
-        modes, trainable = model_flags(self._state.module)
-        if signature.modes != modes:
+        plan = self._plans.use(rest[0]) if kind == "known" else None
+        signature = rest[0] if plan is None else plan.signature
+        view = self._watch.look()
+        if signature.modes != view.modes:
             raise RankMismatch(
                 f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
                 f"from pp_rank 0. Call model.train() and model.eval() on all ranks."
             )
-        if signature.trainable != trainable:
+        if signature.trainable != view.trainable:
             raise RankMismatch(
                 f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
                 f"differs from pp_rank 0. Freeze the same parameters on all ranks."
             )
+        change = None if plan is None else plan.view.difference(view)
+        if change is not None:
+            raise RankMismatch(
+                f"{name}: on rank {self._session.rank}, {change} since the step was captured, and "
+                f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
+            )
         objects = local_objects(args, kwargs)
-        return signature, [], objects, rest[1] if kind == "known" else 0
+        return _Call(signature, [], objects, plan, 0 if plan is None else rest[1])
 
     def _draw_seed(self, plan: StepPlan) -> int:
         """A seed for the random operators of one call; 0 where there are none."""
         return draw_seed() if plan.is_random else 0
 
-    def _agree_on_seed(self, plan: StepPlan) -> int:
-        if not plan.is_random:
-            return 0
+    def _agree_to_start(self, call: "_Call", plan: Plan) -> None:
+        """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
+
+        Floats that the capture had to keep as constants are no tensors of the call any more.
+
+        Raises:
+            StepError: the inputs cannot be used; on all ranks of the pipeline.
+        """
+        constants = set(call.signature.numbers) - set(plan.signature.numbers)
+        _, call.tensors = with_constants(call.signature, call.tensors, constants)
+        if constants and self._pp_rank == 0:
+            self._numbers.keep_constant(call.signature.function, constants)
+        checks, step_plan = plan.runner.checks, plan.runner.plan
+        if not (step_plan.is_random or checks.looks_at_inputs):
+            return
         if self._pp_rank > 0:
-            return self._control.follow()
-        seed = self._draw_seed(plan)
-        self._control.announce(seed)
-        return seed
+            problem, call.seed = self._control.follow()
+            if problem is not None:
+                raise _announced(StepError(f"{problem} (found on pp_rank 0)"))
+            return
+        problem = checks.problem_of_inputs(plan.signature, call.tensors)
+        call.seed = self._draw_seed(step_plan)
+        self._control.announce((problem, call.seed))
+        if problem is not None:
+            raise _announced(StepError(problem))
 
     # --- plan -----------------------------------------------------------------------------------
 
     def _build(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> PlanRunner:
+    ) -> Plan:
         started = time.perf_counter()
-        reason = describe_change(signature, self._known)
-        cut = self._cut_together(signature, function, objects)
+        reason = self._reason(signature)
+        cut, signature, reads = self._cut_together(signature, function, objects)
         if not self._state.is_placed:
             cut = self._follow_first_replica(cut, signature.function)
         what = "captured another step"
@@ -230,9 +282,11 @@ class StepEngine:
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducer.prepare(cut) if cut.step.is_training else None
         scale = self._reducer.objective_scale(count)
-        runner = PlanRunner(plan, self._state, self._link, self._pp_rank, device, reduction, scale)
-        self._plans[signature.key] = runner
-        self._known.append(signature)
+        checks = IndexChecks(self._session.config.check_indices, cut.step)
+        runner = PlanRunner(
+            plan, self._state, self._link, self._pp_rank, device, reduction, scale, checks
+        )
+        view = self._watch.look().captured(self._state.module, reads)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
@@ -240,11 +294,20 @@ class StepEngine:
             reason,
             sum(len(p.programs) for p in plan.programs.values()),
         )
-        return runner
+        return self._plans.add(signature, view, runner)
+
+    def _reason(self, signature: Signature) -> str:
+        """Why a call needs a new program."""
+        change = self._plans.model_change(signature, self._watch.look())
+        if change is not None:
+            return change
+        if self._pp_rank == 0:
+            self._numbers.count(signature, self._known())
+        return describe_change(signature, self._known())
 
     def _cut_together(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> CutStep:
+    ) -> tuple[CutStep, Signature, list[Read]]:
         """`_cut` on all ranks; each raises its own error if it has one.
 
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
@@ -271,22 +334,54 @@ class StepEngine:
 
     def _cut(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> CutStep:
+    ) -> tuple[CutStep, Signature, list[Read]]:
+        """The step in stages, the signature that it serves, and what it read of the model."""
+        signature, step, reads = self._capture(signature, function, objects)
+        if self._session.config.check_indices == "all":
+            step = with_extremes(step)
+        config, pins, names = self._session.config, self._pins(), self._state.current_names()
+        if not (config.auto_partition or config.load_partition):
+            check_placement(step, pins, config.default_partition, names)
+        fixed = self._parameter_ranks or None
+        measured_s = self._measure(step)
+        cut = cut_step(step, config, pins, fixed, self._stateful, measured_s)
+        return cut, signature, reads
+
+    def _capture(
+        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+    ) -> tuple[Signature, StepGraph, list[Read]]:
+        """Captures a step with as many of its floats as inputs as Python lets it."""
+
+        def run(chosen: Signature) -> tuple[Signature, StepGraph, list[Read]]:
+            return chosen, *self._trace(chosen, function, objects)
+
+        numbers = signature.numbers
+        if not numbers:
+            return run(signature)
+        with contextlib.suppress(Exception):
+            return run(signature)
+        constants, found = set(numbers), None
+        for path in numbers if len(numbers) > 1 else ():
+            with contextlib.suppress(Exception):
+                found = run(with_constants(signature, [], constants - {path})[0])
+                constants.discard(path)
+        return found or run(with_constants(signature, [], constants)[0])
+
+    def _trace(
+        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+    ) -> tuple[StepGraph, list[Read]]:
         def run(leaves: Sequence[torch.Tensor]) -> Any:
             args, kwargs = fill(signature, leaves, objects)
             return function(*args, **kwargs)
 
+        model, leaves = self._state.module, signature.tensor_leaves
         self.is_tracing = True
         try:
-            with torch.set_grad_enabled(signature.grad_enabled):
-                step = capture_step(
-                    run, self._state.module, signature.tensor_leaves, self._state.canonical_names
-                )
+            with torch.set_grad_enabled(signature.grad_enabled), attributes_noted(model) as log:
+                step = capture_step(run, model, leaves, self._state.current_names())
         finally:
             self.is_tracing = False
-        fixed = self._parameter_ranks or None
-        measured_s = self._measure(step)
-        return cut_step(step, self._session.config, self._pins(), fixed, self._stateful, measured_s)
+        return step, log.reads()
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
@@ -377,6 +472,25 @@ class StepEngine:
                     f"Call the function that changes it (the training step) first."
                 )
         self._stateful |= changed
+
+
+@dataclass
+class _Call:
+    """One call of a step function on this rank.
+
+    Attributes:
+        signature: as the first pipeline rank describes it.
+        tensors: tensor leaves of every microbatch, on the first pipeline rank.
+        objects: this rank's own objects among the arguments, by path.
+        plan: what runs it; None until it is captured.
+        seed: from which the seeds of random programs are drawn.
+    """
+
+    signature: Signature
+    tensors: list[list[torch.Tensor]]
+    objects: dict[str, Any]
+    plan: Plan | None
+    seed: int = 0
 
 
 class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind

@@ -16,6 +16,7 @@ from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
 from mpxla.graph.partition import Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.graph.partition_manual import partition_manual
+from mpxla.graph.placement import rank_of
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger
@@ -224,14 +225,8 @@ def _weighs_memory(config: Config, num_stages: int) -> bool:
 
 def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, int]:
     """Rank of every node whose innermost tagged module gives one."""
-    result: dict[int, int] = {}
-    for index, node in enumerate(problem.nodes):
-        path = node.module_path
-        while path and path not in pins:
-            path = path.rpartition(".")[0]
-        if path:
-            result[index] = pins[path]
-    return result
+    ranks = [rank_of(node.module_path, pins) for node in problem.nodes]
+    return {index: rank for index, rank in enumerate(ranks) if rank is not None}
 
 
 def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...]:

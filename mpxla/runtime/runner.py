@@ -3,7 +3,7 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
+from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan, constant_tensors
@@ -34,6 +35,7 @@ class PlanRunner:
         device: this rank's device.
         reduction: of the gradients over replicas; None for an evaluation step.
         objective_scale: gradient of every microbatch's objective.
+        checks: of the indices in the step.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class PlanRunner:
         device: torch.device,
         reduction: StepReduction | None,
         objective_scale: float,
+        checks: IndexChecks,
     ):
         self.plan = plan
+        self.checks = checks
+        self._fetch: Callable[[int], list[torch.Tensor]] | None = None
         self._state = state
         self._link = link
         self._pp_rank = pp_rank
@@ -99,7 +104,9 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.begin()
         self._executor.run(self.plan.schedule[self._pp_rank], run)
-        fetch = exchange_results(cut, run.results, num_microbatches, self._pp_rank, self._link)
+        self._fetch = fetch = exchange_results(
+            cut, run.results, num_microbatches, self._pp_rank, self._link
+        )
         for program in self.plan.programs.values():
             for name in program.lowered.spec.new_buffers:
                 self._state.set_buffer(name, run.tensors[name])
@@ -110,6 +117,12 @@ class PlanRunner:
             cut.step.result_leaves, cut.step.result_spec, num_microbatches, fetch
         )
         return returned, run
+
+    def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
+        """What is wrong with the indices that the last run made; every rank of the pipeline."""
+        fetch, self._fetch = self._fetch, None  # it holds the results of a step
+        assert fetch is not None, "a step has run"
+        return self.checks.problem_of_results(function, num_microbatches, fetch)
 
     def _reduce(self, stage: int, run: StepRun) -> None:
         assert self._reduction is not None, "only training steps have reductions"

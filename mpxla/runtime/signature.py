@@ -7,20 +7,20 @@ rank owns the inputs; it announces the signature, and the other ranks put their 
 This module must not know how a step is captured or run.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 
 from mpxla.errors import RankMismatch
-from mpxla.graph.capture import TensorLeaf
+from mpxla.graph.capture import NumberLeaf, TensorLeaf
+from mpxla.graph.number import Number
 from mpxla.runtime.containers import open_containers
 from mpxla.runtime.identity import Identities
 
@@ -28,13 +28,15 @@ __all__ = [
     "LocalObject",
     "PlainValue",
     "Signature",
+    "changed_values",
     "describe_change",
     "fill",
     "local_objects",
     "sign",
+    "with_constants",
 ]
 
-_PLAIN = (str, bytes, Number, type(None), Enum, np.generic, torch.dtype, torch.device)
+_PLAIN = (str, bytes, numbers.Number, type(None), Enum, np.generic, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,18 @@ class Signature:
         )
 
     @property
+    def tensor_paths(self) -> list[str]:
+        """Readable path of every tensor leaf."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        return [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Paths of the Python floats that are inputs of the program."""
+        pairs = zip(self.paths, self.leaves, strict=True)
+        return tuple(path for path, leaf in pairs if isinstance(leaf, NumberLeaf))
+
+    @property
     def tensor_leaves(self) -> list[TensorLeaf]:
         """The tensor leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
@@ -125,16 +139,18 @@ class Signature:
 def sign(
     function: str,
     microbatches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-    model: nn.Module | None,
+    flags: tuple[str, str],
     identities: Identities,
+    inputs: Collection[str] = (),
 ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any]]:
     """Describes a call.
 
     Args:
         function: name of the step function.
         microbatches: (args, kwargs) of every microbatch.
-        model: the model, whose flags count.
+        flags: digests of the model's modes and of what is trained (`model_flags`).
         identities: numbers of the objects that earlier calls were given.
+        inputs: paths of Python floats that are inputs of the program.
 
     Returns:
         (signature, tensor leaves of every microbatch, local objects by path).
@@ -150,17 +166,20 @@ def sign(
     for path, (_, value) in zip(paths, with_paths, strict=True):
         if isinstance(value, torch.Tensor):
             leaves.append(TensorLeaf(tuple(value.shape), value.dtype))
+        elif isinstance(value, float) and path in inputs:
+            leaves.append(NumberLeaf((), torch.float64, float(value)))
         elif isinstance(value, _PLAIN):
             leaves.append(PlainValue(value))
         else:
             objects[path] = value
             leaves.append(LocalObject(path, type(value).__name__, identities.number(value)))
+    is_input = [isinstance(leaf, TensorLeaf) for leaf in leaves]
     tensors = [
-        [value for _, value in leaves_of_mb if isinstance(value, torch.Tensor)]
+        [_as_tensor(v) for _, v in itertools.compress(leaves_of_mb, is_input)]
         for leaves_of_mb, _ in flat
     ]
     _check_equal_parts(function, structure, flat, tensors)
-    modes, trainable = model_flags(model)
+    modes, trainable = flags
     signature = Signature(
         function=function,
         structure=structure,
@@ -173,6 +192,33 @@ def sign(
         autocast=_autocast_state(),
     )
     return signature, tensors, objects
+
+
+def _as_tensor(value: Any) -> Any:
+    """A Python float in the form of an input; all else as it is."""
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
+
+
+def with_constants(
+    signature: Signature, tensors: Sequence[Sequence[torch.Tensor]], paths: Collection[str]
+) -> tuple[Signature, list[list[torch.Tensor]]]:
+    """The same call with some of its floats as constants of the program.
+
+    Args:
+        signature: of the call.
+        tensors: tensor leaves of every microbatch; none on later pipeline ranks.
+        paths: of those floats.
+
+    Returns:
+        Signature and tensor leaves of the call.
+    """
+    leaves = tuple(
+        PlainValue(leaf.value) if isinstance(leaf, NumberLeaf) and path in paths else leaf
+        for path, leaf in zip(signature.paths, signature.leaves, strict=True)
+    )
+    is_kept = [path not in paths for path in signature.tensor_paths]
+    kept = [list(itertools.compress(leaves_of_mb, is_kept)) for leaves_of_mb in tensors]
+    return replace(signature, leaves=leaves), kept
 
 
 def _check_equal_parts(function: str, structure: Any, flat: Any, tensors: Any) -> None:
@@ -207,7 +253,9 @@ def fill(
     remaining = iter(tensors)
     values: list[Any] = []
     for leaf in signature.leaves:
-        if isinstance(leaf, TensorLeaf):
+        if isinstance(leaf, NumberLeaf):
+            values.append(Number(next(remaining)))
+        elif isinstance(leaf, TensorLeaf):
             values.append(next(remaining))
         elif isinstance(leaf, PlainValue):
             values.append(leaf.value)
@@ -221,24 +269,6 @@ def fill(
             )
     args, kwargs = pytree.tree_unflatten(values, signature.structure)
     return tuple(args), dict(kwargs)
-
-
-def model_flags(model: nn.Module | None) -> tuple[str, str]:
-    """Digests of the train/eval flags of all modules, and of what is trained of their parameters.
-
-    A rank that does not hold a parameter knows whether it is trained all the same.
-    """
-    if model is None:
-        return "", ""
-    modes, trainable = bytearray(), bytearray()
-    for module in model.modules():
-        modes.append(module.training)
-        trainable.extend(p.requires_grad for p in module.parameters(recurse=False))
-    return _digest(modes), _digest(trainable)
-
-
-def _digest(flags: bytearray) -> str:
-    return hashlib.blake2b(flags, digest_size=8).hexdigest()
 
 
 def _autocast_state() -> tuple[Any, ...]:
@@ -276,7 +306,23 @@ def _differences(new: Signature, old: Signature) -> list[str]:
     return [" and ".join(changes), *changes]
 
 
+def changed_values(new: Signature, old: Signature) -> list[tuple[str, Any, Any]]:
+    """(path, old leaf, new leaf) of arguments without tensors that differ, of one function.
+
+    Empty where the structure of the arguments differs too.
+    """
+    if new.function != old.function or str(new.structure) != str(old.structure):
+        return []
+    return [
+        (path, a, b)
+        for path, a, b in zip(new.paths, old.leaves, new.leaves, strict=True)
+        if a != b and type(a) is not TensorLeaf and type(b) is not TensorLeaf
+    ]
+
+
 def _text(leaf: TensorLeaf | PlainValue | LocalObject) -> str:
+    if isinstance(leaf, NumberLeaf):
+        return "a float that is an input"
     if isinstance(leaf, TensorLeaf):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return str(leaf)

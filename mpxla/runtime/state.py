@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpxla.errors import MpxlaError
+from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.stage.delayed import forget, materialize
 
@@ -76,6 +76,30 @@ class ModelState:
         self.set_buffer(name, value)
         self.local_names = (self.local_names or frozenset()) | {name}
 
+    def current_names(self) -> dict[str, str]:
+        """Any name that a parameter or buffer has now -> its canonical name, of the start.
+
+        Modules may have moved in the model since then.
+
+        Raises:
+            CaptureError: one that was not there at the start.
+        """
+        names: dict[str, str] = {}
+        known = {id(parameter): name for name, parameter in self.parameters.items()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in known:
+                raise CaptureError(_stranger("parameter", name))
+            names[name] = known[id(parameter)]
+        owned = {(id(o), key): n for n, held in self._buffer_owners.items() for o, key in held}
+        for path, owner in self.module.named_modules():
+            for key, buffer in _buffers_of(owner).items():
+                name = f"{path}.{key}" if path else key
+                if buffer is not None and (id(owner), key) not in owned:
+                    raise CaptureError(_stranger("buffer", name))
+                if buffer is not None:
+                    names[name] = owned[id(owner), key]
+        return names
+
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees all others.
 
@@ -121,6 +145,15 @@ class ModelState:
         for name, parameter in self.parameters.items():
             if self.local_names is None or name in self.local_names:
                 yield name, parameter
+
+
+def _stranger(kind: str, name: str) -> str:
+    return (
+        f"The model has a {kind} {name} that was not there when smp.DistributedModel wrapped it: "
+        f"its module, or the {kind} itself, was replaced or added later, and is on no partition. "
+        f"Change the model before smp.DistributedModel; afterwards, copy values into the "
+        f"{kind} that is there (load_state_dict, or copy_ under torch.no_grad)."
+    )
 
 
 def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any:

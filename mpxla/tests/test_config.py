@@ -54,6 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "transport": "auto",
     "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
+    "check_indices": "inputs",
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 
@@ -160,6 +161,8 @@ def test_booleans_may_be_written_as_numbers():
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),
         ("partition_file", 1, "a string"),
+        ("check_indices", "none", "True, False or one of 'all', 'off', 'inputs'"),
+        ("check_indices", 1, "True, False or one of"),
         ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )

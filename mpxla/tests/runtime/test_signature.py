@@ -14,21 +14,24 @@ from mpxla.errors import RankMismatch
 from mpxla.graph.capture import TensorLeaf
 from mpxla.runtime.containers import open_object
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.model_watch import model_flags
 from mpxla.runtime.signature import (
     LocalObject,
     PlainValue,
     describe_change,
     fill,
     local_objects,
-    model_flags,
     sign,
 )
 
 pytestmark = pytest.mark.unit
 
+NO_FLAGS = model_flags(None)
+
 
 def signature(*args, function="train", count=2, model=None, identities=None, **kwargs):
-    return sign(function, [(args, kwargs)] * count, model, identities or Identities())[0]
+    flags = model_flags(model)
+    return sign(function, [(args, kwargs)] * count, flags, identities or Identities())[0]
 
 
 def key(*args, **kwargs):
@@ -41,7 +44,7 @@ def test_a_call_is_described_leaf_by_leaf():
         "train",
         [((torch.full((2, 3), i), module), {"n": 4, "more": {"y": torch.ones(2).long()}})
          for i in range(2)],
-        None,
+        NO_FLAGS,
         Identities(),
     )  # fmt: skip
     assert dict(zip(found.paths, found.leaves, strict=True)) == {
@@ -72,7 +75,10 @@ def test_objects_are_told_apart():
 
 def test_mappings_and_sets_of_any_type_are_containers():
     found, tensors, objects = sign(
-        "train", [((UserDict(a=torch.ones(2), b="text"), {torch.zeros(3)}), {})], None, Identities()
+        "train",
+        [((UserDict(a=torch.ones(2), b="text"), {torch.zeros(3)}), {})],
+        NO_FLAGS,
+        Identities(),
     )
     assert objects == {}
     assert found.paths == ("[0][0]['a']", "[0][0]['b']", "[0][1][0]")
@@ -86,7 +92,7 @@ def test_mappings_and_sets_of_any_type_are_containers():
 
 def test_an_opened_object_is_a_container():
     part = open_object(Namespace(x=torch.ones(2), more=UserDict(y=torch.zeros(3), name="a")))
-    found, tensors, objects = sign("train", [((part,), {})], None, Identities())
+    found, tensors, objects = sign("train", [((part,), {})], NO_FLAGS, Identities())
     assert objects == {}
     assert [tuple(t.shape) for t in tensors[0]] == [(2,), (3,)]
     (made,), _ = fill(found, tensors[0], {})
@@ -164,7 +170,7 @@ def test_autocast_of_another_dtype_is_another_program():
 
 def test_faulty_parts_are_refused():
     def call(*parts):
-        return sign("train", [((part,), {}) for part in parts], None, Identities())
+        return sign("train", [((part,), {}) for part in parts], NO_FLAGS, Identities())
 
     text = r"train: microbatch 1 differs from microbatch 0 .* smp_slice has to return equally"
     for parts in (
@@ -187,7 +193,7 @@ def test_it_survives_the_way_to_another_rank():
 
 def test_filling_puts_everything_in_its_place():
     args = (torch.zeros(2), [nn.Linear(1, 1), 3], None)
-    found, _, objects = sign("train", [(args, {"k": torch.ones(1)})], None, Identities())
+    found, _, objects = sign("train", [(args, {"k": torch.ones(1)})], NO_FLAGS, Identities())
     x, y = torch.full((2,), 5.0), torch.full((1,), 6.0)
     (first, (module, number), none), named = fill(found, [x, y], objects)
     assert first is x
@@ -198,14 +204,14 @@ def test_filling_puts_everything_in_its_place():
 
 def test_other_ranks_put_their_own_objects():
     mine, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
-    found, _, _ = sign("train", [((torch.zeros(2), mine), {})], None, Identities())
+    found, _, _ = sign("train", [((torch.zeros(2), mine), {})], NO_FLAGS, Identities())
     own = local_objects((torch.zeros(2, 0), theirs), {})
     assert own == {"[0][1]": theirs}
     assert fill(found, [torch.zeros(2)], own)[0][1] is theirs
 
 
 def test_a_rank_without_the_object():
-    found, _, _ = sign("train", [((nn.Linear(1, 1),), {})], None, Identities())
+    found, _, _ = sign("train", [((nn.Linear(1, 1),), {})], NO_FLAGS, Identities())
     text = r"train: pp_rank 0 passes a Linear at \[0\]\[0\], and this rank passes none there\."
     with pytest.raises(RankMismatch, match=text):
         fill(found, [], local_objects((None,), {}))

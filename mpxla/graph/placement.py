@@ -1,0 +1,74 @@
+"""The user's placement of modules, as the nodes of a step see it.
+
+A placed module decides where its nodes run. One whose weights are read by other modules' nodes
+alone would be placed in vain, and nobody would notice: that is refused.
+This module must not know how stages are formed.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from mpxla.errors import PartitionError
+from mpxla.graph.stepgraph import InputKind, StepGraph, module_path
+from mpxla.graph.user_code import line_of
+
+__all__ = ["check_placement", "rank_of"]
+
+_MODEL = "model"
+
+
+def rank_of(path: str, pins: Mapping[str, int]) -> int | None:
+    """Rank of the innermost placed module on a path, or None.
+
+    Args:
+        path: a module's, such as `model.blocks.3.mlp`; may be empty.
+        pins: module path -> pipeline rank, of placed modules.
+    """
+    while path and path not in pins:
+        path = path.rpartition(".")[0]
+    return pins[path] if path else None
+
+
+def check_placement(
+    step: StepGraph,
+    pins: Mapping[str, int],
+    default_rank: int,
+    canonical_names: Mapping[str, str],
+) -> None:
+    """Checks that every placed module whose weights the step reads runs where it was placed.
+
+    Args:
+        step: the captured step.
+        pins: module path -> pipeline rank, of placed modules.
+        default_rank: pipeline rank of everything else.
+        canonical_names: any name of a parameter or buffer -> the one used for it.
+
+    Raises:
+        PartitionError: a placed module has no node, and its weights are read on another rank.
+    """
+    used = {path for node in step.graph.nodes for path in _ancestors(module_path(node))}
+    times_named = Counter(canonical_names.values())
+    for node, role in zip(step.placeholders, step.inputs, strict=True):
+        if role.kind is not InputKind.PARAMETER or times_named[role.name] > 1:
+            continue  # a tied parameter may be read under its other name
+        owner = f"{_MODEL}.{role.name}".rpartition(".")[0]
+        wanted = rank_of(owner, pins)
+        if wanted is None or owner in used:
+            continue
+        for reader in node.users:
+            path = module_path(reader)
+            found = rank_of(path, pins)
+            if wanted != (default_rank if found is None else found):
+                where = f"the module {path!r}" if path else "the step function"
+                raise PartitionError(
+                    f"The module {owner!r} is placed on partition {wanted}, but the step never "
+                    f"calls it: its parameter {role.name!r} is read by {where}, which is on "
+                    f"partition {default_rank if found is None else found}{line_of(reader)}. "
+                    f"Call the module itself there, or put both on the same partition."
+                )
+
+
+def _ancestors(path: str) -> list[str]:
+    """The path and those of all modules around it."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]

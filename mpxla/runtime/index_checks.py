@@ -1,0 +1,92 @@
+"""Checks of a step's indices against the tables that they point into: the key `check_indices`.
+
+The first pipeline rank owns the inputs and looks at those on the host before it announces a call.
+Indices that are made inside come back as results of the step, and every rank looks at them when the
+step has run. This module must not know how a graph is searched for them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mpxla.graph.indices import find_index_uses, indices_of_inputs
+from mpxla.graph.stepgraph import OutputKind, StepGraph
+from mpxla.runtime.signature import Signature
+from mpxla.stage.device import host_view, is_host_device, make_ready
+
+__all__ = ["IndexChecks"]
+
+
+class IndexChecks:
+    """What is checked of one captured step.
+
+    Args:
+        mode: the value of the key: "inputs", "all" or "off".
+        step: the step; in mode "all" with the results that `with_extremes` adds.
+    """
+
+    def __init__(self, mode: str, step: StepGraph):
+        self._inputs = () if mode == "off" else indices_of_inputs(step)
+        self._reported = () if mode != "all" else tuple(u for _, _, u in find_index_uses(step))
+        results = sum(role.kind is OutputKind.RESULT for role in step.outputs)
+        self._first = results - len(self._reported)
+
+    @property
+    def looks_at_inputs(self) -> bool:
+        """Whether `problem_of_inputs` has something to look at."""
+        return bool(self._inputs)
+
+    def problem_of_inputs(
+        self, signature: Signature, tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> str | None:
+        """What is wrong with the inputs of a call, as a text for the user.
+
+        Tensors on an accelerator are not looked at, since the host would have to wait for them.
+
+        Args:
+            signature: of the call.
+            tensors: tensor leaves of every microbatch. First pipeline rank only.
+        """
+        if not self._inputs:
+            return None
+        make_ready(t for leaves in tensors for t in leaves)
+        for microbatch, leaves in enumerate(tensors):
+            for leaf, text in self._problems(leaves):
+                path = signature.tensor_paths[leaf]
+                return (
+                    f"{signature.function}: argument {path}, microbatch {microbatch}, holds {text}."
+                    f" The step has not run. Correct the data (check_indices: False turns this "
+                    f"check off)."
+                )
+        return None
+
+    def _problems(self, leaves: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
+        for check in self._inputs:
+            needed = {leaf: leaves[leaf] for leaf in check.leaves}
+            if not is_host_device() and any(t.is_xla for t in needed.values()):
+                continue
+            found = check.problem({leaf: host_view(t) for leaf, t in needed.items()})
+            if found is not None:
+                yield found
+
+    def problem_of_results(
+        self, function: str, num_microbatches: int, fetch: Callable[[int], list[torch.Tensor]]
+    ) -> str | None:
+        """What is wrong with the indices that the programs report; waits for the step.
+
+        Args:
+            function: the step function, for the text.
+            num_microbatches: how many microbatches the step had.
+            fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
+        """
+        for place, use in enumerate(self._reported):
+            extremes = fetch(self._first + place)
+            for microbatch in range(num_microbatches):
+                low, high = host_view(extremes[microbatch]).tolist()
+                text = use.problem(low, high)
+                if text is not None:
+                    return (
+                        f"{function}: microbatch {microbatch} made {text}. The step has run, and "
+                        f"its gradients are worthless: stop, or clear them before you go on."
+                    )
+        return None

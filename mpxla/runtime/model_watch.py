@@ -1,0 +1,162 @@
+"""What of a model a captured step depends on, besides its values: it is looked at in every call.
+
+A program keeps what the model was when its step was captured: modules, forward hooks, parameters,
+flags, and plain attributes that `forward` read. Where one of them has changed, the step is captured
+again. A call of a model with thousands of modules must not notice the look.
+This module must not know what is done with the answer.
+"""
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from mpxla.graph.capture_attributes import Read
+from mpxla.runtime.identity import Identities
+
+__all__ = ["ModelView", "ModelWatch", "model_flags"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_MOST_NUMBERS = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class ModelView:
+    """What a model was at one time.
+
+    Attributes:
+        modes: digest of the train/eval flags of the modules.
+        trainable: digest of the `requires_grad` flags of the parameters.
+        modules: all modules.
+        parameters: all parameters, module by module.
+        hooks: (module's index, kind, number of the function) of everything that runs around or in
+            place of a `forward`; index -1 for hooks on all modules.
+        paths: name of every module, in the captured view only.
+        reads: what `forward` read, in the captured view only.
+    """
+
+    modes: str
+    trainable: str
+    modules: Sequence[nn.Module]
+    parameters: Sequence[Any]
+    hooks: tuple[tuple[int, str, int], ...]
+    paths: Mapping[int, str] | None = None
+    reads: tuple[Read, ...] = ()
+
+    def captured(self, model: nn.Module, reads: Sequence[Read]) -> "ModelView":
+        """This view with what tells about changes later."""
+        paths = {id(m): f"model.{p}" if p else "model" for p, m in model.named_modules()}
+        return replace(self, paths=paths, reads=tuple(reads))
+
+    def difference(self, now: "ModelView") -> str | None:
+        """What has changed since this view was taken, apart from the flags; None if nothing has."""
+        if not _are_same(self.modules, now.modules):
+            return f"{self._first_module(now)} was replaced, added or removed"
+        if not _are_same(self.parameters, now.parameters):
+            return "a parameter of the model was replaced"
+        if self.hooks != now.hooks:
+            index = min(index for index, *_ in set(self.hooks) ^ set(now.hooks))
+            where = self._path(self.modules[index]) if index >= 0 else "all modules"
+            return f"forward hooks (or forward itself) of {where} changed"
+        for read in self.reads:
+            if not read.is_same():
+                return f"{read.name} changed from {read.value!r} to {read.now()!r}"
+        return None
+
+    def _first_module(self, now: "ModelView") -> str:
+        kept = {id(m) for m in now.modules}
+        gone = [m for m in self.modules if id(m) not in kept]
+        return f"the module {self._path(gone[0])}" if gone else "a module of the model"
+
+    def _path(self, module: nn.Module) -> str:
+        return (self.paths or {}).get(id(module), type(module).__name__)
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class ModelWatch:
+    """Looks at one model.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._functions = Identities()
+        self._numbers: dict[int, tuple[Any, int]] = {}
+
+    def look(self) -> ModelView:
+        """What the model is now."""
+        modules = _modules(self._model)
+        modes, trainable, parameters = _flags(modules)
+        hooks = [
+            (-1, kind, self._number(hook))
+            for kind in _GLOBAL_HOOKS
+            for hook in getattr(torch_modules, kind).values()
+        ]
+        for index, module in enumerate(modules):
+            own = vars(module)
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                hooks += [
+                    (index, kind, self._number(hook))
+                    for kind in _HOOKS
+                    for hook in own[kind].values()
+                ]
+                if "forward" in own:
+                    hooks.append((index, "forward", self._number(own["forward"])))
+        return ModelView(modes, trainable, modules, parameters, tuple(hooks))
+
+    def _number(self, function: Callable[..., Any]) -> int:
+        """Equal for functions that say the same; hooks are often made anew for every step."""
+        found = self._numbers.get(id(function))
+        if found is None:
+            if len(self._numbers) >= _MOST_NUMBERS:
+                self._numbers.clear()
+            # The function is kept, so that its id stays its own.
+            found = self._numbers[id(function)] = function, self._functions.number(function)
+        return found[1]
+
+
+def model_flags(model: nn.Module | None) -> tuple[str, str]:
+    """Digests of the train/eval flags of all modules, and of what is trained of their parameters.
+
+    A rank that does not hold a parameter knows whether it is trained all the same.
+    """
+    if model is None:
+        return "", ""
+    modes, trainable, _ = _flags(_modules(model))
+    return modes, trainable
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """All modules, in an order that is the same on all ranks; cheaper than `model.modules()`."""
+    found, seen = [model], {id(model)}
+    for module in found:  # grows
+        for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def _flags(modules: Sequence[nn.Module]) -> tuple[str, str, list[Any]]:
+    modes = bytearray(m.training for m in modules)
+    parameters = [
+        p
+        for m in modules
+        for p in m._parameters.values()  # pyright: ignore[reportPrivateUsage]
+        if p is not None
+    ]
+    return _digest(modes), _digest(bytearray(p.requires_grad for p in parameters)), parameters
+
+
+def _digest(flags: bytearray) -> str:
+    return hashlib.blake2b(flags, digest_size=8).hexdigest()

@@ -1,0 +1,97 @@
+"""The plans of a pipeline, by what they were made for; the least recently used ones are dropped.
+
+Every rank keeps the same plans under the same numbers, since all of them see the same calls.
+This module must not know how a plan is made or run.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpxla.log import get_logger
+from mpxla.runtime.model_watch import ModelView
+from mpxla.runtime.signature import Signature
+
+__all__ = ["MAX_PLANS", "Plan", "Plans"]
+
+MAX_PLANS = 64
+"""So many programs of step functions are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compiled step and what it holds for.
+
+    Attributes:
+        number: announces the plan to the other ranks of a pipeline.
+        signature: of the calls that it serves.
+        view: what the model was when the step was captured.
+        runner: runs it.
+    """
+
+    number: int
+    signature: Signature
+    view: ModelView
+    runner: Any
+
+
+class Plans:
+    """All plans that are known.
+
+    Args:
+        limit: how many are kept.
+    """
+
+    def __init__(self, limit: int = MAX_PLANS):
+        self._limit = limit
+        self._by_number: OrderedDict[int, Plan] = OrderedDict()
+        self._by_key: dict[Any, list[Plan]] = {}
+        self._count = 0
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self._by_number.values())
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def find(self, signature: Signature, view: ModelView) -> Plan | None:
+        """The plan for a call of this signature, with the model as it is now."""
+        plans = self._by_key.get(signature.key, ())
+        return next((plan for plan in plans if plan.view.difference(view) is None), None)
+
+    def model_change(self, signature: Signature, view: ModelView) -> str | None:
+        """What has changed in the model since the last plan for such a call, if there is one."""
+        key = _without_flags(signature)
+        same = [plan for plan in self if _without_flags(plan.signature) == key]
+        return same[-1].view.difference(view) if same else None
+
+    def use(self, number: int) -> Plan:
+        """A plan by its number; it is the last that will be dropped."""
+        self._by_number.move_to_end(number)
+        return self._by_number[number]
+
+    def add(self, signature: Signature, view: ModelView, runner: Any) -> Plan:
+        """Keeps a plan under the next number; may drop another one."""
+        plan = Plan(self._count, signature, view, runner)
+        self._by_number[plan.number] = plan
+        self._by_key.setdefault(signature.key, []).append(plan)
+        self._count += 1
+        while len(self._by_number) > self._limit:
+            _, dropped = self._by_number.popitem(last=False)
+            same = self._by_key[dropped.signature.key]
+            same.remove(dropped)
+            if not same:
+                del self._by_key[dropped.signature.key]
+            get_logger().info(
+                "dropped a program of step function %s: %d are kept, and this one was not used for "
+                "longest",
+                dropped.signature.function.rpartition(".")[2],
+                self._limit,
+            )
+        return plan
+
+
+def _without_flags(signature: Signature) -> Any:
+    """What a call is, whatever the model is: other modules have other flags."""
+    return replace(signature, modes="", trainable="").key

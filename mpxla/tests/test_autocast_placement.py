@@ -1,0 +1,101 @@
+"""`smp.partition` holds under `torch.autocast`, and the numbers are those of plain PyTorch."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import close, gradients, merged
+
+pytestmark = pytest.mark.ranks
+
+
+class Half(nn.Module):
+    def __init__(self, is_inside):
+        super().__init__()
+        self.is_inside = is_inside
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("xla", enabled=False) if self.is_inside else torch.enable_grad():
+            return self.second(torch.tanh(self.first(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, is_inside, place):
+        super().__init__()
+        with place(0):
+            self.one = Half(is_inside)
+        with place(1):
+            self.two = Half(is_inside)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def made(is_inside, place):
+    torch.manual_seed(1)
+    return Net(is_inside, place)
+
+
+def inputs():
+    return torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def loss_of(model, x, around):
+    with around():
+        y = model(x)
+    return y.float().square().mean()
+
+
+def without_effect():
+    return torch.autocast("xla", enabled=False)
+
+
+def reduced():
+    return torch.autocast("xla", dtype=torch.bfloat16)
+
+
+def train(around, is_inside):
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False,
+              "default_partition": 0})  # fmt: skip
+    model = smp.DistributedModel(made(is_inside, smp.partition))
+
+    @smp.step
+    def step(model, x):
+        loss = loss_of(model, x, around)
+        model.backward(loss)
+        return loss
+
+    loss = step(model, inputs()).reduce_mean().item()
+    names = sorted(name for name, _ in model.local_named_parameters())
+    found = loss, names, gradients(model), model.partition_report()
+    smp.shutdown()
+    return found
+
+
+def train_all():
+    return [train(without_effect, False), train(torch.enable_grad, True), train(reduced, False)]
+
+
+def test_partition_holds_under_autocast():
+    plain = made(False, lambda _: contextlib.nullcontext())
+    loss = loss_of(plain, inputs(), torch.enable_grad)
+    loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    ranks = run_ranks(train_all, 2)
+    for place, results in enumerate(zip(*ranks, strict=True)):
+        for rank, (_, names, _, report) in enumerate(results):
+            half = ("one", "two")[rank]
+            assert names == sorted(n for n in expected if n.startswith(half)), (place, rank)
+            assert "one" in report and "two" in report, report
+        found = merged([result[2] for result in results])
+        if place < 2:
+            close(found, expected)
+            close(torch.tensor(results[0][0]), loss.detach())
+        else:
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)

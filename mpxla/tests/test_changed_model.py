@@ -1,0 +1,207 @@
+"""What a captured step would ignore is noticed: the model's own changes between and in steps."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.errors import CaptureError
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import logged
+from mpxla.tests.wrong_uses import check_texts, refused
+
+pytestmark = pytest.mark.ranks
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.alpha, self.sizes, self.act = 1.0, [1, 2], torch.tanh
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.act(self.layer(x)) * self.alpha * sum(self.sizes) + 0 * self.calls
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Scaled(), Scaled()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def inputs():
+    return torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def raw_model():
+    torch.manual_seed(0)
+    return Net()
+
+
+@smp.step
+def evaluate(model, x):
+    return model(x)
+
+
+def double(module, args, output):
+    return 2 * output
+
+
+def negate(module, args):
+    return (-args[0],)
+
+
+def change_act(model):
+    model.first.act = torch.sigmoid
+
+
+def change_alpha(model):
+    model.second.alpha = 0.5
+
+
+def change_list(model):
+    model.second.sizes.append(3)
+
+
+def add_hook(model):
+    model.first.register_forward_hook(double)
+
+
+def add_early_hook(model):
+    model.second.layer.register_forward_pre_hook(negate)
+
+
+def exchange_forward(model):
+    layer = model.second.layer
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+
+
+def remove_module(model):
+    model.second.layer = nn.Identity()
+
+
+def swap_modules(model):
+    model.first, model.second = model.second, model.first
+
+
+CHANGES = {
+    change_act: r"model\.first\.act changed from",
+    change_alpha: r"model\.second\.alpha changed from 1\.0 to 0\.5",
+    change_list: r"model\.second\.sizes changed from \[1, 2\] to \[1, 2, 3\]",
+    add_hook: r"forward hooks \(or forward itself\) of model\.first changed",
+    add_early_hook: r"forward hooks \(or forward itself\) of model\.second\.layer changed",
+    exchange_forward: r"forward hooks \(or forward itself\) of model\.second\.layer changed",
+    swap_modules: r"a module of the model was replaced",
+    remove_module: r"the module model\.second\.layer was replaced",
+}
+
+
+def apply_changes(stages):
+    smp.init({"pipeline_parallel_degree": stages, "microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    outputs, reasons = [evaluate(model, inputs()).concat().cpu()], []
+    for change in CHANGES:
+        change(model.module)
+        with logged() as lines:
+            outputs.append(evaluate(model, inputs()).concat().cpu())
+            evaluate(model, inputs())
+        reasons.append([line for line in lines if "compiled" in line])
+    return outputs, reasons
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_changed_model_is_captured_again(stages):
+    plain = raw_model()
+    expected = [plain(inputs())]
+    for change in CHANGES:
+        change(plain)
+        expected.append(plain(inputs()))
+    for outputs, reasons in run_ranks(apply_changes, stages, stages):
+        for found, value in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(found, value.detach(), rtol=1e-5, atol=1e-6)
+        for pattern, lines in zip(CHANGES.values(), reasons, strict=True):
+            (line,) = lines  # the second call does not compile
+            assert re.search(pattern, line), line
+
+
+def there_and_back():
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    evaluate(model, inputs())
+    with logged() as lines:
+        for _ in range(3):
+            handle = model.module.first.register_forward_hook(lambda m, a, out: 2 * out)
+            evaluate(model, inputs())
+            handle.remove()
+            evaluate(model, inputs())
+    return [line for line in lines if "compiled" in line], len(model._engine._plans)
+
+
+def test_a_change_that_comes_back_is_known():
+    ((lines, count),) = run_ranks(there_and_back, 1)
+    assert len(lines) == 1
+    assert count == 2
+
+
+def replace_trained(when, kind):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    if when == "later":
+        evaluate(model, inputs())
+    if kind == "parameter":
+        model.module.second.layer = nn.Linear(4, 4)
+    else:
+        model.module.second.layer = nn.Sequential()
+        model.module.second.layer.register_buffer("weight", torch.ones(1))
+    return refused(lambda: evaluate(model, inputs()))
+
+
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [("before the first step", "parameter"), ("later", "parameter"), ("later", "buffer")],
+)
+def test_parameters_of_a_replaced_module_are_refused(when, kind):
+    results = run_ranks(replace_trained, 2, when, kind)
+    text = rf"The model has a {kind} second\.layer\.weight that was not there when smp\.Distributed"
+    check_texts(results, CaptureError, text)
+
+
+def change_one_rank():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    evaluate(model, inputs())
+    if smp.rank() == 1:
+        model.module.first.alpha = 3.0
+    return refused(lambda: evaluate(model, inputs()))
+
+
+def test_a_change_on_one_rank_is_an_error():
+    first, second = run_ranks(change_one_rank, 2)
+    assert second[0] == "RankMismatch"
+    assert "on rank 1, model.first.alpha changed from 1.0 to 3.0 since the step" in second[1]
+    assert first[0] in ("PeerFailure", "nothing")
+
+
+def count_calls():
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    with logged() as lines:
+        for _ in range(3):
+            evaluate(model, inputs())
+    return lines
+
+
+def test_state_that_forward_changes_is_warned_of():
+    (lines,) = run_ranks(count_calls, 1)
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert len(warnings) == 2, lines
+    assert "the step function reads and changes model.first.calls at " in warnings[0]
+    assert ": self.calls += 1. It is captured once per program" in warnings[0]
+    assert sum("compiled" in line for line in lines) == 1

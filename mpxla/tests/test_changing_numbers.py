@@ -1,0 +1,155 @@
+"""A float that changes with every call compiles once more; what cannot be an input is warned of."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+from mpxla.tests.clients import close, host, logged, merged
+
+pytestmark = pytest.mark.ranks
+
+WEIGHTS = [0.0, 0.25, 0.5, 0.9]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def raw_model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def inputs():
+    return torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def loss_of(y, weight, scales):
+    rate = scales["rate"]
+    factor = 2.0 if rate > 0.5 else 1.0  # a branch: this one stays a constant
+    return (y.square() * (1 - weight) + weight**2 * y.abs()).mean() * factor * rate
+
+
+def train_step(model, x, weight, scales):
+    loss = loss_of(model(x), weight, scales)
+    model.backward(loss)
+    return loss, weight
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def anneal(stages):
+    smp.init({"pipeline_parallel_degree": stages, "microbatches": 2})
+    raw = raw_model()
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(optimizer_of(raw))
+    step = smp.step(train_step)
+    losses, numbers = [], []
+    with logged() as lines:
+        for weight in WEIGHTS:
+            optimizer.zero_grad()
+            own = weight if smp.pp_rank() == 0 else 77.0  # only pp_rank 0's inputs count
+            loss, number = step(model, inputs(), own, {"rate": 0.25})
+            losses.append(loss.reduce_mean().item())
+            numbers.append(number)
+            optimizer.step()
+        for rate in (0.75, 0.3):
+            loss, _ = step(model, inputs(), 0.1, {"rate": rate})
+            losses.append(loss.reduce_mean().item())
+    return losses, numbers, host(model.local_named_parameters()), lines
+
+
+def train_plainly():
+    model = raw_model()
+    optimizer = optimizer_of(model)
+    losses = []
+    for weight in WEIGHTS:
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs()), weight, {"rate": 0.25})
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    more = [loss_of(model(inputs()), 0.1, {"rate": rate}).item() for rate in (0.75, 0.3)]
+    return losses + more, host(model.named_parameters())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_annealed_weight_is_an_input(stages):
+    expected, parameters = train_plainly()
+    results = run_ranks(anneal, stages, stages)
+    for losses, numbers, _, lines in results:
+        close(torch.tensor(losses), torch.tensor(expected))
+        assert numbers == [[weight] * 2 for weight in WEIGHTS]
+        compiled = [line for line in lines if "compiled step" in line]
+        assert len(compiled) == 4, compiled
+        assert "argument [0][2] changed from 0.0 to a float that is an input" in compiled[1]
+        assert "argument [0][3]['rate'] changed from 0.25 to" in compiled[2]
+    lines = results[0][3]
+    assert any("argument [0][3]['rate'] of step function train_step stays a constant" in line
+               for line in lines)  # fmt: skip
+    (warning,) = (line for line in lines if line.startswith("WARNING"))
+    assert "because argument [0][3]['rate'] changed, for the second time (now 0.3)" in warning
+    close(merged([found for _, _, found, _ in results]), parameters)
+
+
+class Options:
+    """Another object in every call, that no other equals."""
+
+
+def scale(model, x, by, _):
+    return model(x) * by
+
+
+def change_much():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    model._engine._plans._limit = 2
+    step = smp.step(scale)
+    with logged() as lines:
+        values = [step(model, inputs(), by, Options()).concat().mean().item() for by in (1, 2, 1)]
+    return values, len(model._engine._plans), lines
+
+
+def test_plans_are_bounded_and_changing_objects_warned_of():
+    with torch.no_grad():
+        mean = raw_model()(inputs()).mean().item()
+    results = run_ranks(change_much, 2)
+    for values, count, lines in results:
+        assert values == pytest.approx([mean, 2 * mean, mean], abs=1e-6)
+        assert count == 2
+        assert sum("dropped a program of step function scale: 2 are kept" in line
+                   for line in lines) == 1  # fmt: skip
+    warnings = [line for line in results[0][2] if "for the second time" in line]
+    assert any("argument [0][3] changed, for the second time (now Options)" in w for w in warnings)
+
+
+def cycle():
+    """Among more programs than are kept, those in use stay, and the ranks agree."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(raw_model())
+    model._engine._plans._limit = 2
+    step = smp.step(lambda model, x, by: model(x) * by)
+    found = []
+    for by in (1, 2, 1, 3, 1, 2, 3):
+        with logged() as lines:
+            found.append(step(model, inputs(), by).concat().mean().item())
+        found.append(any("compiled step" in line for line in lines))
+    return found
+
+
+def test_programs_in_use_are_kept():
+    with torch.no_grad():
+        mean = raw_model()(inputs()).mean().item()
+    for found in run_ranks(cycle, 2):
+        expected = [mean * by for by in (1, 2, 1, 3, 1, 2, 3)]
+        assert found[::2] == pytest.approx(expected, abs=1e-6)
+        assert found[1::2] == [True, True, False, True, False, True, True]
