@@ -17,6 +17,7 @@ from mpxla.log import warn_once
 from mpxla.parallel.elementwise import check_elementwise
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
+    HELD_KEY,
     PARTIAL_KEY,
     SavedState,
     StatePiece,
@@ -199,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups.append({**group, "params": list(range(first, first + size))})
             first += size
         state = {local[number]: value for number, value in values.items()}
-        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True, HELD_KEY: local}
         if self._pieces is None:
             return partial
         partial[SHARD_KEY] = self._pieces.ranges()

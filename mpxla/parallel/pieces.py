@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpxla.parallel.state_dicts import HELD_KEY
 from mpxla.parallel.zero import Range, ShardedParameters, cut_state, join_states
 from mpxla.runtime.state import ModelState
 
@@ -99,4 +100,6 @@ def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The partial optimizer state of a pipeline rank from those of its replicas' pieces."""
     states = [(part["state"], part[SHARD_KEY]) for part in parts]
     rest = {key: value for key, value in parts[0].items() if key != SHARD_KEY}
+    if all(HELD_KEY in part for part in parts):
+        rest[HELD_KEY] = sorted({position for part in parts for position in part[HELD_KEY]})
     return {**rest, "state": join_states(states)}
