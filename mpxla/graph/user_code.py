@@ -51,6 +51,8 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
             "/mpxla/graph/",
             "/mpxla/runtime/",
             "/mpxla/parallel/",
+            "/mpxla/checkpoint/",
+            "/contextlib",
             "<",
             "/functools",
         )

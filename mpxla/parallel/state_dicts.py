@@ -159,7 +159,11 @@ def pick_optimizer_state(
     for group, kept in zip(full["param_groups"], positions, strict=True):
         numbers = list(range(count, count + len(kept)))
         count += len(kept)
-        groups.append({**group, "params": numbers})
+        names = {}
+        if "param_names" in group:
+            name_of = dict(zip(group["params"], group["param_names"], strict=True))
+            names = {"param_names": [name_of[position] for position in kept]}
+        groups.append({**group, **names, "params": numbers})
         for number, position in zip(numbers, kept, strict=True):
             if position in full["state"]:
                 state[number] = full["state"][position]

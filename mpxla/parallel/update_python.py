@@ -10,7 +10,7 @@ import dis
 import inspect
 import random
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "own_attributes",
     "python_random_kept",
     "random_python",
+    "refuse_outside_state",
 ]
 
 _NOT_ITS_OWN = ("state", "param_groups", "step", "_opt_called", "_step_count")
@@ -46,10 +47,15 @@ def own_attributes(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def copied_attributes(optimizer: Any) -> dict[str, Any]:
-    """Copies of them, so that a trial changes nothing. What cannot be copied is shared."""
+def copied_attributes(optimizer: Any, shared: Iterable[Any] = ()) -> dict[str, Any]:
+    """Copies of them, so that a trial changes nothing. What cannot be copied is shared.
+
+    Args:
+        optimizer: the optimizer.
+        shared: objects not to be copied.
+    """
     copies: dict[str, Any] = {}
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(value): value for value in shared}
     for name, value in own_attributes(optimizer).items():
         try:
             copies[name] = copy.deepcopy(value, memo)
@@ -64,7 +70,7 @@ def described(optimizer: Any) -> tuple[Any, ...]:
     Raises:
         NotTraceableError: something is a tensor, an iterator, or a container of the module.
     """
-    _refuse_outside_state(type(optimizer))
+    refuse_outside_state(type(optimizer))
     shared = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
     attributes = {**own_attributes(optimizer), **({"state": shared} if shared else {})}
     return tuple((name, describe(value, name)) for name, value in attributes.items())
@@ -131,8 +137,12 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _refuse_outside_state(kind: type) -> None:
-    """Raises if methods of an optimizer that is not torch's use what is not on the optimizer."""
+def refuse_outside_state(kind: type) -> None:
+    """Checks that methods of an optimizer that is not torch's use only what is on it.
+
+    Raises:
+        NotTraceableError: a container of its class or module, or a variable, is used.
+    """
     for base in kind.__mro__:
         if base.__module__.split(".")[0] in ("torch", "builtins", "typing"):
             continue

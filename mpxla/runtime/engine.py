@@ -14,6 +14,7 @@ import torch
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
@@ -130,6 +131,30 @@ class StepEngine:
             recorder.end_step()
         return returned
 
+    # --- meet ---------------------------------------------------------------------------------
+
+    def meet(self, what: str, line: str) -> None:
+        """Before something that the ranks of a pipeline do together outside of steps.
+
+        The first rank announces it as it announces steps, so that all see who does something else.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            line: the user's, as `at_user_line` gives it.
+
+        Raises:
+            RankMismatch: the first rank of the pipeline does something else.
+        """
+        if self._pp_rank == 0:
+            self._control.announce((_MEETING, what, line))
+            return
+        with self._session.progress.meeting(what):
+            kind, announced, *rest = self._control.follow()
+        if announced == what:
+            return
+        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
+        raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
+
     # --- announce -------------------------------------------------------------------------------
 
     def _agree(
@@ -159,6 +184,10 @@ class StepEngine:
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Signature, list[list[torch.Tensor]], dict[str, Any], int]:
         kind, announced, *rest = self._control.follow()
+        if kind == _MEETING:
+            first, own = f"{announced}{rest[0]}", f"the step function {name}{at_user_line()}"
+            text = _apart(first, self._session.rank, self._pp_rank, own, announced)
+            raise RankMismatch(text)
         if announced != name:
             raise RankMismatch(
                 f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
@@ -362,8 +391,21 @@ class StepEngine:
         self._stateful |= changed
 
 
+_MEETING = "meeting"
+"""Kind of an announcement of what is no step."""
+
+
 class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind
     """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
+
+
+def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
+    """Text of the error of ranks that do not meet."""
+    return (
+        f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
+        f"of a pipeline have to call {what}, since each holds a part of the model: call it "
+        f"outside of `if smp.rank() == 0:`, and use the result on one rank."
+    )
 
 
 def _announced(error: MpxlaError) -> MpxlaError:
