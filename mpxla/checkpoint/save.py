@@ -150,7 +150,11 @@ def save_checkpoint(
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
 
-    begun = together(exchange, what, begin)
+    if session.model is not None and session.model.partitioned:
+        with session.model.together("smp.save_checkpoint()", session.topology.world_group()):
+            begun = together(exchange, what, begin)
+    else:
+        begun = together(exchange, what, begin)
     _check_equal([b["request"] for b in begun])
     tag, token = begun[0]["request"]["tag"], begun[0]["token"]
     if not partial:

@@ -100,6 +100,8 @@ _NOT_THE_USERS = (
     "/mpxla/graph/",
     "/mpxla/runtime/",
     "/mpxla/parallel/",
+    "/mpxla/checkpoint/",
+    "/contextlib",
     "<",
     "/functools",
     "importlib",

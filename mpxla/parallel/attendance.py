@@ -7,8 +7,10 @@ and not a hang. This file must not know what is reduced.
 """
 
 import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from mpxla.errors import PeerFailure, RankMismatch
 __all__ = ["Attendance"]
 
 _CHANNEL = "attendance"
+_CALLS = "attendance-calls"
 _FIRST_LOOK_S = 1.0
 _LONGEST_LOOK_S = 64.0
 """Longer than the time after which a wait is logged."""
@@ -41,6 +44,7 @@ class Attendance:
         self._farewells: dict[int, Handle[torch.Tensor]] = {
             rank: transport.recv(None, rank, _CHANNEL) for rank in self._others
         }
+        self._calls = {rank: transport.recv(None, rank, _CALLS) for rank in self._others}
         self._num_steps = 0
 
     def count_step(self) -> None:
@@ -69,6 +73,40 @@ class Attendance:
                 steps = _number(farewell.result())
                 if steps < self._num_steps:
                     raise RankMismatch(self._text(rank, f"ended after {steps}"))
+
+        for rank, call in self._calls.items():
+            # A rank may have had this reduction already, and be ahead.
+            if call.done() and _read(call.result())["steps"] < self._num_steps:
+                raise RankMismatch(self._call_text(rank, _read(call.result()), "a training step"))
+
+    def meet(self, what: str, line: str) -> None:
+        """Before a call of the user that all ranks of the group make together.
+
+        Args:
+            what: the call.
+            line: the user's, as `at_user_line` gives it.
+
+        Raises:
+            RankMismatch: another rank makes another call, or has had other numbers of reductions.
+        """
+        own = {"steps": self._num_steps, "what": what, "line": line}
+        message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+        for rank in self._others:
+            self._transport.send(message, rank, _CALLS)
+        for rank in self._others:
+            call = _read(self._calls[rank].result())
+            self._calls[rank] = self._transport.recv(None, rank, _CALLS)
+            if call["what"] != what:
+                raise RankMismatch(self._call_text(rank, call, f"{what}{line}"))
+            if call["steps"] != self._num_steps:
+                raise RankMismatch(self._text(rank, f"{call['steps']}, in {what}{line}"))
+
+    def _call_text(self, rank: int, call: Mapping[str, Any], own: str) -> str:
+        return (
+            f"rank {rank} called {call['what']}{call['line']}, while rank {self._transport.rank} "
+            f"was in {own}. All ranks of all replicas have to call {call['what']}: call it outside "
+            f"of `if smp.rank() == 0:`, and use the result on one rank."
+        )
 
     def leave(self) -> None:
         """Tells the others that this rank's training is over, and waits a while until theirs is.
@@ -105,6 +143,10 @@ class Attendance:
             f"batches (DistributedSampler with drop_last=True), or train inside `with "
             f"model.join():`."
         )
+
+
+def _read(message: torch.Tensor) -> dict[str, Any]:
+    return json.loads(bytes(message.tolist()))
 
 
 def _number(message: torch.Tensor) -> int:

@@ -5,11 +5,13 @@ hooks or optimizers.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from mpxla.comm.transport import Group
 from mpxla.errors import MpxlaError
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
@@ -17,6 +19,8 @@ from mpxla.session import current
 from mpxla.stage.delayed import is_delayed
 
 __all__ = ["PartitionedModule"]
+
+_GATHER = "model.state_dict"
 
 
 _TENSOR_PARALLELISM = (
@@ -155,9 +159,13 @@ class PartitionedModule(nn.Module):
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
-        with session.gathering("model.state_dict", group):
+        with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
             full = gather(session.objects, group, self.local_state_dict(), list(own))
         return {} if gather_to_rank0 and session.rank else full
+
+    def together(self, what: str, ranks: Group) -> AbstractContextManager[None]:
+        """Around a call of the user that several ranks make together. See `DistributedModel`."""
+        raise NotImplementedError
 
     def cpu(self) -> Self:
         """Gathers all parameters and buffers on every rank and moves them to the host.

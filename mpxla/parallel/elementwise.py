@@ -4,15 +4,19 @@ Torch's own are known. Any other is tried on small host tensors: whole, and as t
 This module must not know how parameters are divided.
 """
 
-import copy
-from collections import OrderedDict, defaultdict
+import contextlib
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import optim
 
 from mpxla.errors import ConfigError
+from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
+from mpxla.parallel.update_python import copied_attributes, python_random_kept, refuse_outside_state
+from mpxla.parallel.update_trace import clone_optimizer
 
-__all__ = ["check_elementwise"]
+__all__ = ["check_elementwise", "mixes_parameters"]
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -28,6 +32,8 @@ _ELEMENTWISE = (
     optim.SGD,
 )
 _TRIAL_STEPS = 3
+_SCALES = (1.0, 100.0, 0.01)
+"""Of the gradients of a trial's steps: on both sides of any limit that somebody clips at."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -48,9 +54,38 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update of one parameter depends on others, as by a norm over all of them.
+
+    Tried on small host tensors, together and one by one. What cannot be tried is taken for no.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    with _generators_kept():
+        torch.manual_seed(0)
+        starts = [torch.randn(4, 6), torch.randn(5)]
+        gradients = [[torch.randn_like(s) * scale for s in starts] for scale in _SCALES]
+        try:
+            refuse_outside_state(type(optimizer))
+            both = _trained(optimizer, starts, gradients)
+            alone = [
+                _trained(optimizer, [start], [[of_step[i]] for of_step in gradients])[0]
+                for i, start in enumerate(starts)
+            ]
+        except Exception:  # an optimizer that was not made for this may raise anything
+            return False
+    return not all(torch.allclose(a, b) for a, b in zip(both, alone, strict=True))
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Generator[None]:
+    with python_random_kept(), torch.random.fork_rng(devices=()):
+        yield
+
+
 def _passes_trial(optimizer: torch.optim.Optimizer) -> bool:
     """Runs copies of the optimizer on a whole tensor [4, 6] and on two flat parts of it."""
-    with torch.random.fork_rng(devices=()):
+    with _generators_kept():
         torch.manual_seed(0)
         start = torch.randn(4, 6)
         gradients = [torch.randn(4, 6) for _ in range(_TRIAL_STEPS)]
@@ -72,14 +107,40 @@ def _trained(
     gradients: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
-    twin = copy.copy(optimizer)
-    twin.__dict__.pop("step", None)  # LR schedulers put their own in its place
-    hooks = [name for name in twin.__dict__ if name.startswith("_optimizer_")]
-    twin.__dict__.update({name: OrderedDict() for name in hooks})
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    twin = _twin(optimizer, parameters)
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone()
         twin.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
+    """A copy of an optimizer with other parameters in the place of its first one."""
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    first = next(p for group in before for p in group if not p.is_meta)
+    groups = [
+        {**group, "params": parameters if any(p is first for p in held) else []}
+        for group, held in zip(optimizer.param_groups, before, strict=True)
+    ]
+    shared = [*(p for group in before for p in group), *tensors_beside(optimizer)]
+    twin = clone_optimizer(optimizer, groups, {}, copied_attributes(optimizer, shared))
+
+    def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
+        return [_tried(p, i, first) for i, p in enumerate(parameters) if parameter is first]
+
+    follow_parameters(twin, before, heirs, torch.Tensor.clone)
+    return twin
+
+
+def _tried(parameter: torch.nn.Parameter, number: int, first: torch.nn.Parameter) -> Heir:
+    """A tensor of the trial, for which copies become copies of it, and zeros zeros."""
+
+    def convert(value: torch.Tensor) -> torch.Tensor:
+        if torch.equal(value.cpu().to(first.dtype), first.detach().cpu()):
+            return parameter.detach().to(value.dtype).clone()
+        if value.any():
+            raise ValueError("it is unknown what this would be in the trial")
+        return torch.zeros_like(parameter, dtype=value.dtype)
+
+    return Heir(parameter, number, convert)

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mpxla.errors import ConfigError, MpxlaError, StepError
+from mpxla.comm.transport import Group
+from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.partition_report import format_report
+from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.norms import GradientNorm
@@ -240,7 +242,9 @@ class DistributedModel(PartitionedModule):
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = current()
             group = session.topology.pp_group(session.rank)
-            values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
+            names, values = self.module.state_dict(), to_host(values)
+            with self.together("model.load_state_dict(partial state)", group):
+                values = gather_full(session.objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
         try:
@@ -260,6 +264,37 @@ class DistributedModel(PartitionedModule):
             return
         self._awaits_values = True
         self.register_post_partition_hook(lambda model, optimizer: load())
+
+    @contextlib.contextmanager
+    def together(self, what: str, ranks: Group) -> Generator[None]:
+        """Around a call of the user that several ranks make together, after partitioning.
+
+        A rank that does something else meanwhile (the next step, the end of the script) is an error
+        on all ranks that names the call and its line.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            ranks: global ranks that make it: those of the pipeline, or more.
+
+        Raises:
+            RankMismatch: another rank does something else.
+        """
+        session, line = current(), at_user_line()
+        try:
+            self._engine.meet(what, line)
+            if set(ranks) - set(session.topology.pp_group(session.rank)):
+                self._reducer.attendance.meet(what, line)
+            yield
+        except RankMismatch as error:
+            session.report_failure(what, error)
+            raise
+        except PeerFailure as error:
+            if what in str(error):
+                raise
+            raise PeerFailure(
+                f"{error} Rank {session.rank} was in {what}{line} then, which the ranks "
+                f"{list(ranks)} have to call together."
+            ) from error
 
     # --- hooks ----------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ def clip_grad_norm_(
             f"in the norm over all ranks. Clip them in a call of their own, by "
             f"torch.nn.utils.clip_grad_norm_."
         )
-    norm = model.gradient_norm.clip(given, float(max_norm), float(norm_type))
+    with model.together("clip_grad_norm_()", model.gradient_norm.ranks):
+        norm = model.gradient_norm.clip(given, float(max_norm), float(norm_type))
     if error_if_nonfinite and not norm.isfinite().item():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
@@ -138,6 +139,11 @@ class GradientNorm:
         """Whether there are gradients of the model that this rank does not hold."""
         return self.is_divided or len(self._pipeline) > 1
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that have to clip together."""
+        return self._world if self.is_divided else self._pipeline
+
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are no parameters of the model, here or elsewhere, and no pieces of one."""
         shards = self._reducer.shards
@@ -154,25 +160,65 @@ class GradientNorm:
         self, parameters: Sequence[torch.Tensor], max_norm: float, order: float
     ) -> torch.Tensor:
         """Scales the gradients of some parameters; see `clip_grad_norm_`."""
-        replica, shards = self._reducer.replica, self._reducer.shards
+        replica = self._reducer.replica
         owners = self._owners(parameters)
         gradients = [owner.grad for owner, _ in owners if owner.grad is not None]
         counted = [owner.grad for owner, is_counted in owners if is_counted]
         counted = [gradient for gradient in counted if gradient is not None]
         make_ready(gradients)
-        powers = torch.zeros(1)
-        if counted:
-            (powers,) = self._program(_Powers, order, counted)(counted)
-        group = self._pipeline if shards is None else self._world
-        if len(group) > 1:
-            powers = replica.transport.all_gather(powers, group).result()
-        (powers,) = to_device([powers], replica.device)
+        (powers,) = to_device([self._powers(counted, order)], replica.device)
         arguments = [powers, self._limit(max_norm), *gradients]
         norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
         for owner, gradient in zip(with_gradient, scaled, strict=True):
             owner.grad = gradient
         return norm
+
+    def total(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+        """Norm over all ranks of what each gives; a tied tensor is counted by its first holder.
+
+        Args:
+            tensors: parameters or gradients of this rank.
+            order: of the norm.
+        """
+        replica = self._reducer.replica
+        given = {id(tensor) for tensor in tensors}
+        counted = [
+            tensor
+            for name, parameter in replica.state.local_parameters()
+            if self._reducer.parameter_ranks[name][0] == replica.pp_rank
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None and id(tensor) in given
+        ]
+        (powers,) = to_device([self._powers(counted, order)], replica.device)
+        arguments = [powers, self._limit(0.0)]
+        (norm,) = self._program(_Scaling, order, arguments)(arguments)
+        return norm
+
+    def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are all gradients of this rank, or all of its parameters; and no others."""
+        given = {id(tensor) for tensor in tensors}
+        held = [parameter for _, parameter in self._reducer.replica.state.local_parameters()]
+        gradients = {id(p.grad) for p in held if p.grad is not None}
+        return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
+
+    def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether some of these are parameters or gradients of this rank."""
+        held = [parameter for _, parameter in self._reducer.replica.state.local_parameters()]
+        known = {id(value) for p in held for value in (p, p.grad)}
+        return any(id(tensor) in known for tensor in tensors)
+
+    def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+        """Sums of powers [ranks, 1], or [1] where only this rank has any."""
+        make_ready(tensors)
+        powers = torch.zeros(1)
+        if tensors:
+            (powers,) = self._program(_Powers, order, tensors)(
+                [tensor.detach() for tensor in tensors]
+            )
+        if len(self.ranks) > 1:
+            powers = self._reducer.replica.transport.all_gather(powers, self.ranks).result()
+        return powers
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
         """What holds gradients on this rank, and whether this rank counts them."""

@@ -14,9 +14,12 @@ from mpxla.errors import CheckpointError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
-from mpxla.parallel.elementwise import check_elementwise
+from mpxla.parallel.carrier import Carrier, equalize_beside
+from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
+from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
+    HELD_KEY,
     PARTIAL_KEY,
     SavedState,
     StatePiece,
@@ -36,6 +39,9 @@ _MISSING = {
     "_global_grad_norm": "sharded data parallelism",
 }
 """Attribute of SMP's wrapper -> the missing feature that it belongs to."""
+_OF_RANK = ("params", "param_names")
+"""Keys of a param group that are about this rank's parameters."""
+_PLAIN = (bool, int, float, str)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -87,7 +93,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
         if session.model.divides_updates:
+            if session.model.partitioned:
+                equalize_beside(session, tensors_beside(optimizer))
             check_elementwise(optimizer)
+        elif session.topology.pp_size > 1 and mixes_parameters(optimizer):
+            kind = type(optimizer).__name__
+            warn_once(
+                f"{kind} mixes parameters",
+                f"{kind} updates a parameter by the values of others too (a norm over all of them, "
+                f"perhaps), and every rank has the parameters of its stages only: the update uses "
+                f"this rank's share, and differs from that of one process. Clip by "
+                f"torch.nn.utils.clip_grad_norm_ before optimizer.step(), which sees all ranks, or "
+                f"use norms of single parameters.",
+            )
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._update = CompiledUpdate(optimizer)
@@ -97,6 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._param_names = [_names_in(group) for group in optimizer.param_groups]
         session.model.attach_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
             if not self._update.was_compiled:
-                make_ready(self._updated())
+                make_ready([*self._updated(), *tensors_beside(self.optimizer)])
         if self._pieces is not None:
             self._pieces.publish()
         return None
@@ -178,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def describe_settings(self) -> str:
         """Class and settings of all param groups, without values on a device."""
         groups = [
-            {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
+            {k: v for k, v in group.items() if isinstance(v, _PLAIN) or _is_plain_tuple(v)}
             for group in self.optimizer.param_groups
         ]
         return f"{self.kind} {groups}"
@@ -195,11 +214,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         values = to_host(inner["state"])
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
-        for group, size in zip(inner["param_groups"], self._group_sizes, strict=True):
-            groups.append({**group, "params": list(range(first, first + size))})
+        for group, size, names in zip(
+            inner["param_groups"], self._group_sizes, self._param_names, strict=True
+        ):
+            groups.append({**group, **names, "params": list(range(first, first + size))})
             first += size
         state = {local[number]: value for number, value in values.items()}
-        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True}
+        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True, HELD_KEY: local}
         if self._pieces is None:
             return partial
         partial[SHARD_KEY] = self._pieces.ranges()
@@ -221,8 +242,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
         session = current()
+        assert session.model is not None, "an optimizer is made after the model"
         group = session.topology.pp_group(session.rank)
-        with session.gathering("optimizer.state_dict", group):
+        ranks = group if self._pieces is None else session.topology.world_group()
+        what = "optimizer.state_dict"
+        with session.model.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.objects.allgather(self.local_state_dict(), group)
         return merge_optimizer_states(parts)
 
@@ -238,10 +262,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if PARTIAL_KEY in state_dict:
             session = current()
-            group = session.topology.pp_group(session.rank)
-            if SHARD_KEY in state_dict:
-                state_dict = self._join(state_dict)
-            state_dict = merge_optimizer_states(session.objects.allgather(dict(state_dict), group))
+            assert session.model is not None, "an optimizer is made after the model"
+            group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
+            ranks = session.topology.world_group() if is_divided else group
+            with session.model.together("optimizer.load_state_dict(partial state)", ranks):
+                if is_divided:
+                    state_dict = self._join(state_dict)
+                parts = session.objects.allgather(dict(state_dict), group)
+            state_dict = merge_optimizer_states(parts)
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != self._group_sizes:
             raise ValueError(
@@ -317,7 +345,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Settings of every param group, with the names of its parameters under "params"."""
         names = iter(self._names().values())
         return [
-            {**to_host({k: v for k, v in group.items() if k != "params"})}
+            {**to_host({k: v for k, v in group.items() if k not in _OF_RANK})}
             | {"params": [next(names) for _ in range(size)]}
             for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
         ]
@@ -338,7 +366,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"optimizer as it was, or pass load_optimizer=False."
                 )
         for group, other in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update({k: v for k, v in other.items() if k != "params"})
+            group.update({k: v for k, v in other.items() if k not in _OF_RANK})
 
     def load_saved_state(self, saved: SavedState) -> None:
         """Loads the state of this rank's parameters. After partitioning."""
@@ -371,12 +399,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"], first):
                 self._positions[id(parameter)] = position
             self._group_sizes.append(len(group["params"]))
+            self._param_names.append(_names_in(group))
         model = current().model
         if new and model is not None and model.partitioned:
             self.keep_local()
 
     def keep_local(self) -> None:
         """Takes what other ranks update out of the groups, and moves existing state."""
+        before = [list(group["params"]) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             kept = [p for p in group["params"] if p.device.type != "meta"]
             dropped = [p for p in group["params"] if p.device.type == "meta"]
@@ -388,9 +418,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
         self._divide()
+        self._take_along(before)
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None
             self._load_local(deferred)
+
+    def _take_along(self, before: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """What the optimizer keeps of its parameters outside of its state follows them."""
+        session = current()
+        assert session.model is not None, "the optimizer was attached to it"
+        own = {id(p) for group in before for p in group}
+        beside = [t for t in tensors_beside(self.optimizer) if id(t) not in own]
+        equalize_beside(session, beside)
+        carrier = Carrier(type(self.optimizer), session.model.tensors, session.device)
+
+        def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
+            is_divided, piece = self._pieces.heir(parameter) if self._pieces else (False, None)
+            if is_divided:
+                return [] if piece is None else [carrier.part(parameter, piece)]
+            return [] if parameter.is_meta else [carrier.whole(parameter)]
+
+        follow_parameters(self.optimizer, before, heirs, carrier.move)
 
     def _divide(self) -> None:
         """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
@@ -407,3 +455,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value)
+
+
+def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names that torch keeps of a group's parameters, if they were given with names."""
+    return {"param_names": list(group["param_names"])} if "param_names" in group else {}

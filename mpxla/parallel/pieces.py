@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from mpxla.parallel.zero import Range, ShardedParameters, cut_state, join_states
+from mpxla.parallel.state_dicts import HELD_KEY
+from mpxla.parallel.zero import Piece, Range, ShardedParameters, cut_state, join_states
 from mpxla.runtime.state import ModelState
 
 __all__ = ["SHARD_KEY", "OptimizerPieces", "join_shards"]
@@ -41,12 +43,13 @@ class OptimizerPieces:
         self._positions = positions
         self._names: list[str] = []
         self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
+        self._exchanged: dict[int, Piece | None] = {}
 
     def divide(self) -> None:
         """Puts pieces in the place of parameters, in groups and state; those there stay."""
         name_of = {id(p): name for name, p in self._state.local_parameters()}
         for group in self._optimizer.param_groups:
-            kept: list[torch.nn.Parameter] = []
+            kept: list[nn.Parameter] = []
             for parameter in group["params"]:
                 name = name_of.get(id(parameter))
                 if name is None or name not in self._shards:
@@ -55,9 +58,9 @@ class OptimizerPieces:
                     kept += self._exchange(name, parameter)
             group["params"] = kept
 
-    def _exchange(self, name: str, parameter: torch.nn.Parameter) -> list[torch.nn.Parameter]:
+    def _exchange(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
         self._names.append(name)
-        piece = self._shards.piece_of(name)
+        piece = self._exchanged[id(parameter)] = self._shards.piece_of(name)
         state = self._optimizer.state.pop(parameter, None)
         if piece is None:
             return []
@@ -68,6 +71,10 @@ class OptimizerPieces:
             cut = cut_state(state, parameter.shape, piece.start, piece.stop)
             self._optimizer.state[piece.parameter] = cut
         return [piece.parameter]
+
+    def heir(self, parameter: nn.Parameter) -> tuple[bool, Piece | None]:
+        """Whether a parameter was exchanged, and this rank's piece of it, if it has one."""
+        return id(parameter) in self._exchanged, self._exchanged.get(id(parameter))
 
     def refresh(self) -> None:
         """Before an update: pieces take the parameters' values."""
@@ -99,4 +106,6 @@ def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The partial optimizer state of a pipeline rank from those of its replicas' pieces."""
     states = [(part["state"], part[SHARD_KEY]) for part in parts]
     rest = {key: value for key, value in parts[0].items() if key != SHARD_KEY}
+    if all(HELD_KEY in part for part in parts):
+        rest[HELD_KEY] = sorted({position for part in parts for position in part[HELD_KEY]})
     return {**rest, "state": join_states(states)}

@@ -12,9 +12,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.comm.objects import Objects
+from mpxla.errors import CheckpointError
 from mpxla.stage.device import to_host as copy_to_host
 
 __all__ = [
+    "HELD_KEY",
     "PARTIAL_KEY",
     "SavedState",
     "StatePiece",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 PARTIAL_KEY = "_smp_is_partial"
+HELD_KEY = "_mpxla_held"
+"""In a partial optimizer state: positions of the parameters that the rank updates."""
 
 
 class StatePiece(NamedTuple):
@@ -120,11 +124,23 @@ def _merge(parts: Iterable[Mapping[str, Any]], order: Iterable[str]) -> dict[str
 
 
 def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges partial optimizer states (positions count over all parameters) into a full one."""
+    """Merges partial optimizer states (positions count over all parameters) into a full one.
+
+    Raises:
+        CheckpointError: there are parameters that none of the parts is of.
+    """
     state: dict[int, Any] = {}
     for part in parts:
         state.update(part["state"])
     groups = [dict(group) for group in parts[0]["param_groups"]]
+    held = {position for part in parts for position in part.get(HELD_KEY, ())}
+    missing = [p for group in groups for p in group["params"] if p not in held]
+    if missing and all(HELD_KEY in part for part in parts):
+        raise CheckpointError(
+            f"the partial optimizer states of {len(parts)} ranks are not complete: none is of "
+            f"{len(missing)} parameters of the optimizer (positions {missing[:5]}...). Give every "
+            f"rank the state that it saved, under as many ranks as then."
+        )
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -143,7 +159,11 @@ def pick_optimizer_state(
     for group, kept in zip(full["param_groups"], positions, strict=True):
         numbers = list(range(count, count + len(kept)))
         count += len(kept)
-        groups.append({**group, "params": numbers})
+        names = {}
+        if "param_names" in group:
+            name_of = dict(zip(group["params"], group["param_names"], strict=True))
+            names = {"param_names": [name_of[position] for position in kept]}
+        groups.append({**group, **names, "params": numbers})
         for number, position in zip(numbers, kept, strict=True):
             if position in full["state"]:
                 state[number] = full["state"][position]

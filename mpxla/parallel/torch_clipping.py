@@ -10,7 +10,8 @@ Scripts may have imported the functions by name long ago, so the functions thems
 their bodies are exchanged: inside torch's `no_grad` wrapper (torch 2.9), and the code of
 torch_xla's `clip_grad_norm_`, which torch's gives way to once torch_xla is imported (2.9).
 
-`get_total_norm` stays torch's own: it takes tensors, and scripts that use it add over ranks.
+`get_total_norm` takes tensors. Given all gradients (or parameters) of the model that a rank holds,
+it gives the norm over all ranks; given some of them, that of this rank, with a warning.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,6 +23,8 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from mpxla.errors import MpxlaError
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
 from mpxla.parallel.norms import GradientNorm, clip_grad_norm_
 from mpxla.session import current, is_initialized
 
@@ -129,8 +132,47 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
     return clip_all
 
 
+def _total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def norm_of_all(
+        tensors: _Parameters,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = _listed(tensors)
+        model = current().model if is_initialized() else None
+        norm = _norm_of([])
+        if model is None or norm is None or (given and not norm.knows(given)):
+            return original(given, norm_type, error_if_nonfinite, foreach)
+        if norm.is_divided or not norm.covers(given):
+            _warn_of_share(norm, len(given))
+            return original(given, norm_type, error_if_nonfinite, foreach)
+        with model.together("get_total_norm()", norm.ranks):
+            total = norm.total(given, float(norm_type))
+        if error_if_nonfinite and not total.isfinite().item():
+            raise RuntimeError(f"the total norm of order {norm_type} is {total.item()}.")
+        return total
+
+    return norm_of_all
+
+
+def _warn_of_share(norm: GradientNorm, count: int) -> None:
+    why = (
+        "with shard_optimizer_state: True, gradients are on their owners only"
+        if norm.is_divided
+        else "they are not all that this rank holds, so that others cannot know what belongs to it"
+    )
+    warn_once(
+        "get_total_norm",
+        f"torch.nn.utils.get_total_norm was given {count} tensors{at_user_line()}; {why}. The "
+        f"result is the norm of this rank's share. For that over all ranks, call "
+        f'smp.clip_grad_norm_(parameters, float("inf")), which returns it.',
+    )
+
+
 _BODIES: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": _clip_norm,
     "clip_grad_value_": _clip_value,
     "_clip_grads_with_norm_": _clip_with_norm,
+    "_get_total_norm": _total_norm,
 }

@@ -12,8 +12,8 @@ inner optimizer's own `step` is traced once and called by handle afterwards:
     phase 4, run:      the program's results become the parameters and the state; gradients are
                        hidden from the inner `step`, which then has nothing left to do.
 
-What cannot be traced (an optimizer that reads values on the host, counts in Python, or draws random
-numbers) runs as before: lazily, traced in every step.
+What cannot be traced (an optimizer that reads values on the host, counts in Python, draws random
+numbers, or keeps tensors outside of its state) runs as before: lazily, traced in every step.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ import torch
 
 from mpxla.errors import LoweringError
 from mpxla.log import get_logger
-from mpxla.parallel.update_slots import Slots
+from mpxla.parallel.update_python import NotTraceableError
+from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import StartEntry, share_counters, starts_from_zeros
-from mpxla.parallel.update_trace import NotTraceableError, UpdateTracer, wide_dtype
+from mpxla.parallel.update_trace import UpdateTracer, wide_dtype
 from mpxla.stage.compile import Executable, compile_graph
 from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
@@ -78,14 +79,19 @@ class CompiledUpdate:
         self.was_compiled = False
         if self.reason is not None or len(args) > 1 or kwargs.get("closure") is not None:
             return
+        try:
+            constants = constants_of(optimizer)
+        except NotTraceableError as error:
+            self._give_up(str(error))
+            return
         trained = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
         slots, self._slots = self._slots, None
-        if slots is None or not slots.renew(trained):
+        if slots is None or not slots.renew(trained, constants):
             if not any(trained) or any(_is_elsewhere(p) for group in trained for p in group):
                 return
             if not self._start_state(trained):
                 return
-            slots = Slots(optimizer, trained)
+            slots = Slots(optimizer, trained, constants)
         make_ready(slots.tensors)
         program = self._program(slots)
         if program is None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Slots"]
+from mpxla.parallel.update_python import describe, described
+
+__all__ = ["Slots", "constants_of"]
 
 _Trained = Sequence[Sequence[torch.nn.Parameter]]
 
@@ -31,7 +33,7 @@ class Slots:
         key: equal for updates that the same program can do.
     """
 
-    def __init__(self, optimizer: Any, trained: _Trained):
+    def __init__(self, optimizer: Any, trained: _Trained, constants: tuple[Any, ...]):
         self._optimizer = optimizer
         self.trained = trained
         self.tensors: list[torch.Tensor] = []
@@ -57,7 +59,7 @@ class Slots:
         self.rates, self.rate_of = _rates(optimizer.param_groups)
         self.device = next(p for group in trained for p in group).device
         self.key = (
-            tuple(_settings(group) for group in optimizer.param_groups),
+            constants,
             tuple(tuple(id(p) for p in group) for group in trained),
             tuple((p, g, *state.values()) for places in self.places for p, g, state in places),
             self.rate_of,
@@ -81,11 +83,12 @@ class Slots:
         ordered = ((place, *state_places.values()) for place, _, state_places in flat)
         self.changed = list(dict.fromkeys(chain.from_iterable(ordered)))
 
-    def renew(self, trained: _Trained) -> bool:
+    def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
 
         Args:
             trained: the parameters with a gradient now, by group.
+            constants: what `constants_of` says now.
 
         Returns:
             Whether they are; otherwise this object must not be used any more.
@@ -96,7 +99,7 @@ class Slots:
             return False
         if list(map(len, trained)) != list(map(len, self.trained)):
             return False
-        if tuple(_settings(group) for group in groups) != self.key[0]:
+        if constants != self.key[0]:
             return False
         self.rates, rate_of = _rates(groups)
         if rate_of != self.rate_of:
@@ -152,7 +155,17 @@ def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | 
     return rates, tuple(rate_of)
 
 
-def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a program holds as constants: all settings but the learning rate."""
-    skipped = ("params", "lr", "initial_lr")
-    return tuple((k, repr(v)) for k, v in group.items() if k not in skipped)
+def constants_of(optimizer: Any) -> tuple[Any, ...]:
+    """What a program holds as constants: attributes, and all settings but the learning rate.
+
+    Raises:
+        NotTraceableError: something of it cannot be compared from step to step.
+    """
+    skipped = ("params", "lr", "initial_lr", "param_names")
+    settings = tuple(
+        tuple(
+            (k, describe(v, f"param_groups[{i}][{k!r}]")) for k, v in g.items() if k not in skipped
+        )
+        for i, g in enumerate(optimizer.param_groups)
+    )
+    return settings, described(optimizer)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
 from mpxla.stage.device import to_device
 
@@ -90,10 +91,14 @@ def _start_of(
         for group in optimizer.param_groups
     ]
     try:
-        plain, state = run(None)
-        if not all(isinstance(v, torch.Tensor) and v.shape in ((), shape) for v in state.values()):
-            return None
-        zeroed, zeroed_state = run(state)
+        with python_random_kept(), torch.random.fork_rng(devices=()):
+            plain, state = run(None)
+            is_like = [
+                isinstance(v, torch.Tensor) and v.shape in ((), shape) for v in state.values()
+            ]
+            if not all(is_like):
+                return None
+            zeroed, zeroed_state = run(state)
     except Exception:  # an optimizer that does not run on the host, or needs more than gradients
         return None
     is_same = all(torch.equal(a, b) for a, b in zip(plain, zeroed, strict=True)) and all(

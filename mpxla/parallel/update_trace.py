@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mpxla.parallel.update_slots import Slots
+from mpxla.parallel.update_python import (
+    NotTraceableError,
+    copied_attributes,
+    describe,
+    python_random_kept,
+    random_python,
+)
+from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.stage.device import has_doubles
 
-__all__ = ["NotTraceableError", "UpdateTracer", "clone_optimizer", "wide_dtype"]
+__all__ = ["UpdateTracer", "clone_optimizer", "wide_dtype"]
 
 # Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
 # in the first step. Neuron has no such numbers.
@@ -25,24 +32,34 @@ _Groups = Sequence[Mapping[str, Any]]
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
 
-class NotTraceableError(Exception):
-    """An optimizer that keeps part of its state in Python."""
-
-
 def wide_dtype(device: torch.device) -> torch.dtype:
     """What counts and rates are computed in on a device."""
     return _WIDE if has_doubles(device) else torch.float32
 
 
-def clone_optimizer(optimizer: Any, groups: _Groups, state: _State) -> Any:
-    """An optimizer of the same class and attributes on other tensors, without hooks."""
+def clone_optimizer(
+    optimizer: Any, groups: _Groups, state: _State, own: Mapping[str, Any] | None = None
+) -> Any:
+    """An optimizer of the same class on other tensors, without hooks, which may be tried.
+
+    Args:
+        optimizer: the optimizer.
+        groups: param groups of the other tensors.
+        state: their state.
+        own: attributes of its class; None for copies of those of the optimizer.
+    """
     clone = object.__new__(type(optimizer))
     hooks = {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
     # `step` is there where an LR scheduler has wrapped it.
-    attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
-    vars(clone).update({**attributes, **hooks})
-    clone.param_groups = list(groups)
-    clone.state = defaultdict(dict, state)
+    shared = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state")}
+    own = copied_attributes(optimizer) if own is None else own
+    vars(clone).update({**shared, **own, **hooks})
+    clone.param_groups = [
+        {k: v if k in ("params", "lr") else copy.deepcopy(v) for k, v in group.items()}
+        for group in groups
+    ]
+    rest = {k: copy.deepcopy(v) for k, v in optimizer.state.items() if not torch.is_tensor(k)}
+    clone.state = defaultdict(dict, {**rest, **state})
     return clone
 
 
@@ -76,7 +93,10 @@ class UpdateTracer(torch.nn.Module):
                 # Updates change their operands in place; arguments have to stay.
                 stand_in = torch.nn.Parameter(arguments[place].clone())
                 stand_in.grad = arguments[grad_place].clone()
-                state[stand_in] = copy.copy(optimizer.state.get(original, {}))
+                state[stand_in] = {
+                    key: None if key in state_places else copy.deepcopy(value)
+                    for key, value in optimizer.state.get(original, {}).items()
+                }
                 of_place[place] = (stand_in, None)
                 for key, state_place in state_places.items():
                     state[stand_in][key] = _widened(arguments[state_place]).clone()
@@ -89,17 +109,24 @@ class UpdateTracer(torch.nn.Module):
                 settings["capturable"] = self._is_capturable
             groups.append({k: v for k, v in settings.items() if k in group})
         clone = clone_optimizer(optimizer, groups, state)
-        before = _python_values(clone)
-        with _TensorScalars():
-            type(optimizer).step(clone)
-        if _python_values(clone) != before:
-            raise NotTraceableError("it keeps counts or values in Python")
+        self._run(clone)
         results = []
         for place in slots.changed:
             stand_in, key = of_place[place]
             value = stand_in.detach() if key is None else clone.state[stand_in][key]
             results.append(value.to(arguments[place].dtype))
         return results
+
+    def _run(self, clone: Any) -> None:
+        """One step of the copy, which has to change tensors only."""
+        before, drawn = _python_values(clone), random_python()
+        with python_random_kept(), _TensorScalars():
+            type(clone).step(clone)
+            is_random = random_python() != drawn
+        if is_random:
+            raise NotTraceableError("it draws random numbers")
+        if _python_values(clone) != before:
+            raise NotTraceableError("it keeps counts or values in Python")
 
 
 def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
@@ -117,17 +144,18 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _python_values(optimizer: Any) -> Any:
-    """Everything an update could change that is not a tensor."""
-    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
-    plain = {k: v for k, v in own.items() if isinstance(v, (int, float, str, tuple))}
-    groups = [
-        {k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups
-    ]
+    """Everything an update could change that is not a tensor of its parameters' state."""
     state = [
-        {k: None if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
-        for entries in optimizer.state.values()
+        (None if torch.is_tensor(owner) else owner, describe(_without_tensors(entry), "state"))
+        for owner, entry in optimizer.state.items()
     ]
-    return plain, copy.deepcopy(groups), copy.deepcopy(state)
+    return constants_of(optimizer), state
+
+
+def _without_tensors(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {k: None if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
 
 
 class _TensorScalars(TorchFunctionMode):

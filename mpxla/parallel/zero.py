@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.handle import Handle
+from mpxla.errors import CheckpointError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.replica import Replica, store
 from mpxla.stage.compile import Executable, compile_graph
@@ -276,22 +277,41 @@ def join_states(
     Args:
         parts: for every replica, by position of the parameter: the state of its piece, and
             (range of the piece, shape of the parameter).
+
+    Raises:
+        CheckpointError: pieces of a parameter are missing.
     """
     found: dict[int, list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]] = {}
     for states, ranges in parts:
         for position, state in states.items():
             extent, shape = ranges[position]
             found.setdefault(position, []).append((extent, state, shape))
-    return {position: _joined(pieces) for position, pieces in sorted(found.items())}
+    return {position: _joined(position, pieces) for position, pieces in sorted(found.items())}
 
 
-def _joined(pieces: list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]) -> dict[str, Any]:
+def _joined(
+    position: int, pieces: list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]
+) -> dict[str, Any]:
     pieces.sort(key=lambda piece: piece[0])
-    (start, stop), first, shape = pieces[0]
+    states = {extent: state for extent, state, _ in pieces}
+    shape = pieces[0][2]
+    ends = [0, *(stop for _, stop in states)]
+    is_complete = [start for start, _ in states] == ends[:-1] and ends[-1] == prod(shape)
     joined: dict[str, Any] = {}
-    for key, value in first.items():
-        is_cut = isinstance(value, torch.Tensor) and value.shape == (stop - start,)
-        values = [state[key] for _, state, _ in pieces]
-        complete = is_cut and sum(v.numel() for v in values) == prod(shape)
-        joined[key] = torch.cat(values).view(shape) if complete else value
+    for key, value in pieces[0][1].items():
+        values = [state.get(key) for state in states.values()]
+        is_cut = [
+            isinstance(v, torch.Tensor) and v.shape == (stop - start,)
+            for v, (start, stop) in zip(values, states, strict=True)
+        ]
+        if any(is_cut) and not (is_complete and all(is_cut)):
+            there = [
+                f"{a} to {b}" for (a, b), is_there in zip(states, is_cut, strict=True) if is_there
+            ]
+            raise CheckpointError(
+                f"the optimizer state {key!r} of parameter {position}, of shape {list(shape)}, is "
+                f"not complete: of {prod(shape)} elements there are {', '.join(there)}. Give the "
+                f"partial states of all replicas, each on the rank that saved it."
+            )
+        joined[key] = torch.cat(values).view(shape) if any(is_cut) else value
     return joined

@@ -19,6 +19,7 @@ from mpxla.graph.capture_attributes import Read, attributes_noted
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
@@ -141,6 +142,30 @@ class StepEngine:
             raise _announced(StepError(problem))  # all ranks of the pipeline see it
         return returned
 
+    # --- meet ---------------------------------------------------------------------------------
+
+    def meet(self, what: str, line: str) -> None:
+        """Before something that the ranks of a pipeline do together outside of steps.
+
+        The first rank announces it as it announces steps, so that all see who does something else.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            line: the user's, as `at_user_line` gives it.
+
+        Raises:
+            RankMismatch: the first rank of the pipeline does something else.
+        """
+        if self._pp_rank == 0:
+            self._control.announce((_MEETING, what, line))
+            return
+        with self._session.progress.meeting(what):
+            kind, announced, *rest = self._control.follow()
+        if announced == what:
+            return
+        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
+        raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
+
     # --- announce -------------------------------------------------------------------------------
 
     def _agree(
@@ -191,6 +216,10 @@ class StepEngine:
 
     def _follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
         kind, announced, *rest = self._control.follow()
+        if kind == _MEETING:
+            first, own = f"{announced}{rest[0]}", f"the step function {name}{at_user_line()}"
+            text = _apart(first, self._session.rank, self._pp_rank, own, announced)
+            raise RankMismatch(text)
         if announced != name:
             raise RankMismatch(
                 f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
@@ -474,6 +503,10 @@ class StepEngine:
         self._stateful |= changed
 
 
+_MEETING = "meeting"
+"""Kind of an announcement of what is no step."""
+
+
 @dataclass
 class _Call:
     """One call of a step function on this rank.
@@ -495,6 +528,15 @@ class _Call:
 
 class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind
     """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
+
+
+def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
+    """Text of the error of ranks that do not meet."""
+    return (
+        f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
+        f"of a pipeline have to call {what}, since each holds a part of the model: call it "
+        f"outside of `if smp.rank() == 0:`, and use the result on one rank."
+    )
 
 
 def _announced(error: MpxlaError) -> MpxlaError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
@@ -36,6 +37,7 @@ class ModelState:
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self.local_names: frozenset[str] | None = None
+        self._former: list[tuple[StorageWeakRef, nn.Parameter]] = []
         by_id: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             canonical = by_id.setdefault(id(parameter), name)
@@ -117,6 +119,8 @@ class ModelState:
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
                 is_local = name in self.local_names
+                if is_local and parameter.device.type == "cpu":
+                    self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
                 _exchange(name, parameter, device if is_local else torch.device("meta"))
         for name, buffer in self.buffers.items():
             is_local = name in self.local_names
@@ -124,6 +128,13 @@ class ModelState:
                 name, materialize(name, buffer).to(device) if is_local else buffer.to("meta")
             )
         forget(delayed)
+
+    def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        """The parameter that a host tensor shared its memory with before parameters moved."""
+        if tensor.device.type != "cpu":
+            return None
+        own = StorageWeakRef(tensor.untyped_storage())
+        return next((p for ref, p in self._former if ref == own), None)
 
     def gather_on_host(self, full: Mapping[str, Any]) -> None:
         """Makes all parameters and buffers host tensors with these values.

@@ -1,6 +1,9 @@
 """Ranks that do different things end with a text that says so, on all ranks."""
 
+import re
+
 import pytest
+import torch
 from torch import nn
 
 import mpxla as smp
@@ -159,3 +162,78 @@ def test_different_modes_in_a_later_step():
     first, second = run_ranks(differ_in_mode_later, 2)
     assert second[0] == "RankMismatch"
     assert first[0] == "PeerFailure"
+
+
+# Calls that all ranks have to make, made by some.
+
+
+def optimizer_of(model):
+    return smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+CALLS = {
+    "model.state_dict()": lambda model, optimizer: model.state_dict(),
+    "optimizer.state_dict()": lambda model, optimizer: optimizer.state_dict(),
+    "clip_grad_norm_()": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1),
+    "smp.save_checkpoint()": lambda model, optimizer: smp.save_checkpoint(
+        "/tmp/nowhere", "tag", model=model
+    ),
+}
+
+
+def call_on_one_rank(rank, name, then, config):
+    model = made(config)
+    optimizer = optimizer_of(model)
+    train(model, batch())
+    optimizer.step()
+    if smp.rank() == rank:
+        model.partition_report()  # may be called by one rank
+        CALLS[name](model, optimizer)
+    if then == "step":
+        train(model, batch()).reduce_mean().item()
+        train(model, batch()).reduce_mean().item()
+    elif then is not None:
+        CALLS[then](model, optimizer)
+
+
+def refused_on_one_rank(*arguments):
+    return refused(lambda: call_on_one_rank(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "then"),
+    [
+        (0, "model.state_dict()", "step"),
+        (1, "model.state_dict()", "step"),
+        (0, "model.state_dict()", "optimizer.state_dict()"),
+        (0, "clip_grad_norm_()", "step"),
+        (1, "optimizer.state_dict()", "step"),
+        (0, "smp.save_checkpoint()", "step"),
+    ],
+)
+def test_a_call_of_one_rank_of_a_pipeline(rank, name, then):
+    found = run_ranks(refused_on_one_rank, 2, rank, name, then, TWO)
+    assert sorted(kind for kind, _ in found) == ["PeerFailure", "RankMismatch"]
+    for _, text in found:
+        assert re.search(rf"{re.escape(name)} at \S*test_wrong_ranks\.py:\d+: ", text), text
+        assert f"have to call {name}" in text or f"have to call {then}" in text, text
+
+
+def test_a_call_of_one_rank_at_the_end():
+    first, second = run_ranks(refused_on_one_rank, 2, 0, "model.state_dict()", None, TWO)
+    assert second == ("nothing", "was raised")
+    assert re.search(
+        r"rank 1 finished .* Rank 0 was in model\.state_dict\(\) at \S*test_wrong_ranks\.py:\d+: "
+        r".* then, which the ranks \[0, 1\] have to call together",
+        first[1],
+    ), first[1]
+
+
+@pytest.mark.parametrize("name", ["optimizer.state_dict()", "smp.save_checkpoint()"])
+def test_a_call_of_one_replica(name):
+    config = {**REPLICAS, "shard_optimizer_state": True}
+    found = run_ranks(refused_on_one_rank, 2, 0, name, "step", config)
+    assert sorted(kind for kind, _ in found) == ["PeerFailure", "RankMismatch"]
+    for _, text in found:
+        assert re.search(rf"rank 0 called {re.escape(name)} at \S*test_wrong_ranks\.py:\d+", text)
+        assert f"All ranks of all replicas have to call {name}" in text

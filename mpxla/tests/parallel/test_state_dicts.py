@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla.errors import CheckpointError
+from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states
 from mpxla.testing import run_ranks
 
 Pair = namedtuple("Pair", "left right")
@@ -66,3 +68,14 @@ def copy_nothing():
     from mpxla.parallel.state_dicts import to_host
 
     return to_host({"lr": 0.1, "betas": (0.9, 0.99)})
+
+
+@pytest.mark.unit
+def test_partial_optimizer_states_have_to_be_those_of_all_ranks():
+    groups = [{"lr": 0.1, "params": [0, 1, 2]}]
+    first = {"state": {0: {"step": 1}}, "param_groups": groups, HELD_KEY: [0, 1]}
+    second = {"state": {2: {"step": 1}}, "param_groups": groups, HELD_KEY: [2]}
+    merged = merge_optimizer_states([second, first])
+    assert merged["state"] == {0: {"step": 1}, 2: {"step": 1}}, "nothing ever trained parameter 1"
+    with pytest.raises(CheckpointError, match=r"none is of 1 parameters .* \(positions \[2\]"):
+        merge_optimizer_states([first, first])

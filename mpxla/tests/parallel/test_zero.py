@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.errors import CheckpointError
 from mpxla.parallel.buckets import Bucket
 from mpxla.parallel.zero import cut_state, join_states, ranges_of
 from mpxla.stage.spec import TensorSpec
@@ -53,6 +54,25 @@ def test_state_is_cut_and_joined():
         assert joined[position]["factor"] == state["factor"]
         for key in ("step", "avg"):
             assert torch.equal(joined[position][key], state[key]), key
+
+
+@pytest.mark.unit
+def test_an_incomplete_set_of_pieces_is_no_state():
+    full = {"step": torch.tensor(3.0), "avg": torch.arange(6.0).view(2, 3)}
+    middle = ({0: cut_state(full, (2, 3), 2, 4)}, {0: ((2, 4), (2, 3))})
+    first = ({0: cut_state(full, (2, 3), 0, 2)}, {0: ((0, 2), (2, 3))})
+    last = ({0: cut_state(full, (2, 3), 4, 6)}, {0: ((4, 6), (2, 3))})
+    text = r"'avg' of parameter 0, of shape \[2, 3\], is not complete: of 6 elements there are "
+    with pytest.raises(CheckpointError, match=text + "0 to 2, 4 to 6"):
+        join_states([first, last])
+    with pytest.raises(CheckpointError, match=text + "0 to 2"):
+        join_states([first])
+    with pytest.raises(CheckpointError, match=text + "2 to 4"):
+        join_states([middle, middle])  # one rank's, given twice
+    without = ({0: {"step": torch.tensor(3.0)}}, last[1])
+    with pytest.raises(CheckpointError, match=text + "0 to 2, 2 to 4"):
+        join_states([first, middle, without])
+    assert torch.equal(join_states([last, first, middle])[0]["avg"], full["avg"])
 
 
 class Net(nn.Module):
