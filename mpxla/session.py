@@ -21,10 +21,12 @@ from torch.distributed.distributed_c10d import (
 )
 
 from mpxla import log
+from mpxla.comm.addresses import interface_for, listen_for_store
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
@@ -32,7 +34,7 @@ from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.comm.xla_queue import Runner
 from mpxla.config import Config, describe_difference, resolve
-from mpxla.env import LaunchEnv, read_environment
+from mpxla.env import LaunchEnv, prepare_gloo, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
@@ -166,24 +168,39 @@ def init(config: dict[str, Any] | None = None) -> None:
     device = current_device()
     earlier_hook = sys.excepthook  # torch.distributed replaces it as well
     owns_group = not dist.is_initialized()
+    store = _session_store(env) if owns_group else _get_default_store()
+    key = _agree_on_key(env, store)
     if owns_group:
-        _start_process_group(env)
-    _session = _connect(resolved, env, topology, device, owns_group)
+        _start_process_group(env, store)
+    _session = _connect(resolved, env, topology, device, owns_group, key)
     delay_all_models(resolved.delayed_parameter_initialization)
     sys.excepthook = _reporting(sys.excepthook)
     _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(shutdown_if_started)
 
 
-def _start_process_group(env: LaunchEnv) -> None:
-    """The default gloo group, by the file of a test runner, the launcher's store, or alone."""
+def _session_store(env: LaunchEnv) -> dist.Store:
+    """Of one session: the file of a test runner, the launcher's store, or a process's own."""
     if env.world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        # A store keeps the keys of an earlier session, and torchrun's those of processes that it
-        # has restarted; all ranks count alike.
-        name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
-        store = dist.PrefixStore(name, _launch_store(env))
+        return dist.HashStore()
+    # A store keeps the keys of an earlier session, and torchrun's those of processes that it
+    # has restarted; all ranks count alike.
+    name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
+    return dist.PrefixStore(name, _launch_store(env))
+
+
+def _agree_on_key(env: LaunchEnv, store: dist.Store) -> bytes:
+    """The key of the session; also chooses the network interface for gloo."""
+    if env.world_size == 1:
+        return b""
+    timeout_s = _RENDEZVOUS_TIMEOUT.total_seconds()
+    trust = agree_on_key(store, env.rank, env.world_size, env.secret, env.runtime_dir, timeout_s)
+    prepare_gloo(interface_for(trust.is_one_host, env.master_addr))
+    return trust.key
+
+
+def _start_process_group(env: LaunchEnv, store: dist.Store) -> None:
+    """The default gloo group."""
     dist.init_process_group(
         "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
     )
@@ -197,15 +214,36 @@ def _launch_store(env: LaunchEnv) -> dist.Store:
         if env.rendezvous_file is not None:
             store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
         else:
-            store, _, _ = next(
-                dist.rendezvous(place, env.rank, env.world_size, timeout=_RENDEZVOUS_TIMEOUT)
-            )
+            store = _open_tcp_store(env)
         _launch_stores[place] = store
     return _launch_stores[place]
 
 
+def _open_tcp_store(env: LaunchEnv) -> dist.Store:
+    """torchrun's store, or one that rank 0 serves at the address that is used, not at all."""
+    is_one_host = env.local_size == env.world_size
+    is_server, listener = env.rank == 0 and not env.has_agent_store, None
+    if is_server:
+        listener = listen_for_store(is_one_host, env.master_addr, env.master_port)
+    return dist.TCPStore(
+        "127.0.0.1" if is_one_host and not env.has_agent_store else env.master_addr,
+        env.master_port,
+        env.world_size,
+        is_master=is_server,
+        timeout=_RENDEZVOUS_TIMEOUT,
+        # A port that this process serves already is shared.
+        multi_tenant=not env.has_agent_store,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
 def _connect(
-    config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
+    config: Config,
+    env: LaunchEnv,
+    topology: Topology,
+    device: torch.device,
+    owns_group: bool,
+    key: bytes,
 ) -> Session:
     progress = Progress()
     if env.world_size == 1:
@@ -218,10 +256,11 @@ def _connect(
             env.rank,
             env.world_size,
             store,
+            key=key,
             progress=progress,
             stall_timeout_s=config.stall_timeout_s,
         )
-        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
+        host = HostTransport(env.rank, env.world_size, lifeline, host_view, key=key)
         objects = Objects(host)
         _check_configs(config, env, objects)
         transport = _open_transport(config, host, lifeline, topology)

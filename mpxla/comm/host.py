@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, describe
+from mpxla.comm.seal import Seal
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
     Group,
@@ -103,6 +104,8 @@ class HostTransport:
         world_size: int,
         watch: FailureWatch,
         to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+        *,
+        key: bytes,
     ) -> None:
         """Makes the process groups. Every rank constructs it, at the same point.
 
@@ -114,7 +117,9 @@ class HostTransport:
             watch: The process's lifeline.
             to_host: Waits for a tensor and gives it in host memory, perhaps shared; called by
                 background threads.
+            key: Of the session; see `secret`.
         """
+        self.seal = Seal(rank, key)
         self._to_host = to_host
         self.rank = rank
         self.world_size = world_size

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -26,7 +25,9 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from mpxla.comm.addresses import host_identity, listening_address
 from mpxla.comm.handle import Failure, FailureWatch
+from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
 from mpxla.comm.stall import Progress
 from mpxla.errors import PeerFailure
@@ -51,6 +52,7 @@ class Lifeline(FailureWatch):
         world_size: int,
         store: Store | None = None,
         *,
+        key: bytes = b"",
         master_addr: str | None = None,
         grace_s: float = 10.0,
         connect_timeout_s: float = 300.0,
@@ -64,6 +66,8 @@ class Lifeline(FailureWatch):
             rank: Global rank of this process.
             world_size: Number of processes.
             store: Shared by all processes. A world of one needs none.
+            key: Of the session, which every end of a connection proves to know; see `secret`. A
+                world of one needs none.
             master_addr: Address of rank 0's host. Taken from a TCPStore if None. Not used when all
                 processes are on one host: they talk over the loopback interface.
             grace_s: How long the main thread may be unaware of a failure before the process is
@@ -91,11 +95,12 @@ class Lifeline(FailureWatch):
         self._connection: socket.socket | None = None
         if world_size == 1:
             return
-        assert store is not None, "several ranks need a store"
+        assert store is not None and key, "several ranks need a store and a key"
+        self._key = key
         _open_lifelines.add(self)
         try:
-            address, token = self._find(store, master_addr, connect_timeout_s)
-            self._connection = self._connect(address, token, connect_timeout_s)
+            address = self._find(store, master_addr, connect_timeout_s)
+            self._connection = self._connect(address, connect_timeout_s)
             threading.Thread(target=self._watch, name="mpxla-lifeline", daemon=True).start()
             self._await_others(connect_timeout_s)
         except BaseException:
@@ -147,27 +152,24 @@ class Lifeline(FailureWatch):
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _find(
-        self, store: Store, master_addr: str | None, timeout_s: float
-    ) -> tuple[tuple[str, int], str]:
+    def _find(self, store: Store, master_addr: str | None, timeout_s: float) -> tuple[str, int]:
         """Publishes rank 0's address in the store, or reads it there."""
         # A store may see several sessions, one after the other; all ranks count alike.
         session = store.add(f"{_PREFIX}/{self.rank}/sessions", 1)
         host_key = f"{_PREFIX}/{session}/host"
         address_key = f"{_PREFIX}/{session}/address"
-        store.set(f"{host_key}/{self.rank}", _host_identity())
+        store.set(f"{host_key}/{self.rank}", host_identity())
         if self.rank == 0:
             hosts = set()
             for other in range(self.world_size):
                 hosts.add(self._read(store, f"{host_key}/{other}", f"rank {other}", timeout_s))
-            bound, published = _listening_address(
+            bound, published = listening_address(
                 is_one_host=len(hosts) == 1, master_addr=master_addr or _store_host(store)
             )
-            token = secrets.token_hex(16)
-            self._server = LifelineServer(bound, self.world_size, token)
-            store.set(address_key, f"{published} {self._server.port} {token}")
-        host, port, token = self._read(store, address_key, "rank 0", timeout_s).split()
-        return (host, int(port)), token
+            self._server = LifelineServer(bound, self.world_size, self._key)
+            store.set(address_key, f"{published} {self._server.port}")
+        host, port = self._read(store, address_key, "rank 0", timeout_s).split()
+        return host, int(port)
 
     def _read(self, store: Store, key: str, whose: str, timeout_s: float) -> str:
         try:
@@ -179,7 +181,7 @@ class Lifeline(FailureWatch):
             ) from error
         return store.get(key).decode()
 
-    def _connect(self, address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
+    def _connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
         try:
             connection = socket.create_connection(address, timeout_s)
         except OSError as error:
@@ -188,10 +190,14 @@ class Lifeline(FailureWatch):
                 f"{error}. Set MASTER_ADDR to an address of rank 0 that all hosts can reach, and "
                 f"allow TCP connections between them."
             ) from error
-        connection.settimeout(None)
         set_keepalive(connection)
         home = f"pid {os.getpid()} on {socket.gethostname()}"
-        connection.sendall(encode(type="hello", rank=self.rank, token=token, home=home))
+        try:
+            introduce(connection, self._key, self.rank, home)
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(None)
         return connection
 
     def _await_others(self, timeout_s: float) -> None:
@@ -322,40 +328,8 @@ def _close_all_in_child() -> None:
 os.register_at_fork(after_in_child=_close_all_in_child)
 
 
-def _host_identity() -> str:
-    """A text that differs between hosts, and between containers with their own network."""
-    boot_id = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot_id = file.read().strip()
-    return f"{socket.gethostname()} {boot_id}"
-
-
 def _store_host(store: Store) -> str | None:
     """The address of rank 0's host, if the store knows one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)  # of a TCPStore
-
-
-def _listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, str]:
-    """Chooses where rank 0 listens.
-
-    Returns:
-        The local address to bind and the address to publish.
-    """
-    if is_one_host:
-        return "127.0.0.1", "127.0.0.1"
-    target = master_addr or socket.gethostname()
-    for family, _, _, _, address in socket.getaddrinfo(target, 0, type=socket.SOCK_STREAM):
-        host = str(address[0])
-        if host.startswith("127.") or host == "::1":
-            continue
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-            return host, host
-    # Rank 0 is not on the master's host: publish the interface that leads there.
-    family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        local = str(probe.getsockname()[0])
-    return local, local

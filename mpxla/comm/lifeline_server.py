@@ -2,9 +2,10 @@
 
 One line of JSON per message, over one TCP connection per rank (rank 0 has one to itself):
 
-    from a rank:  hello (rank, token, where it runs) | report (text) | bye
+    from a rank:  hello (rank, where it runs, proof) | report (text) | bye
                   stall (timeout) | status (what it is doing)
-    to a rank:    ready (all said hello) | failure (rank, text) | bye (rank) | describe
+    to a rank:    challenge | welcome (proof): see `handshake`
+                  ready (all said hello) | failure (rank, text) | bye (rank) | describe
 
 The kernel closes the connection of a process that dies, however it dies, so an end of file without
 a bye is a death. Keepalive probes find hosts that vanish without a word. The first failure stays
@@ -24,7 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpxla.comm.handle import Failure
+from mpxla.comm.handshake import MAX_HELLO_BYTES, Stranger, answer_hello, new_nonce
 from mpxla.comm.stall import LEFT, explain_stall
+from mpxla.log import warn_once
 
 __all__ = ["LifelineServer", "decode", "encode", "set_keepalive"]
 
@@ -34,6 +37,7 @@ _KEEPALIVE_PROBES = 3
 _SEND_TIMEOUT_S = 1.0
 _MAX_LINE_BYTES = 1 << 20
 _ANSWER_S = 3.0
+_MAX_STRANGERS = 64
 
 
 def encode(**message: Any) -> bytes:
@@ -76,6 +80,7 @@ class _Member:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.buffer = bytearray()
+        self.challenge = new_nonce()
         self.rank: int | None = None
         self.home = ""
         self.said_bye = False
@@ -93,16 +98,16 @@ class _Inquiry:
 class LifelineServer:
     """Listens from construction on, in a daemon thread."""
 
-    def __init__(self, host: str, world_size: int, token: str) -> None:
+    def __init__(self, host: str, world_size: int, key: bytes) -> None:
         """Binds a free port.
 
         Args:
             host: Local address to listen at.
             world_size: Number of ranks that will connect.
-            token: What a connection has to show; others are dropped.
+            key: What a connection has to prove to know; others are dropped.
         """
         self._world_size = world_size
-        self._token = token
+        self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(
             (host, 0), family=family, backlog=max(128, world_size)
@@ -112,7 +117,7 @@ class LifelineServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._members: set[_Member] = set()
+        self._members: dict[_Member, None] = {}  # in the order of connecting
         self._failure: Failure | None = None
         self._greeted: set[int] = set()
         self._ended: set[int] = set()
@@ -163,32 +168,54 @@ class LifelineServer:
         connection.settimeout(_SEND_TIMEOUT_S)
         set_keepalive(connection)
         member = _Member(connection)
-        self._members.add(member)
+        self._members[member] = None
         self._selector.register(connection, selectors.EVENT_READ, member)
+        strangers = [other for other in self._members if other.rank is None]
+        if len(strangers) > self._world_size + _MAX_STRANGERS:
+            self._drop(strangers[0])
+        self._send(member, type="challenge", nonce=member.challenge)
 
     def _read(self, member: _Member) -> None:
         try:
             data = member.connection.recv(65536)
             member.buffer += data
-            messages = decode(member.buffer)
-            if member.rank is None and messages:
-                self._greet(member, messages.pop(0))
-        except (OSError, ValueError, KeyError):  # reset, or somebody who is no rank of ours
+            is_known = member.rank is not None or self._greet(member)
+            messages = decode(member.buffer) if is_known else []
+        except Stranger as error:
+            _warn_of(member, error)
+            data, messages = b"", []
+        except (OSError, ValueError, KeyError):  # reset, or no message
             data, messages = b"", []
         for message in messages:
             self._handle(member, message)
         if not data:
             self._drop(member)
 
-    def _greet(self, member: _Member, hello: dict[str, Any]) -> None:
-        if hello["token"] != self._token:
-            raise ValueError("a stranger connected to the lifeline")
-        member.rank, member.home = int(hello["rank"]), str(hello["home"])
-        self._greeted.add(member.rank)
+    def _greet(self, member: _Member) -> bool:
+        """Takes the first message of a connection, from whomever it may be.
+
+        Returns:
+            Whether it has come, and was that of a rank.
+
+        Raises:
+            Stranger: It was not.
+        """
+        end = member.buffer.find(b"\n")
+        if end < 0 and len(member.buffer) <= MAX_HELLO_BYTES:
+            return False
+        line = bytes(member.buffer[:end])
+        rank, home, proof = answer_hello(self._key, line, member.challenge, self._world_size)
+        if rank in self._greeted:
+            raise Stranger(f"rank {rank} is connected already")
+        del member.buffer[: end + 1]
+        member.rank, member.home = rank, home
+        self._send(member, type="welcome", proof=proof)
+        self._greeted.add(rank)
         if self._failure is not None:
             self._send(member, type="failure", **self._failure._asdict())
         if len(self._greeted) == self._world_size:
             self._tell_all(type="ready")
+        return True
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
         assert member.rank is not None
@@ -224,7 +251,7 @@ class LifelineServer:
     def _drop(self, member: _Member) -> None:
         if member not in self._members:
             return
-        self._members.discard(member)
+        del self._members[member]
         self._selector.unregister(member.connection)
         member.connection.close()
         if member.rank is None or member.said_bye:
@@ -253,3 +280,13 @@ class LifelineServer:
             member.connection.sendall(encode(**message))
         except OSError:
             self._drop(member)
+
+
+def _warn_of(member: _Member, error: Stranger) -> None:
+    with contextlib.suppress(OSError):
+        host = member.connection.getpeername()[0]
+        warn_once(
+            f"stranger {host} {error}",
+            f"somebody at {host} connected to the lifeline of this job and was turned away: "
+            f"{error}. If it was no rank of yours, see docs/security.md.",
+        )

@@ -71,6 +71,7 @@ class XlaTransport:
         self.rank = host.rank
         self.world_size = host.world_size
         self.watch = host.watch
+        self.seal = host.seal
         self._world: Group = tuple(range(host.world_size))
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host)

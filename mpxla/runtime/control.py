@@ -30,9 +30,12 @@ class ControlChannel:
         if self._others:
             data = dump(message, "announcement of a step")
             for rank in self._others:
-                self._transport.send(data, rank, _CHANNEL)
+                header = self._transport.seal.close(data, _CHANNEL, (rank,))
+                self._transport.send_many([header, data], rank, _CHANNEL)
 
     def follow(self) -> Any:
         """Waits for the first rank's next message. All other ranks."""
-        data = self._transport.recv(None, self._first, _CHANNEL).result()
-        return restore(data, self._first, self._transport.rank)
+        me = self._transport.rank
+        sealed = self._transport.recv(None, self._first, _CHANNEL).result()
+        data = self._transport.seal.open(sealed, _CHANNEL, self._first, (me,))
+        return restore(data, self._first, me)
