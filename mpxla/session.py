@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
 
 from mpxla import log
 from mpxla.comm.addresses import interface_for, listen_for_store
+from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
@@ -61,7 +62,9 @@ class Session:
         topology: rank arithmetic.
         device: this rank's device.
         transport: moves tensors between ranks.
-        objects: moves picklable objects between ranks.
+        objects: moves data of mpxla's own between ranks.
+        state_objects: moves states of models and optimizers, with the user's objects in them.
+        user_objects: moves what the user sends: anything that can be pickled.
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
@@ -78,6 +81,8 @@ class Session:
     device: torch.device
     transport: Any
     objects: Objects
+    state_objects: Objects
+    user_objects: Objects
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
@@ -247,9 +252,9 @@ def _connect(
 ) -> Session:
     progress = Progress()
     if env.world_size == 1:
-        transport: Any = LoopbackTransport()
+        carrier: HostTransport | LoopbackTransport = LoopbackTransport()
+        transport: Any = carrier
         lifeline = None
-        objects = Objects(transport)
     else:
         store = _get_default_store()
         lifeline = Lifeline(
@@ -260,10 +265,9 @@ def _connect(
             progress=progress,
             stall_timeout_s=config.stall_timeout_s,
         )
-        host = HostTransport(env.rank, env.world_size, lifeline, host_view, key=key)
-        objects = Objects(host)
-        _check_configs(config, env, objects)
-        transport = _open_transport(config, host, lifeline, topology)
+        carrier = HostTransport(env.rank, env.world_size, lifeline, host_view, key=key)
+        _check_configs(config, env, Objects(carrier, DATA))
+        transport = _open_transport(config, carrier, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -273,7 +277,9 @@ def _connect(
         topology,
         device,
         transport,
-        objects,
+        Objects(carrier, DATA),
+        Objects(carrier, STATE),
+        Objects(carrier),
         lifeline,
         owns_default_group=owns_group,
         progress=progress,

@@ -24,7 +24,7 @@ from mpxla.comm.packing import as_bytes, as_memory, pack
 from mpxla.comm.transport import Group, Transport, check_group
 from mpxla.errors import MpxlaError
 
-__all__ = ["OBJECTS", "Format", "Objects", "dump", "restore"]
+__all__ = ["OBJECTS", "Format", "Objects", "dump", "pickled", "restore", "unpickled"]
 
 _BLOCK_BYTES = 4096
 _PADDING_BYTES = 1 << 20
@@ -213,7 +213,7 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
         MpxlaError: Some part cannot be pickled; the text names it.
     """
     try:
-        return torch.frombuffer(_pickle(obj), dtype=torch.uint8)
+        return torch.frombuffer(pickled(obj), dtype=torch.uint8)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         path, part = _find_culprit("obj", obj)
         raise MpxlaError(
@@ -234,7 +234,7 @@ def restore(data: torch.Tensor, src: int, rank: int) -> Any:
         MpxlaError: Its class cannot be found or built here.
     """
     try:
-        return pickle.loads(as_memory(data))
+        return unpickled(data)
     except Exception as error:  # whatever the constructors of the user's classes raise
         raise MpxlaError(
             f"rank {rank} received an object of rank {src} that it cannot unpickle "
@@ -243,11 +243,17 @@ def restore(data: torch.Tensor, src: int, rank: int) -> Any:
         ) from error
 
 
+def unpickled(data: torch.Tensor) -> Any:
+    """The object of a pickle: flat uint8 host tensor, from a rank that has proved to be one."""
+    return pickle.loads(as_memory(data))
+
+
 OBJECTS = Format("object", dump, restore)
 """Anything that can be pickled."""
 
 
-def _pickle(obj: Any) -> memoryview:
+def pickled(obj: Any) -> memoryview:
+    """The pickle of an object; tensors in it as their own elements."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return file.getbuffer()
@@ -259,7 +265,7 @@ def _find_culprit(path: str, obj: Any) -> tuple[str, Any]:
     while id(obj) not in seen:
         seen.add(id(obj))
         for part_path, part in _parts(path, obj):
-            if not _can_pickle(part):
+            if not _canpickled(part):
                 path, obj = part_path, part
                 break
     return path, obj
@@ -275,9 +281,9 @@ def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", value) for name, value in attributes.items())
 
 
-def _can_pickle(obj: Any) -> bool:
+def _canpickled(obj: Any) -> bool:
     try:
-        _pickle(obj)
+        pickled(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
         return False
     return True

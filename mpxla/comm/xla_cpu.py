@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mpxla.comm.codec import DATA
 from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
@@ -72,7 +73,7 @@ class CpuRunner:
         """
         self._host = host
         self._world: Group = tuple(range(host.world_size))
-        self._objects = Objects(host)
+        self._objects = Objects(host, DATA)
         self._service: Any = None
         self._jax, problem = _import_jax()
         problems = self._objects.allgather(problem, self._world)

@@ -26,16 +26,19 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from mpxla.comm.codec import register
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.packing import Spec, describe
 
 __all__ = ["Operand", "Program", "Traced", "operand_of", "trace", "upload"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
+register(Mesh)
 # The tracer has one chain of collectives per device: two threads must not build on it together.
 _tracing = threading.Lock()
 
 
+@register
 class Operand(NamedTuple):
     """Shape, of at least one dim, and dtype of one operand."""
 
@@ -43,6 +46,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
 
+@register
 class Program(NamedTuple):
     """What makes two programs the same."""
 

@@ -156,7 +156,7 @@ class PartitionedModule(nn.Module):
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
         with session.gathering("model.state_dict", group):
-            full = gather(session.objects, group, self.local_state_dict(), list(own))
+            full = gather(session.state_objects, group, self.local_state_dict(), list(own))
         return {} if gather_to_rank0 and session.rank else full
 
     def cpu(self) -> Self:

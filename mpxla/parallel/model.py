@@ -240,7 +240,9 @@ class DistributedModel(PartitionedModule):
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = current()
             group = session.topology.pp_group(session.rank)
-            values = gather_full(session.objects, group, to_host(values), self.module.state_dict())
+            values = gather_full(
+                session.state_objects, group, to_host(values), self.module.state_dict()
+            )
         elif PARTIAL_KEY in state_dict:
             strict = False
         try:

@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """States of whole parameters from the shares of all replicas."""
         session = current()
         group = session.topology.dp_group(session.rank)
-        return join_shards(session.objects.allgather(dict(partial), group))
+        return join_shards(session.state_objects.allgather(dict(partial), group))
 
     def orig_state_dict(self) -> dict[str, Any]:
         """State of the inner optimizer, without gathering."""
@@ -223,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = current()
         group = session.topology.pp_group(session.rank)
         with session.gathering("optimizer.state_dict", group):
-            parts = session.objects.allgather(self.local_state_dict(), group)
+            parts = session.state_objects.allgather(self.local_state_dict(), group)
         return merge_optimizer_states(parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -241,7 +241,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group = session.topology.pp_group(session.rank)
             if SHARD_KEY in state_dict:
                 state_dict = self._join(state_dict)
-            state_dict = merge_optimizer_states(session.objects.allgather(dict(state_dict), group))
+            state_dict = merge_optimizer_states(
+                session.state_objects.allgather(dict(state_dict), group)
+            )
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != self._group_sizes:
             raise ValueError(
@@ -264,7 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = current()
         group = session.topology.dp_group(session.rank)
         own = self.local_state_dict() if session.rank == group[source] else None
-        state = session.objects.allgather(own, group)[source]
+        state = session.state_objects.allgather(own, group)[source]
         if own is None:
             self._load_local(state)
 

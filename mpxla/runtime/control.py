@@ -6,7 +6,7 @@ Unlike the user's `smp.send`, an announcement does not wait for its receivers.
 from collections.abc import Sequence
 from typing import Any
 
-from mpxla.comm.objects import dump, restore
+from mpxla.comm.codec import DATA
 
 __all__ = ["ControlChannel"]
 
@@ -26,9 +26,9 @@ class ControlChannel:
         self._first, *self._others = group
 
     def announce(self, message: Any) -> None:
-        """Sends a picklable message to all other ranks of the pipeline. First rank only."""
+        """Sends data to all other ranks of the pipeline. First rank only."""
         if self._others:
-            data = dump(message, "announcement of a step")
+            data = DATA.dump(message, "announcement of a step")
             for rank in self._others:
                 header = self._transport.seal.close(data, _CHANNEL, (rank,))
                 self._transport.send_many([header, data], rank, _CHANNEL)
@@ -38,4 +38,4 @@ class ControlChannel:
         me = self._transport.rank
         sealed = self._transport.recv(None, self._first, _CHANNEL).result()
         data = self._transport.seal.open(sealed, _CHANNEL, self._first, (me,))
-        return restore(data, self._first, me)
+        return DATA.restore(data, self._first, me)

@@ -39,6 +39,8 @@ from mpxla.runtime.signature import (
     fill,
     local_objects,
     model_flags,
+    portable,
+    received,
     sign,
 )
 from mpxla.runtime.state import ModelState
@@ -149,7 +151,7 @@ class StepEngine:
             raise _announced(error) from None
         runner = self._plans.get(signature.key)
         if runner is None:
-            self._control.announce(("new", name, signature))
+            self._control.announce(("new", name, portable(signature)))
             return signature, tensors, objects, 0
         seed = self._draw_seed(runner.plan)
         self._control.announce(("known", name, self._known.index(signature), seed))
@@ -168,7 +170,8 @@ class StepEngine:
         if kind == "error":
             error_type, text = rest
             raise _announced(error_type(f"{text} (found on pp_rank 0)"))
-        signature = rest[0] if kind == "new" else self._known[rest[0]]
+        is_new = kind == "new"
+        signature = received(rest[0], args, kwargs) if is_new else self._known[rest[0]]
         modes, trainable = model_flags(self._state.module)
         if signature.modes != modes:
             raise RankMismatch(

@@ -3,13 +3,13 @@
 A signature is the structure of the arguments, shape and dtype of every tensor for one microbatch,
 the values of plain arguments, and the modes that change what the function does. The first pipeline
 rank owns the inputs; it announces the signature, and the other ranks put their own objects
-(modules, namespaces) in the places that cannot travel.
+(modules, namespaces) in the places that cannot travel. All else travels as data (`comm.codec`).
 This module must not know how a step is captured or run.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -19,10 +19,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.comm.codec import can_travel, register
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import TensorLeaf
 from mpxla.runtime.containers import open_containers
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.structure import describe_structure, rebuild_structure
 
 __all__ = [
     "LocalObject",
@@ -31,12 +33,16 @@ __all__ = [
     "describe_change",
     "fill",
     "local_objects",
+    "portable",
+    "received",
     "sign",
 ]
 
 _PLAIN = (str, bytes, Number, type(None), Enum, np.generic, torch.dtype, torch.device)
+register(TensorLeaf)
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class PlainValue:
     """An argument whose value is part of the program."""
@@ -58,6 +64,7 @@ class PlainValue:
         return repr(self.value)
 
 
+@register
 @dataclass(frozen=True)
 class LocalObject:
     """An argument that every rank replaces by its own: a module, a namespace, any other object.
@@ -76,6 +83,7 @@ class LocalObject:
         return self.type_name
 
 
+@register
 @dataclass(frozen=True)
 class Signature:
     """Everything that decides which program a call needs.
@@ -150,7 +158,7 @@ def sign(
     for path, (_, value) in zip(paths, with_paths, strict=True):
         if isinstance(value, torch.Tensor):
             leaves.append(TensorLeaf(tuple(value.shape), value.dtype))
-        elif isinstance(value, _PLAIN):
+        elif _is_plain(value):
             leaves.append(PlainValue(value))
         else:
             objects[path] = value
@@ -192,8 +200,28 @@ def local_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, A
     return {
         pytree.keystr(path): value
         for path, value in with_paths
-        if not isinstance(value, (*_PLAIN, torch.Tensor))
+        if not (isinstance(value, torch.Tensor) or _is_plain(value))
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is part of the program, and can be told to the other ranks."""
+    return isinstance(value, _PLAIN) and can_travel(value)
+
+
+def portable(signature: Signature) -> Signature:
+    """The signature as it travels: its structure is data."""
+    return replace(signature, structure=describe_structure(signature.structure))
+
+
+def received(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """The inverse of `portable`, on a rank that was called with its own arguments.
+
+    Raises:
+        RankMismatch: the arguments have a container that this rank does not know.
+    """
+    own = pytree.tree_structure(open_containers((tuple(args), dict(kwargs))))
+    return replace(signature, structure=rebuild_structure(signature.structure, own))
 
 
 def fill(
