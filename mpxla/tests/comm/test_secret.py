@@ -190,3 +190,8 @@ def test_a_rank_that_cannot_read_the_file_is_an_error_on_all(tmp_path, monkeypat
     texts = [str(error) for error in agree([None] * 2, runtime_dir=str(tmp_path))]
     assert "rank 1 cannot share a secret" in only(texts) and "no secret" in texts[0]
     assert "Set MPXLA_SECRET instead" in texts[0] and list(tmp_path.iterdir()) == []
+
+
+def test_the_document_says_how_to_make_a_secret():
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    assert module._HOW_TO_MAKE.split("\n")[1].strip() in text
