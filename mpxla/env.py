@@ -68,6 +68,8 @@ class LaunchEnv:
     """Device type that torch_xla will use."""
     rendezvous_file: str | None = None
     """`MPXLA_RENDEZVOUS_FILE`: file over which processes find each other, in place of a port."""
+    has_agent_store: bool = False
+    """Whether the launcher serves the store at the master's port (torchrun does)."""
     log_level: str = "INFO"
     """Level for `mpxla.log.set_level`."""
 
@@ -93,6 +95,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
         pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         log_level=_read_log_level(environ),
     )
 
