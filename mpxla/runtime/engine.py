@@ -104,7 +104,7 @@ class StepEngine:
             signature, tensors, objects, seed = self._agree(name, rule, args, kwargs)
             runner = self._plans.get(signature.key)
             if runner is None:
-                with self._session.progress.busy():
+                with self._session.progress.busy("capture and compilation"):
                     runner = self._build(signature, rule.function, objects)
                 seed = self._agree_on_seed(runner.plan)
             return self._run(runner, signature, tensors, seed)

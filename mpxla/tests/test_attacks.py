@@ -1,6 +1,5 @@
 """Somebody who can reach the ports of a job, and does not know its secret."""
 
-import functools
 import os
 import socket
 import threading
@@ -12,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mpxla
 import mpxla as smp
 from mpxla import session as session_module
 from mpxla.comm import secret as secret_module
 from mpxla.comm.addresses import host_identity
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.lifeline_server import encode
+from mpxla.comm.rollcall import call_roll
 from mpxla.errors import PeerFailure, RankMismatch
 from mpxla.testing import run_ranks
 
@@ -148,24 +149,16 @@ def impersonate():
     meet_at_a_port()
     if os.environ["RANK"] == "0":
         os.environ["MPXLA_SECRET"] = "0123456789abcdef" * 4
-        patient = functools.partial(session_module.Lifeline, connect_timeout_s=4.0)
-        session_module.Lifeline = patient
         with pytest.raises(PeerFailure) as caught:
-            smp.init({"pipeline_parallel_degree": 2})
-        session_module.Lifeline = patient.func
-        dist.destroy_process_group()
+            smp.init({"pipeline_parallel_degree": 2, "init_timeout_s": 4})
         return str(caught.value)
-    env = session_module.read_environment()
-    store = session_module._session_store(env)
+    store = session_module._session_store(session_module.read_environment(), 60.0)
+    call_roll(store, 1, 2, mpxla.__version__, 60.0)
     board = secret_module._Board(store, 1, 2, 60.0)
     board.exchange("start", [host_identity(), "0" * 64, True])
     board.write("check", board.read("check", 0))  # claims to have the key
-    session_module._start_process_group(env, store)
-    store = dist.distributed_c10d._get_default_store()
     with pytest.raises(PeerFailure, match="did not take it for a rank of this job"):
         Lifeline(1, 2, store, key=b"a guess", connect_timeout_s=60.0)
-    # Nobody listens any more where objects are exchanged; what comes there is sealed as well.
-    dist.destroy_process_group()
     return None
 
 

@@ -126,7 +126,7 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "reduction_dtype", "stall_timeout_s"),
+    *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     *("virtual_pipeline_degree", "schedule"),
 }
 
