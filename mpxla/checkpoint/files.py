@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
 
@@ -41,6 +42,7 @@ _BLOCK_BYTES = 1 << 20
 _WRITING = ".writing"
 
 
+@register
 class FileRecord(NamedTuple):
     """Size and checksum of a file."""
 
