@@ -188,27 +188,29 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
     Only the sender calls it; each receiver calls `recv_from`. Returns when all have received.
     """
-    current().objects.broadcast(obj, _members(group))
+    current().user_objects.broadcast(obj, _members(group))
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
     """Sends a picklable object to one process; returns when it has called `recv_from`."""
-    current().objects.send(obj, current().topology.to_global(dest_rank, rank_type, rank()))
+    current().user_objects.send(obj, current().topology.to_global(dest_rank, rank_type, rank()))
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """Receives what a matching `send` or `broadcast` of that process sent."""
-    return current().objects.recv_from(current().topology.to_global(src_rank, rank_type, rank()))
+    return current().user_objects.recv_from(
+        current().topology.to_global(src_rank, rank_type, rank())
+    )
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """Every member calls it; element i of the result is what member i passed."""
-    return current().objects.allgather(obj, _members(group))
+    return current().user_objects.allgather(obj, _members(group))
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits until every member of the caller's group has called it."""
-    current().objects.barrier(_members(group))
+    current().user_objects.barrier(_members(group))
 
 
 def dp_barrier() -> None:

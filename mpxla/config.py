@@ -129,8 +129,14 @@ class Config:
     """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
     to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
     stall_timeout_s: float = key(300.0, number(above=0))
-    """Extension. If no action of a step completes for so many seconds, the job ends with a table of
-    what every rank is doing."""
+    """Extension. A rank that gives no sign of life for so many seconds (its process is stopped)
+    ends the job, and so do ranks that wait so long for others that make no progress, with a table
+    of what every rank is doing. Progress is made by a thread or child process that uses 2 % of a
+    core, or by 50 kB/s from or to files: a long evaluation, compilation or download is no stall, a
+    disk or data loader that does not answer is. Give it more than the longest time for which a
+    rank may sleep while others wait for it."""
+    init_timeout_s: float = key(120.0, number(above=0))
+    """Extension. How many seconds `smp.init` waits for ranks that have not started."""
     check_indices: str = key("inputs", switch_or_word("all", "off", "inputs"))
     """Extension. Ids beyond a table and labels beyond the classes are errors: `inputs` looks at
     those that follow from inputs of a step, before it runs, unless they are on an accelerator; True

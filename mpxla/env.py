@@ -5,6 +5,7 @@ values. It understands torchrun, Open MPI's mpirun and a process started by hand
 torch, and it does not judge configuration keys (`config` does).
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,11 +16,12 @@ from typing import Any
 
 from mpxla.errors import ConfigError
 
-__all__ = ["LaunchEnv", "prepare_xla", "read_environment", "set_variables"]
+__all__ = ["LaunchEnv", "prepare_gloo", "prepare_xla", "read_environment", "set_variables"]
 
 XLA_FLAG = "--xla_cpu_use_xnnpack=false"
 """See `prepare_xla`."""
 _DEFAULT_MASTER_PORT = 29500
+_SHORTEST_SECRET = 32
 # Meaning of the variable -> its name under torchrun and under mpirun.
 _TORCHRUN = {
     "rank": "RANK",
@@ -68,6 +70,12 @@ class LaunchEnv:
     """Device type that torch_xla will use."""
     rendezvous_file: str | None = None
     """`MPXLA_RENDEZVOUS_FILE`: file over which processes find each other, in place of a port."""
+    secret: str | None = dataclasses.field(default=None, repr=False)
+    """`MPXLA_SECRET`: what the processes of the job know, and nobody else."""
+    runtime_dir: str | None = None
+    """`XDG_RUNTIME_DIR`: a folder of this user for files of running programs."""
+    has_agent_store: bool = False
+    """Whether the launcher serves the store at the master's port (torchrun does)."""
     log_level: str = "INFO"
     """Level for `mpxla.log.set_level`."""
 
@@ -93,6 +101,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
         pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
+        secret=_read_secret(environ),
+        runtime_dir=environ.get("XDG_RUNTIME_DIR"),
+        has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         log_level=_read_log_level(environ),
     )
 
@@ -129,6 +140,21 @@ def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def prepare_gloo(interface: str | None, environ: MutableMapping[str, str] | None = None) -> None:
+    """Makes gloo listen on one network interface, unless the user has chosen some.
+
+    Left to itself it takes the address that the host's name leads to. Process groups that exist
+    already stay as they are.
+
+    Args:
+        interface: As in `lo`; None leaves the choice to gloo.
+        environ: Variables to change; `os.environ` if None.
+    """
+    environ = os.environ if environ is None else environ
+    if interface is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -282,3 +308,14 @@ def _read_log_level(environ: Mapping[str, str]) -> str:
     if level not in names:
         raise ConfigError(f"MPXLA_LOG_LEVEL={level} must be one of {', '.join(names)}")
     return level
+
+
+def _read_secret(environ: Mapping[str, str]) -> str | None:
+    secret = environ.get("MPXLA_SECRET")
+    if secret is not None and len(secret) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"MPXLA_SECRET has {len(secret)} characters, which can be guessed; it must have "
+            f"{_SHORTEST_SECRET} or more, made by chance: "
+            "export MPXLA_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+        )
+    return secret

@@ -1,14 +1,17 @@
 """The one process-wide value: configuration, launch, topology, device and transport.
 
 `init` makes it, `shutdown` drops it, `current` gives it. Nothing else in mpxla is global, except
-tags on modules (`parallel/tags.py`), which exist before `init`, and the launcher's store, which
-outlives a session.
+tags on modules (`parallel/tags.py`), which exist before `init`, and the launcher's store and the
+failure at the exit of the process, which outlive a session.
 """
 
 import atexit
 import contextlib
 import itertools
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,12 +23,16 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from mpxla import log
+from mpxla import __version__, log
+from mpxla.comm.addresses import interface_for, listen_for_store
+from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.device_collectives import DeviceCollectives
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.rollcall import call_roll
+from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
@@ -34,7 +41,7 @@ from mpxla.comm.xla_device import DeviceRunner, is_device_world
 from mpxla.comm.xla_queue import Runner
 from mpxla.comm.xla_world import XlaWorld
 from mpxla.config import Config, describe_difference, resolve
-from mpxla.env import LaunchEnv, read_environment
+from mpxla.env import LaunchEnv, prepare_gloo, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
@@ -46,9 +53,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
 
-_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+_GROUP_TIMEOUT = timedelta(minutes=10)
+"""Of the default group, for the user's own collectives."""
 _launch_stores: dict[str, dist.Store] = {}
 _session_numbers = itertools.count()
+_failed_at_exit = threading.Event()
 
 
 @dataclass
@@ -61,7 +70,9 @@ class Session:
         topology: rank arithmetic.
         device: this rank's device.
         transport: moves tensors between ranks.
-        objects: moves picklable objects between ranks.
+        objects: moves data of mpxla's own between ranks.
+        state_objects: moves states of models and optimizers, with the user's objects in them.
+        user_objects: moves what the user sends: anything that can be pickled.
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
         model: the distributed model, once there is one.
@@ -79,6 +90,8 @@ class Session:
     device: torch.device
     transport: Any
     objects: Objects
+    state_objects: Objects
+    user_objects: Objects
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
     model: "DistributedModel | None" = None
@@ -96,10 +109,9 @@ class Session:
 
     @contextlib.contextmanager
     def gathering(self, what: str, ranks: Group) -> Generator[None]:
-        """Around an exchange that takes long: ranks that do not come to it end the job.
+        """Around an exchange that takes long, so that the table of a stall names it.
 
-        Every rank of the group calls it. A rank that does not within `stall_timeout_s` is a
-        failure, as in a step; the exchange itself takes what time it takes.
+        Every rank of the group calls it.
 
         Args:
             what: for the error.
@@ -107,7 +119,7 @@ class Session:
         """
         with self.progress.meeting(what):
             self.objects.barrier(ranks)
-        with self.progress.busy():
+        with self.progress.busy(what):
             yield
 
     def has_reduced(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -156,7 +168,8 @@ def init(config: dict[str, Any] | None = None) -> None:
         ConfigError: unknown keys or refused values; all problems at once.
         ScheduleError: the text in `schedule` cannot run.
         TopologyError: the number of processes does not fit the degrees.
-        RankMismatch: ranks were started with different configurations.
+        PeerFailure: a rank did not come within `init_timeout_s`; names those that did.
+        RankMismatch: ranks were started with different configurations or versions of mpxla.
     """
     global _session
     if _session is not None:
@@ -177,31 +190,24 @@ def init(config: dict[str, Any] | None = None) -> None:
     with log.root_logger_kept():
         device = current_device()
     earlier_hook = sys.excepthook  # torch.distributed replaces it as well
-    owns_group = not dist.is_initialized()
-    if owns_group:
-        _start_process_group(env)
-    _session = _connect(resolved, env, topology, device, owns_group)
+    _session = _connect(resolved, env, topology, device, owns_group=not dist.is_initialized())
     delay_all_models(resolved.delayed_parameter_initialization)
     sys.excepthook = _reporting(sys.excepthook)
     _session.excepthooks = earlier_hook, sys.excepthook
-    atexit.register(shutdown_if_started)
+    atexit.register(_shutdown_at_exit)
 
 
-def _start_process_group(env: LaunchEnv) -> None:
-    """The default gloo group, by the file of a test runner, the launcher's store, or alone."""
+def _session_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
+    """What the processes find each other by: a test runner's file, the launcher's, or none."""
     if env.world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        # A store keeps the keys of an earlier session, and torchrun's those of processes that it
-        # has restarted; all ranks count alike.
-        name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
-        store = dist.PrefixStore(name, _launch_store(env))
-    dist.init_process_group(
-        "gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=_RENDEZVOUS_TIMEOUT
-    )
+        return dist.HashStore()
+    # A store keeps the keys of an earlier session, and torchrun's those of processes that it
+    # has restarted; all ranks count alike.
+    name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
+    return dist.PrefixStore(name, _launch_store(env, timeout_s))
 
 
-def _launch_store(env: LaunchEnv) -> dist.Store:
+def _launch_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
     """Where the processes of a launch meet; one object per process, since rank 0 may serve it."""
     place = env.rendezvous_file or f"tcp://{env.master_addr}:{env.master_port}"
     if place not in _launch_stores:
@@ -209,34 +215,104 @@ def _launch_store(env: LaunchEnv) -> dist.Store:
         if env.rendezvous_file is not None:
             store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
         else:
-            store, _, _ = next(
-                dist.rendezvous(place, env.rank, env.world_size, timeout=_RENDEZVOUS_TIMEOUT)
-            )
+            store = _open_tcp_store(env, timeout_s)
+        store.set_timeout(_GROUP_TIMEOUT)
         _launch_stores[place] = store
     return _launch_stores[place]
+
+
+def _open_tcp_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
+    """torchrun's store, or one that rank 0 serves; the other ranks are not waited for here."""
+    is_one_host = env.local_size == env.world_size
+    is_server, listener = env.rank == 0 and not env.has_agent_store, None
+    try:
+        if is_server:
+            listener = listen_for_store(is_one_host, env.master_addr, env.master_port)
+        return dist.TCPStore(
+            "127.0.0.1" if is_one_host and not env.has_agent_store else env.master_addr,
+            env.master_port,
+            env.world_size,
+            is_master=is_server,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            # A port that this process serves already is shared.
+            multi_tenant=not env.has_agent_store,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (dist.DistError, OSError) as error:
+        place = f"{env.master_addr} port {env.master_port}"
+        if is_server:
+            raise MpxlaError(
+                f"rank 0 cannot serve the store by which ranks find each other at {place}: "
+                f"{error}. Set MASTER_PORT to a free port, on all ranks alike."
+            ) from error
+        server = "the launcher" if env.has_agent_store else "rank 0"
+        raise PeerFailure(
+            f"rank {env.rank} waited {timeout_s:g} s (init_timeout_s) for {server} at {place}, "
+            f"where ranks find each other; this rank is there, and without {server} no other can "
+            f"be seen. Look at the output of {server}; start the same script on all ranks, and set "
+            f"MASTER_ADDR and MASTER_PORT to what all hosts can reach. ({error})"
+        ) from error
+
+
+def _open_lifeline(
+    config: Config, env: LaunchEnv, progress: Progress, owns_group: bool
+) -> tuple[Lifeline | None, bytes]:
+    """Waits for all ranks, then watches over them; the default group is made under its eyes.
+
+    Returns:
+        The lifeline, and the key by which the ranks of this session know each other.
+    """
+    if owns_group:
+        store = _session_store(env, config.init_timeout_s)
+    else:
+        store = _get_default_store()
+    lifeline, key = None, b""
+    if env.world_size > 1:
+        timeout_s = config.init_timeout_s
+        call_roll(store, env.rank, env.world_size, __version__, timeout_s)
+        trust = agree_on_key(
+            store, env.rank, env.world_size, env.secret, env.runtime_dir, timeout_s
+        )
+        key = trust.key
+        prepare_gloo(interface_for(trust.is_one_host, env.master_addr))
+        lifeline = Lifeline(
+            env.rank,
+            env.world_size,
+            store,
+            key=key,
+            connect_timeout_s=config.init_timeout_s,
+            progress=progress,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+    if owns_group:
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=_GROUP_TIMEOUT,
+            )
+        except Exception as error:
+            if lifeline is not None:
+                lifeline.report("torch.distributed.init_process_group", error)
+            raise
+    return lifeline, key
 
 
 def _connect(
     config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
 ) -> Session:
     progress = Progress()
-    if env.world_size == 1:
-        transport: Any = LoopbackTransport()
-        lifeline = None
-        objects = Objects(transport)
+    lifeline, key = _open_lifeline(config, env, progress, owns_group)
+    if lifeline is None:
+        carrier: HostTransport | LoopbackTransport = LoopbackTransport()
+        transport: Any = carrier
     else:
-        store = _get_default_store()
-        lifeline = Lifeline(
-            env.rank,
-            env.world_size,
-            store,
-            progress=progress,
-            stall_timeout_s=config.stall_timeout_s,
-        )
-        host = HostTransport(env.rank, env.world_size, lifeline, host_view)
-        objects = Objects(host)
-        _check_configs(config, env, objects)
-        transport = _open_transport(config, host, lifeline, topology)
+        carrier = HostTransport(env.rank, env.world_size, lifeline, host_view, key=key)
+        _check_configs(config, env, Objects(carrier, DATA))
+        transport = _open_transport(config, carrier, lifeline, topology)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -246,7 +322,9 @@ def _connect(
         topology,
         device,
         transport,
-        objects,
+        Objects(carrier, DATA),
+        Objects(carrier, STATE),
+        Objects(carrier),
         lifeline,
         owns_default_group=owns_group,
         progress=progress,
@@ -342,23 +420,55 @@ def shutdown_if_started() -> None:
     session, _session = _session, None
     if session is None:
         return
-    atexit.unregister(shutdown_if_started)
+    atexit.unregister(_shutdown_at_exit)
     delay_all_models(False)
     if session.excepthooks is not None and sys.excepthook is session.excepthooks[1]:
         sys.excepthook = session.excepthooks[0]
     try:
-        if session.pending_checkpoint is not None:
-            session.pending_checkpoint.wait()
-        if session.model is not None:
-            session.model.end_training()
+        with session.progress.busy("smp.shutdown"):
+            _end(session)
     except MpxlaError as error:
         session.report_failure("the end of the session", error)
         raise
     finally:
         session.exchanged.close()
+        _disconnect(session)
+
+
+def _end(session: Session) -> None:
+    """Finishes what is under way."""
+    if session.pending_checkpoint is not None:
+        session.pending_checkpoint.wait()
+    if session.model is not None:
+        session.model.end_training()
+
+
+def _disconnect(session: Session) -> None:
+    """Drops everything; a rank that fell silent meanwhile is an error."""
+    try:
         session.transport.close()
         if session.lifeline is not None:
             session.lifeline.close()
+    finally:
         if session.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         log.forget_warnings()
+
+
+def _shutdown_at_exit() -> None:
+    """`shutdown` at the end of the process, which nobody could catch an error of."""
+    try:
+        shutdown_if_started()
+    except BaseException:
+        traceback.print_exc()
+        _failed_at_exit.set()
+
+
+@atexit.register  # before the session's own, so it is called after them
+def _exit_with_failure() -> None:
+    """Python would end with code 0, and the launcher would leave the other ranks alone."""
+    if _failed_at_exit.is_set():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)

@@ -37,6 +37,7 @@ from mpxla.checkpoint.layout import (
     writing_folder,
 )
 from mpxla.checkpoint.together import Exchange, together
+from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
 
@@ -55,6 +56,7 @@ __all__ = [
 FORMAT = 1
 
 
+@register
 class Written(NamedTuple):
     """What one rank wrote."""
 

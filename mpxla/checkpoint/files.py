@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from mpxla.checkpoint.plain_data import safe_classes
+from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
 
@@ -42,6 +43,7 @@ _BLOCK_BYTES = 1 << 20
 _WRITING = ".writing"
 
 
+@register
 class FileRecord(NamedTuple):
     """Size and checksum of a file."""
 

@@ -4,6 +4,7 @@ A partial checkpoint is written by all ranks, each its share of what it holds; n
 anything. In the background, training stands still only while values are copied to the host.
 """
 
+import contextlib
 import os
 import secrets
 import threading
@@ -31,6 +32,7 @@ from mpxla.checkpoint.layout import (
 from mpxla.checkpoint.random_state import get_random_states
 from mpxla.checkpoint.shards import Slot, assign_writers
 from mpxla.checkpoint.together import Exchange, ObjectExchange, StoreExchange, together
+from mpxla.comm.handle import FailureWatch
 from mpxla.errors import CheckpointError
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
@@ -47,8 +49,9 @@ class PendingCheckpoint:
     in `smp.shutdown`.
     """
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, work: Callable[[], None], watch: FailureWatch | None = None):
         self._work = work
+        self._watch = watch
         self._error: BaseException | None = None
         # Not a daemon: a process that ends in order finishes its checkpoint.
         self._thread = threading.Thread(target=self._run, name="mpxla-checkpoint")
@@ -74,7 +77,8 @@ class PendingCheckpoint:
             CheckpointError: writing failed on some rank.
             PeerFailure: a rank died meanwhile.
         """
-        self._thread.join()
+        with contextlib.nullcontext() if self._watch is None else self._watch.joining():
+            self._thread.join()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -182,9 +186,8 @@ def save_checkpoint(
     if not asynchronous:
         write(exchange)
         return None
-    session.pending_checkpoint = PendingCheckpoint(
-        lambda: write(_background_exchange(session, token))
-    )
+    exchange = _background_exchange(session, token)
+    session.pending_checkpoint = PendingCheckpoint(lambda: write(exchange), session.lifeline)
     return session.pending_checkpoint
 
 
@@ -192,19 +195,22 @@ def finish_pending(session: Session) -> None:
     """Waits for the checkpoint that is being written in the background, if there is one."""
     pending, session.pending_checkpoint = session.pending_checkpoint, None
     if pending is not None:
-        with session.progress.busy():
+        with session.progress.busy("the end of the checkpoint in the background"):
             pending.wait()
 
 
-def _background_exchange(session: Session, token: str) -> Exchange:
+def _background_exchange(session: Session, token: str) -> StoreExchange:
     lifeline = session.lifeline
-    return StoreExchange(
+    exchange = StoreExchange(
         _get_default_store(),
         f"mpxla_checkpoint/{token}",
         session.rank,
         session.env.world_size,
         (lambda: None) if lifeline is None else (lambda: lifeline.failure),
     )
+    if lifeline is not None:
+        lifeline.background = lambda: exchange.wait
+    return exchange
 
 
 class _Part:

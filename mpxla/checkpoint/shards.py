@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mpxla.checkpoint.files import load_object
+from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 
 __all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers"]
 
 
+@register
 class Slot(NamedTuple):
     """A run of elements of one flattened tensor."""
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
+from mpxla.comm.handle import Wait
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group
 from mpxla.errors import CheckpointError, PeerFailure
@@ -35,14 +36,12 @@ class Exchange(Protocol):
         ...
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """While this lasts, the rank is not late, whatever time it takes."""
+        """Around the work between two exchanges, for the table of a stall."""
         ...
 
 
 class ObjectExchange:
     """By the session's object communication, on the main thread.
-
-    A rank that does not come within `stall_timeout_s` ends the job, as in a step.
 
     Args:
         gather: `Objects.allgather`.
@@ -72,7 +71,7 @@ class ObjectExchange:
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """See `Exchange`."""
-        return self._progress.busy()
+        return self._progress.busy(self._what)
 
 
 class StoreExchange:
@@ -98,6 +97,8 @@ class StoreExchange:
         self._store, self._prefix = store, prefix
         self._failure = failure
         self._round = 0
+        self.wait: Wait | None = None
+        """What it waits for at the moment."""
 
     def allgather(self, value: Any) -> list[Any]:
         """See `Exchange`.
@@ -107,7 +108,7 @@ class StoreExchange:
         """
         keys = [f"{self._prefix}/{self._round}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
-        values = [json.loads(self._wait_for(key)) for key in keys]
+        values = [json.loads(self._wait_for(key, rank)) for rank, key in enumerate(keys)]
         if self._round > 0:  # all ranks are in this round, so they have read the one before
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")
@@ -115,18 +116,22 @@ class StoreExchange:
         return values
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """See `Exchange`; nobody stands still meanwhile."""
+        """See `Exchange`; the table shows the main thread."""
         return contextlib.nullcontext()
 
-    def _wait_for(self, key: str) -> bytes:
+    def _wait_for(self, key: str, rank: int) -> bytes:
         pause_s = _POLL_S
-        while not self._store.check([key]):  # a blocking wait would keep others from the store
-            failure = self._failure()
-            if failure is not None:
-                raise PeerFailure(f"{failure.text}. A checkpoint was being saved then.")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
-        return self._store.get(key)
+        self.wait = Wait((rank,), "its part of a checkpoint", time.monotonic())
+        try:
+            while not self._store.check([key]):  # blocking would keep others from the store
+                failure = self._failure()
+                if failure is not None:
+                    raise PeerFailure(f"{failure.text}. A checkpoint was being saved then.")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
+            return self._store.get(key)
+        finally:
+            self.wait = None
 
 
 def together(exchange: Exchange, what: str, action: Callable[[], T]) -> list[T]:

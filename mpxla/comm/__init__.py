@@ -6,7 +6,9 @@
     xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
                    programs), xla_queue.py (their order), xla_device.py and xla_cpu.py with relay.py
                    (what runs them), recorder.py (the proof of the order)
-    objects.py     picklable objects on top of any transport
+    objects.py     objects on top of any transport, each message with its seal (seal.py)
+    secret.py      the key that all ranks of a session share; handshake.py proves it on connections
+    addresses.py   where sockets listen
     lifeline.py    who is alive, and stall.py: what all are doing when nothing moves
 
 Nothing here knows stages, schedules, configuration or the session.

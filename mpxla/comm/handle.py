@@ -8,15 +8,16 @@ This file knows neither sockets nor tensors: `lifeline` brings the news of other
 world of one process needs none.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from mpxla.errors import PeerFailure
+from mpxla.errors import MpxlaError, PeerFailure
 from mpxla.log import get_logger
 
-__all__ = ["Failure", "FailureWatch", "Handle"]
+__all__ = ["Failure", "FailureWatch", "Handle", "Wait"]
 
 _MAX_ERROR_CHARS = 4000
 
@@ -32,16 +33,34 @@ class Failure(NamedTuple):
     """What happened to it: `rank 2 raised ValueError in stage 1: ...`."""
 
 
+class Wait(NamedTuple):
+    """What a thread waits for."""
+
+    awaited: tuple[int, ...]
+    """Ranks that have to come; empty if that is not known."""
+    what: str
+    """The communication in words."""
+    since: float
+    """Monotonic time."""
+
+
 class Handle(Generic[T]):
     """One communication in the background; complete when it has a result or an error."""
 
-    def __init__(self, watch: "FailureWatch", what: str, peers: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        watch: "FailureWatch",
+        what: str,
+        peers: Iterable[int] = (),
+        awaited: Iterable[int] | None = None,
+    ) -> None:
         """Makes a handle that is not complete.
 
         Args:
             watch: Ends waits when a rank fails.
             what: The communication in words, as in `stage values from rank 2`.
             peers: Ranks without which the communication cannot complete.
+            awaited: Ranks that have to come to it, who may have left after that; `peers` if None.
         """
         self._watch = watch
         self._is_done = False
@@ -49,6 +68,9 @@ class Handle(Generic[T]):
         self._error: BaseException | None = None
         self.what = what
         self.peers = tuple(peers)
+        self.awaited = self.peers if awaited is None else tuple(awaited)
+        self.wait: Wait | None = None
+        """Set when the watch's thread begins to wait for it, perhaps with pauses."""
 
     def done(self) -> bool:
         """Returns whether `result` would return, or raise the handle's own error, at once."""
@@ -120,7 +142,10 @@ class FailureWatch:
         self._left: dict[int, float] = {}
         self._callbacks: list[Callable[[Failure], Any]] = []
         self._owner = threading.current_thread()
-        self._waiting: Handle[Any] | None = None  # what the owner waits for
+        self._waiting: Wait | None = None  # what the owner waits for
+        self._is_joining = False
+        self.background: Callable[[], Wait | None] = lambda: None
+        """What a thread waits for that the owner leaves alone, unless it is `joining`."""
         self.noticed = threading.Event()
         """Set once the thread that made the watch knows of the failure."""
         self.is_closing = False
@@ -203,15 +228,39 @@ class FailureWatch:
         self.report(what, lost)
         return lost
 
+    def account_for(self, error: Exception, peers: Iterable[int], what: str) -> BaseException:
+        """What a thread that communicates makes of any error, so that nobody waits in vain.
+
+        Args:
+            error: What was raised; what a connection raises is explained.
+            peers: The ranks at the other end.
+            what: The communication in words.
+
+        Returns:
+            The error for whoever waits. All ranks have been told of it.
+        """
+        if isinstance(error, PeerFailure):
+            return error
+        is_ours = isinstance(error, MpxlaError)
+        if isinstance(error, RuntimeError | ValueError | OSError) and not is_ours:
+            return self.explain(error, peers, what)
+        self.report(what, error)
+        return error
+
     def wait_for(self, handle: Handle[Any], timeout_s: float | None) -> None:
         """Blocks until `handle` is complete; see `Handle.result`."""
-        if threading.current_thread() is self._owner:
-            self._waiting = handle
+        if threading.current_thread() is not self._owner:
+            self._wait_for(handle, timeout_s)
+            return
+        if handle.wait is None:
+            handle.wait = Wait(handle.awaited, handle.what, time.monotonic())
+        self._waiting = handle.wait
         try:
             self._wait_for(handle, timeout_s)
         finally:
-            if self._waiting is handle:
-                self._waiting = None
+            self._waiting = None
+            if handle.done():
+                self._moved()
 
     def _wait_for(self, handle: Handle[Any], timeout_s: float | None) -> None:
         start = time.monotonic()
@@ -233,13 +282,28 @@ class FailureWatch:
                 if now >= next_warning:
                     self._warn_of_stall(handle, now - start)
                     next_warning = now + (now - start)
-                next_question = self._ask_about_stall(now)
-                wake = min(settled[0], deadline, next_warning, next_question) - now
+                wake = min(settled[0], deadline, next_warning) - now
                 self.changed.wait(min(wake, threading.TIMEOUT_MAX))
 
-    def _ask_about_stall(self, now: float) -> float:
-        """Asks the others what they do if nothing has moved for long; returns when to ask next."""
-        return float("inf")
+    def current_wait(self) -> Wait | None:
+        """What the owner waits for, itself or by the thread that it waits for."""
+        # At the end of the program, Python waits for its threads.
+        if self._is_joining or not threading.main_thread().is_alive():
+            return self._waiting or self.background()
+        return self._waiting
+
+    @contextlib.contextmanager
+    def joining(self) -> Generator[None]:
+        """While the owner waits for the thread in the background: their waits are one."""
+        self._is_joining = True
+        try:
+            yield
+        finally:
+            self._is_joining = False
+            self._moved()
+
+    def _moved(self) -> None:
+        """A wait of the owner has ended well."""
 
     def notice(self, error: BaseException) -> None:
         """Notes that an error reaches the caller, so that the process need not be ended for it."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, describe
+from mpxla.comm.seal import Seal
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
     Group,
@@ -42,6 +43,8 @@ __all__ = ["HostTransport"]
 _GLOO_TIMEOUT = timedelta(days=7)
 _FAREWELL_S = 2.0
 _ABORT_S = 2.0
+_FIRST_LOOK_S = 0.002
+_LONGEST_LOOK_S = 0.05
 
 
 class _Job(NamedTuple):
@@ -90,8 +93,8 @@ class _Collectives:
             return
         try:
             job.handle.set_result(job.run(operand, self.group))
-        except (RuntimeError, ValueError) as error:
-            job.handle.set_error(self._watch.explain(error, self.ranks, job.handle.what))
+        except Exception as error:  # whatever it is, the thread has to answer what comes later
+            job.handle.set_error(self._watch.account_for(error, self.ranks, job.handle.what))
 
 
 class HostTransport:
@@ -103,6 +106,8 @@ class HostTransport:
         world_size: int,
         watch: FailureWatch,
         to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+        *,
+        key: bytes,
     ) -> None:
         """Makes the process groups. Every rank constructs it, at the same point.
 
@@ -114,7 +119,9 @@ class HostTransport:
             watch: The process's lifeline.
             to_host: Waits for a tensor and gives it in host memory, perhaps shared; called by
                 background threads.
+            key: Of the session; see `secret`.
         """
+        self.seal = Seal(rank, key)
         self._to_host = to_host
         self.rank = rank
         self.world_size = world_size
@@ -245,7 +252,8 @@ class HostTransport:
             return value
 
         # The source may be done, and gone, long before a slow member comes to it.
-        return self._collective("broadcast", tensor, ranks, fetch, run, peers=())
+        awaited = (src,) if self.rank != src else ()
+        return self._collective("broadcast", tensor, ranks, fetch, run, peers=(), awaited=awaited)
 
     def barrier(self, ranks: Group) -> Handle[None]:
         """Done when every rank of the group has called it; see `Transport.barrier`."""
@@ -314,10 +322,12 @@ class HostTransport:
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         is_failing = self.watch.failure is not None
+        pause_s = _FIRST_LOOK_S
         while not condition() and time.monotonic() < deadline:
             if self.watch.failure is not None and not is_failing:
                 return
-            time.sleep(0.002)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _living_threads(self) -> list[threading.Thread]:
         boxes = [*self._outboxes.values(), *self._inboxes.values(), *self._collectives.values()]
@@ -366,6 +376,7 @@ class HostTransport:
         fetch: Callable[[], Any],
         run: Callable[[Any, dist.ProcessGroup | None], Any],
         peers: Group | None = None,
+        awaited: Group | None = None,
     ) -> Handle[Any]:
         """Queues a collective on its group's thread."""
         ranks = check_group(ranks, self.rank, self.world_size)
@@ -375,6 +386,7 @@ class HostTransport:
         others = tuple(rank for rank in ranks if rank != self.rank)
         about = f" of {describe([tensor])}" if tensor is not None else ""
         what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"
-        handle: Handle[Any] = Handle(self.watch, what, others if peers is None else peers)
+        peers = others if peers is None else peers
+        handle: Handle[Any] = Handle(self.watch, what, peers, awaited)
         collectives.submit(_Job(handle, fetch, run))
         return handle

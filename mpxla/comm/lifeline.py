@@ -16,18 +16,21 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import secrets
 import socket
 import sys
 import threading
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from mpxla.comm.addresses import host_identity, listening_address
 from mpxla.comm.handle import Failure, FailureWatch
+from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
+from mpxla.comm.pulse import Pulse
 from mpxla.comm.stall import Progress
 from mpxla.errors import PeerFailure
 
@@ -51,6 +54,7 @@ class Lifeline(FailureWatch):
         world_size: int,
         store: Store | None = None,
         *,
+        key: bytes = b"",
         master_addr: str | None = None,
         grace_s: float = 10.0,
         connect_timeout_s: float = 300.0,
@@ -64,6 +68,8 @@ class Lifeline(FailureWatch):
             rank: Global rank of this process.
             world_size: Number of processes.
             store: Shared by all processes. A world of one needs none.
+            key: Of the session, which every end of a connection proves to know; see `secret`. A
+                world of one needs none.
             master_addr: Address of rank 0's host. Taken from a TCPStore if None. Not used when all
                 processes are on one host: they talk over the loopback interface.
             grace_s: How long the main thread may be unaware of a failure before the process is
@@ -71,8 +77,8 @@ class Lifeline(FailureWatch):
             connect_timeout_s: How long to wait for the other ranks.
             stall_warning_s: A wait as long as this is logged.
             progress: What this process is doing.
-            stall_timeout_s: If no rank completes an action for that long while one waits inside a
-                step, the job ends with a table of what all ranks are doing.
+            stall_timeout_s: If a rank gives no sign of life for that long, or one waits so long
+                for others that do not move, the job ends with a table of what all are doing.
 
         Raises:
             PeerFailure: Ranks did not connect in time, or one failed meanwhile.
@@ -81,7 +87,8 @@ class Lifeline(FailureWatch):
         self._grace_s = grace_s
         self._progress = progress or Progress()
         self._stall_timeout_s = stall_timeout_s
-        self._asked = 0.0
+        self._pulse: Pulse | None = None
+        self._is_abandoned = False  # by a rank whose process does not even end
         self._sending = threading.Lock()
         self._pid = os.getpid()
         self._closed = threading.Event()
@@ -91,11 +98,14 @@ class Lifeline(FailureWatch):
         self._connection: socket.socket | None = None
         if world_size == 1:
             return
-        assert store is not None, "several ranks need a store"
+        assert store is not None and key, "several ranks need a store and a key"
+        self._key = key
         _open_lifelines.add(self)
         try:
-            address, token = self._find(store, master_addr, connect_timeout_s)
-            self._connection = self._connect(address, token, connect_timeout_s)
+            address = self._find(store, master_addr, connect_timeout_s)
+            self._connection = self._connect(address, connect_timeout_s)
+            if stall_timeout_s != float("inf"):
+                self._pulse = self._start_pulse()
             threading.Thread(target=self._watch, name="mpxla-lifeline", daemon=True).start()
             self._await_others(connect_timeout_s)
         except BaseException:
@@ -123,51 +133,87 @@ class Lifeline(FailureWatch):
 
         Args:
             linger_s: How long rank 0 stays for the ranks that are not done yet, so that they keep
-                hearing of each other.
+                hearing of each other. It stays longer for one that has fallen silent.
+
+        Raises:
+            PeerFailure: A rank fell silent meanwhile.
         """
         if self._connection is None or self._closed.is_set() or os.getpid() != self._pid:
             return
-        if self._failure is None:
-            self._tell(encode(type="bye"))
-            with self.changed:
-                self.changed.wait_for(
-                    lambda: self.rank in self._left or self._is_cut or self._failure is not None,
-                    _ECHO_TIMEOUT_S,
-                )
+        was_failing = self._failure is not None
+        if not was_failing:
+            self._take_leave()
         self._release(linger_s)
         if self._failure is None:
             atexit.unregister(self._end_even_if_stuck)
+        elif not was_failing and self._is_abandoned:
+            self.check()
+
+    def _take_leave(self) -> None:
+        """Says bye, and waits until rank 0 has heard it, which it does wherever its script is."""
+        timeout_s = _ECHO_TIMEOUT_S if self._pulse is None else None
+        self._tell(encode(type="bye"))
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.rank in self._left or self._is_cut or self._failure is not None,
+                timeout_s,
+            )
 
     def _release(self, linger_s: float) -> None:
         self._closed.set()
+        if self._pulse is not None:
+            self._pulse.stop()
         if self._server is not None:
             self._server.stop(0.0 if self._failure is not None else linger_s)
+            if self._server.stall is not None:
+                self._is_abandoned = True
+                self.set_failure(self._server.stall)
         _open_lifelines.discard(self)
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _find(
-        self, store: Store, master_addr: str | None, timeout_s: float
-    ) -> tuple[tuple[str, int], str]:
+    def _start_pulse(self) -> Pulse:
+        return Pulse(
+            self.rank,
+            self.world_size,
+            self._progress,
+            self.current_wait,
+            self._stall_timeout_s,
+            tell=lambda row: self._tell(encode(type="beat", row=row)),
+            fail=self._fail_alone,
+        )
+
+    def _fail_alone(self, failure: Failure) -> None:
+        """A failure that rank 0 may be unable to pass on: what it can do is told all the same."""
+        if not self._closed.is_set():
+            if failure.rank != self.rank:
+                self._is_abandoned = True
+            else:
+                self._tell(encode(type="report", text=failure.text))
+            self.set_failure(failure)
+
+    def _moved(self) -> None:
+        self._progress.move()
+
+    def _find(self, store: Store, master_addr: str | None, timeout_s: float) -> tuple[str, int]:
         """Publishes rank 0's address in the store, or reads it there."""
         # A store may see several sessions, one after the other; all ranks count alike.
         session = store.add(f"{_PREFIX}/{self.rank}/sessions", 1)
         host_key = f"{_PREFIX}/{session}/host"
         address_key = f"{_PREFIX}/{session}/address"
-        store.set(f"{host_key}/{self.rank}", _host_identity())
+        store.set(f"{host_key}/{self.rank}", host_identity())
         if self.rank == 0:
             hosts = set()
             for other in range(self.world_size):
                 hosts.add(self._read(store, f"{host_key}/{other}", f"rank {other}", timeout_s))
-            bound, published = _listening_address(
+            bound, published = listening_address(
                 is_one_host=len(hosts) == 1, master_addr=master_addr or _store_host(store)
             )
-            token = secrets.token_hex(16)
-            self._server = LifelineServer(bound, self.world_size, token)
-            store.set(address_key, f"{published} {self._server.port} {token}")
-        host, port, token = self._read(store, address_key, "rank 0", timeout_s).split()
-        return (host, int(port)), token
+            self._server = LifelineServer(bound, self.world_size, self._key, self._stall_timeout_s)
+            store.set(address_key, f"{published} {self._server.port}")
+        host, port = self._read(store, address_key, "rank 0", timeout_s).split()
+        return host, int(port)
 
     def _read(self, store: Store, key: str, whose: str, timeout_s: float) -> str:
         try:
@@ -179,7 +225,7 @@ class Lifeline(FailureWatch):
             ) from error
         return store.get(key).decode()
 
-    def _connect(self, address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
+    def _connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
         try:
             connection = socket.create_connection(address, timeout_s)
         except OSError as error:
@@ -188,10 +234,14 @@ class Lifeline(FailureWatch):
                 f"{error}. Set MASTER_ADDR to an address of rank 0 that all hosts can reach, and "
                 f"allow TCP connections between them."
             ) from error
-        connection.settimeout(None)
         set_keepalive(connection)
         home = f"pid {os.getpid()} on {socket.gethostname()}"
-        connection.sendall(encode(type="hello", rank=self.rank, token=token, home=home))
+        try:
+            introduce(connection, self._key, self.rank, home)
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(None)
         return connection
 
     def _await_others(self, timeout_s: float) -> None:
@@ -211,17 +261,17 @@ class Lifeline(FailureWatch):
     def _watch(self) -> None:
         """Takes in what rank 0 tells, until the connection ends."""
         assert self._connection is not None
-        buffer = bytearray()
-        while True:
-            try:
-                data = self._connection.recv(65536)
-            except OSError:
-                data = b""
-            if not data:
-                break
-            buffer += data
-            for message in decode(buffer):
-                self._hear(message)
+        try:
+            self._listen(self._connection)
+        except Exception as error:  # nobody would hear of failures any more
+            self._fail_alone(
+                Failure(
+                    self.rank,
+                    f"rank {self.rank} cannot read what rank 0 says on its lifeline "
+                    f"({type(error).__name__}: {error}). Install the same version of mpxla on "
+                    f"every host",
+                )
+            )
         if not self._closed.is_set() and not self.has_left(0) and self._failure is None:
             self.set_failure(
                 Failure(0, "rank 0 died: its process ended without a report (lifeline lost)")
@@ -231,29 +281,33 @@ class Lifeline(FailureWatch):
             self.changed.notify_all()
         self._connection.close()
 
-    def _hear(self, message: dict[str, object]) -> None:
+    def _listen(self, connection: socket.socket) -> None:
+        buffer = bytearray()
+        while True:
+            try:
+                data = connection.recv(65536)
+            except OSError:
+                return
+            if not data:
+                return
+            buffer += data
+            for message in decode(buffer):
+                self._hear(message)
+
+    def _hear(self, message: dict[str, Any]) -> None:
         if message["type"] == "failure":
-            self.set_failure(Failure(int(str(message["rank"])), str(message["text"])))
+            self.set_failure(Failure(int(message["rank"]), str(message["text"])))
         elif message["type"] == "bye":
-            self.set_left(int(str(message["rank"])))
-        elif message["type"] == "describe":
-            waiting = self._waiting
-            peers, what = (waiting.peers, waiting.what) if waiting is not None else ((), "")
-            self._tell(encode(type="status", **self._progress.status(peers, what)))
+            self.set_left(int(message["rank"]))
+        elif message["type"] == "pulse":
+            if self._pulse is not None:
+                self._pulse.hear(message["rows"])
         elif message["type"] == "ready":
             self._ready.set()
             with self.changed:
                 self.changed.notify_all()
-
-    def _ask_about_stall(self, now: float) -> float:
-        if not self._progress.is_running or threading.current_thread() is not self._owner:
-            return float("inf")
-        due = max(self._progress.since, self._asked) + self._stall_timeout_s
-        if now < due:
-            return due
-        self._asked = now
-        self._tell(encode(type="stall", timeout_s=self._stall_timeout_s))
-        return now + self._stall_timeout_s
+        else:
+            raise ValueError(f"an unknown message {message['type']!r}")
 
     def _spread(self, failure: Failure) -> None:
         if self._connection is None or not self._tell(encode(type="report", text=failure.text)):
@@ -322,40 +376,8 @@ def _close_all_in_child() -> None:
 os.register_at_fork(after_in_child=_close_all_in_child)
 
 
-def _host_identity() -> str:
-    """A text that differs between hosts, and between containers with their own network."""
-    boot_id = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot_id = file.read().strip()
-    return f"{socket.gethostname()} {boot_id}"
-
-
 def _store_host(store: Store) -> str | None:
     """The address of rank 0's host, if the store knows one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)  # of a TCPStore
-
-
-def _listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, str]:
-    """Chooses where rank 0 listens.
-
-    Returns:
-        The local address to bind and the address to publish.
-    """
-    if is_one_host:
-        return "127.0.0.1", "127.0.0.1"
-    target = master_addr or socket.gethostname()
-    for family, _, _, _, address in socket.getaddrinfo(target, 0, type=socket.SOCK_STREAM):
-        host = str(address[0])
-        if host.startswith("127.") or host == "::1":
-            continue
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-            return host, host
-    # Rank 0 is not on the master's host: publish the interface that leads there.
-    family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        local = str(probe.getsockname()[0])
-    return local, local

@@ -2,14 +2,16 @@
 
 One line of JSON per message, over one TCP connection per rank (rank 0 has one to itself):
 
-    from a rank:  hello (rank, token, where it runs) | report (text) | bye
-                  stall (timeout) | status (what it is doing)
-    to a rank:    ready (all said hello) | failure (rank, text) | bye (rank) | describe
+    from a rank:  hello (rank, where it runs, proof) | report (text) | bye
+                  beat (what it is doing)
+    to a rank:    challenge | welcome (proof): see `handshake`
+                  ready (all said hello) | failure (rank, text) | bye (rank)
+                  pulse (what all are doing)
 
 The kernel closes the connection of a process that dies, however it dies, so an end of file without
 a bye is a death. Keepalive probes find hosts that vanish without a word. The first failure stays
-and is repeated to ranks that connect later. A rank that finds that nothing moves has all ranks
-describe what they are doing, and `stall` judges their answers.
+and is repeated to ranks that connect later. Ranks tell regularly what they are doing, and `stall`
+judges it.
 
 This file knows no tensors, no torch and nothing of what the ranks do.
 """
@@ -20,11 +22,13 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from mpxla.comm.handle import Failure
+from mpxla.comm.handshake import MAX_HELLO_BYTES, Stranger, answer_hello, new_nonce
+from mpxla.comm.pulse import Absence, beat_interval_s, longest_silence_s
 from mpxla.comm.stall import LEFT, explain_stall
+from mpxla.log import warn_once
 
 __all__ = ["LifelineServer", "decode", "encode", "set_keepalive"]
 
@@ -33,7 +37,12 @@ _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
 _SEND_TIMEOUT_S = 1.0
 _MAX_LINE_BYTES = 1 << 20
-_ANSWER_S = 3.0
+_MAX_STRANGERS = 64
+_NOTICEABLE_S = 5.0
+"""A silence of so long is no coincidence, though perhaps no failure yet."""
+_UNTOLD: dict[str, Any] = {**LEFT, "idle_s": 0.0, "now": "starting", "where": ""}
+_MOST_ROWS = 64
+"""In a larger world, rows are not handed on to all ranks."""
 
 
 def encode(**message: Any) -> bytes:
@@ -76,33 +85,30 @@ class _Member:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.buffer = bytearray()
+        self.challenge = new_nonce()
         self.rank: int | None = None
         self.home = ""
         self.said_bye = False
-
-
-@dataclass
-class _Inquiry:
-    """What ranks answer to the question what they are doing."""
-
-    timeout_s: float
-    deadline: float
-    statuses: dict[int, dict[str, Any]] = field(default_factory=dict)
+        self.row: dict[str, Any] = {}
+        self.heard = time.monotonic()
 
 
 class LifelineServer:
     """Listens from construction on, in a daemon thread."""
 
-    def __init__(self, host: str, world_size: int, token: str) -> None:
+    def __init__(
+        self, host: str, world_size: int, key: bytes, stall_timeout_s: float = float("inf")
+    ) -> None:
         """Binds a free port.
 
         Args:
             host: Local address to listen at.
             world_size: Number of ranks that will connect.
-            token: What a connection has to show; others are dropped.
+            key: What a connection has to prove to know; others are dropped.
+            stall_timeout_s: See `stall`.
         """
         self._world_size = world_size
-        self._token = token
+        self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server(
             (host, 0), family=family, backlog=max(128, world_size)
@@ -112,12 +118,17 @@ class LifelineServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._members: set[_Member] = set()
+        self._members: dict[_Member, None] = {}  # in the order of connecting
         self._failure: Failure | None = None
         self._greeted: set[int] = set()
         self._ended: set[int] = set()
         self._stop_at = float("inf")
-        self._inquiry: _Inquiry | None = None
+        self.stall: Failure | None = None
+        """The failure that this server has found itself, of ranks that do not end by themselves."""
+        self._timeout_s = stall_timeout_s
+        self._interval_s = beat_interval_s(stall_timeout_s)
+        self._next_look = time.monotonic()
+        self._absence = Absence()
         self._thread = threading.Thread(target=self._run, name="mpxla-lifeline-server", daemon=True)
         self._thread.start()
 
@@ -134,26 +145,41 @@ class LifelineServer:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_over():
-            until = min(self._stop_at, self._inquiry.deadline if self._inquiry else float("inf"))
-            left_s = max(until - time.monotonic(), 0.0)
-            for key, _ in self._selector.select(left_s if left_s < 3600 else None):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_read:
-                    self._wake_read.recv(64)
-                else:
-                    self._read(key.data)
-            self._judge()
+        try:
+            while not self._is_over():
+                self._serve()
+        except Exception as error:  # all ranks rely on this thread
+            text = f"the lifeline server of rank 0 failed: {type(error).__name__}: {error}"
+            self._fail(Failure(0, text))
         self._selector.close()
         for connection in self.sockets():
             connection.close()
 
+    def _serve(self) -> None:
+        """Takes in what has come, and judges when it is time."""
+        is_watching = self._timeout_s != float("inf")
+        until = min(self._stop_at, self._next_look if is_watching else float("inf"))
+        left_s = max(until - time.monotonic(), 0.0)
+        if self._stop_at <= time.monotonic():
+            left_s = self._interval_s
+        for key, _ in self._selector.select(left_s if left_s < 3600 else None):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_read:
+                self._wake_read.recv(64)
+            else:
+                self._read(key.data)
+        if is_watching and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._interval_s
+            self._look()
+
     def _is_over(self) -> bool:
         if self._stop_at == float("inf"):
             return False
-        has_told_all = self._failure is not None or len(self._ended) == self._world_size
-        return has_told_all or time.monotonic() >= self._stop_at
+        if self._failure is not None or len(self._ended) == self._world_size:
+            return True
+        # Who has fallen silent is waited for until that is a failure.
+        return time.monotonic() >= self._stop_at and not self._silent(_NOTICEABLE_S)
 
     def _accept(self) -> None:
         try:
@@ -163,68 +189,109 @@ class LifelineServer:
         connection.settimeout(_SEND_TIMEOUT_S)
         set_keepalive(connection)
         member = _Member(connection)
-        self._members.add(member)
+        self._members[member] = None
         self._selector.register(connection, selectors.EVENT_READ, member)
+        strangers = [other for other in self._members if other.rank is None]
+        if len(strangers) > self._world_size + _MAX_STRANGERS:
+            self._drop(strangers[0])
+        self._send(member, encode(type="challenge", nonce=member.challenge))
 
     def _read(self, member: _Member) -> None:
         try:
             data = member.connection.recv(65536)
+        except OSError:  # reset
+            data = b""
+        try:
             member.buffer += data
-            messages = decode(member.buffer)
-            if member.rank is None and messages:
-                self._greet(member, messages.pop(0))
-        except (OSError, ValueError, KeyError):  # reset, or somebody who is no rank of ours
-            data, messages = b"", []
-        for message in messages:
-            self._handle(member, message)
+            is_known = member.rank is not None or self._greet(member)
+            for message in decode(member.buffer) if is_known else []:
+                self._handle(member, message)
+        except Stranger as error:
+            data = b""
+            _warn_of(member, error)
+        except Exception as error:  # somebody who is no rank of ours, or one who is out of order
+            data = b""
+            if member.rank is not None:
+                self._fail(Failure(member.rank, _unreadable(member.rank, error)))
         if not data:
             self._drop(member)
 
-    def _greet(self, member: _Member, hello: dict[str, Any]) -> None:
-        if hello["token"] != self._token:
-            raise ValueError("a stranger connected to the lifeline")
-        member.rank, member.home = int(hello["rank"]), str(hello["home"])
-        self._greeted.add(member.rank)
+    def _greet(self, member: _Member) -> bool:
+        """Takes the first message of a connection, from whomever it may be.
+
+        Returns:
+            Whether it has come, and was that of a rank.
+
+        Raises:
+            Stranger: It was not.
+        """
+        end = member.buffer.find(b"\n")
+        if end < 0 and len(member.buffer) <= MAX_HELLO_BYTES:
+            return False
+        line = bytes(member.buffer[:end])
+        rank, home, proof = answer_hello(self._key, line, member.challenge, self._world_size)
+        if rank in self._greeted:
+            raise Stranger(f"rank {rank} is connected already")
+        del member.buffer[: end + 1]
+        member.rank, member.home, member.heard = rank, home, time.monotonic()
+        self._send(member, encode(type="welcome", proof=proof))
+        self._greeted.add(rank)
         if self._failure is not None:
-            self._send(member, type="failure", **self._failure._asdict())
+            self._send(member, encode(type="failure", **self._failure._asdict()))
         if len(self._greeted) == self._world_size:
             self._tell_all(type="ready")
+        return True
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
         assert member.rank is not None
+        member.heard = time.monotonic()
         if message["type"] == "report":
-            self._fail(Failure(member.rank, message["text"]))
-        elif message["type"] == "stall":
-            if self._inquiry is None:
-                self._inquiry = _Inquiry(message["timeout_s"], time.monotonic() + _ANSWER_S)
-                self._tell_all(type="describe")
-        elif message["type"] == "status":
-            if self._inquiry is not None:
-                self._inquiry.statuses[member.rank] = message
+            self._fail(Failure(member.rank, str(message["text"])))
+        elif message["type"] == "beat":
+            member.row = message["row"]
         elif message["type"] == "bye":
             member.said_bye = True
             self._ended.add(member.rank)
             self._tell_all(type="bye", rank=member.rank)
+        else:
+            raise ValueError(f"an unknown message {message['type']!r}")
 
-    def _judge(self) -> None:
-        """Ends the inquiry when all have answered, or when it is too late for that."""
-        inquiry = self._inquiry
-        if inquiry is None:
-            return
-        answered = inquiry.statuses.keys() | self._ended
-        if len(answered) < self._world_size and time.monotonic() < inquiry.deadline:
-            return
-        self._inquiry = None
-        for rank in self._ended:
-            inquiry.statuses.setdefault(rank, LEFT)
-        found = explain_stall(inquiry.statuses, self._world_size, inquiry.timeout_s)
-        if found is not None:
-            self._fail(Failure(*found))
+    def _look(self) -> None:
+        """Fails for a rank that is silent or stalled, and tells the others what all are doing."""
+        now = self._absence.look()
+        rows, last = {rank: LEFT for rank in self._ended}, {}
+        silent = self._silent(longest_silence_s(self._timeout_s))
+        for member in self._there():
+            row = {**_UNTOLD, **member.row}
+            row["idle_s"] += now - max(member.heard, self._absence.until)
+            if member in silent:
+                last[member.rank] = {**row, "idle_s": now - member.heard}
+            else:
+                rows[member.rank] = row
+        if self._failure is None and len(rows) + len(last) == self._world_size:
+            found = explain_stall(rows, self._world_size, self._timeout_s, silent=last)
+            if found is not None:
+                self.stall = Failure(*found)
+                self._fail(self.stall)
+        told = encode(type="pulse", rows=rows if self._world_size <= _MOST_ROWS else {})
+        for member in self._there():
+            if member not in silent and now - member.heard < _NOTICEABLE_S:
+                self._send(member, told)  # one that is stopped would not take it
+
+    def _there(self) -> list[_Member]:
+        return [m for m in self._members if m.rank is not None and not m.said_bye]
+
+    def _silent(self, for_s: float) -> list[_Member]:
+        """Members of which nothing was heard for so long, although they should be."""
+        if self._timeout_s == float("inf"):
+            return []
+        since = time.monotonic() - for_s
+        return [m for m in self._there() if max(m.heard, self._absence.until) <= since]
 
     def _drop(self, member: _Member) -> None:
         if member not in self._members:
             return
-        self._members.discard(member)
+        del self._members[member]
         self._selector.unregister(member.connection)
         member.connection.close()
         if member.rank is None or member.said_bye:
@@ -246,10 +313,27 @@ class LifelineServer:
     def _tell_all(self, **message: Any) -> None:
         for member in list(self._members):
             if member.rank is not None:
-                self._send(member, **message)
+                self._send(member, encode(**message))
 
-    def _send(self, member: _Member, **message: Any) -> None:
+    def _send(self, member: _Member, data: bytes) -> None:
         try:
-            member.connection.sendall(encode(**message))
+            member.connection.sendall(data)
         except OSError:
             self._drop(member)
+
+
+def _unreadable(rank: int, error: Exception) -> str:
+    return (
+        f"rank {rank} sent a message on its lifeline that rank 0 cannot read "
+        f"({type(error).__name__}: {error}). Install the same version of mpxla on every host"
+    )
+
+
+def _warn_of(member: _Member, error: Stranger) -> None:
+    with contextlib.suppress(OSError):
+        host = member.connection.getpeername()[0]
+        warn_once(
+            f"stranger {host} {error}",
+            f"somebody at {host} connected to the lifeline of this job and was turned away: "
+            f"{error}. If it was no rank of yours, see docs/security.md.",
+        )

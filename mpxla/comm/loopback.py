@@ -7,6 +7,7 @@ The threads of a world share its mail. A message goes to the receive that was po
 waits; a collective is computed by whichever rank comes to it last.
 """
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from mpxla.comm.handle import Failure, FailureWatch, Handle
 from mpxla.comm.packing import Spec, describe, pack
+from mpxla.comm.seal import Seal
 from mpxla.comm.transport import (
     Group,
     Use,
@@ -50,6 +52,7 @@ class _World:
 
     def __init__(self, world_size: int) -> None:
         self.lock = threading.Lock()
+        self.key = secrets.token_bytes(32)
         self.watches = [_SharedWatch(rank, self, world_size) for rank in range(world_size)]
         self.messages: dict[tuple[int, int, str], deque[list[torch.Tensor]]] = {}
         self.posted: dict[tuple[int, int, str], deque[_Posted]] = {}
@@ -91,6 +94,7 @@ class LoopbackTransport:
         self.rank = rank
         self.world_size = len(self._world.watches)
         self.watch: FailureWatch = self._world.watches[rank]
+        self.seal = Seal(rank, self._world.key)
         self._num_meetings: dict[Group, int] = {}
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:

@@ -4,38 +4,58 @@ Meanings follow the SMP reference: a call returns once the matching calls were m
 called by the sender alone, and `recv_from` takes whatever its source sent next, by send or by
 broadcast. Hence every receiver acknowledges, and the sender waits for that.
 
-Objects are pickled. Tensors may sit anywhere inside and arrive on the host: a tensor on a device is
-read back first, and a view travels without the rest of its storage.
+What mpxla itself exchanges is data (`codec`); the user's objects are pickled. Tensors may sit
+anywhere inside and arrive on the host: a tensor on a device is read back first, and a view travels
+without the rest of its storage.
 
-Objects come from the ranks of one job only, which trust each other: unpickling runs code. This file
-does not know groups by name (the session translates) nor what carries the bytes.
+Unpickling runs code, so nothing is opened before its seal has shown that it comes from a rank of
+this job (`seal`). This file does not know groups by name (the session translates) nor what carries
+the bytes.
 """
 
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from mpxla.comm.packing import as_bytes, as_memory
+from mpxla.comm.packing import as_bytes, as_memory, pack
 from mpxla.comm.transport import Group, Transport, check_group
 from mpxla.errors import MpxlaError
 
-__all__ = ["Objects", "dump", "restore"]
+__all__ = ["OBJECTS", "Format", "Objects", "dump", "pickled", "restore", "unpickled"]
 
-_CHANNEL = "object"
-_RECEIPT_CHANNEL = "object-receipt"
 _BLOCK_BYTES = 4096
 _PADDING_BYTES = 1 << 20
+
+
+class Format(NamedTuple):
+    """How objects become bytes."""
+
+    channel: str
+    """On which they travel."""
+    dump: Callable[[Any, str], torch.Tensor]
+    """(object, purpose for errors) -> flat uint8 host tensor."""
+    restore: Callable[[torch.Tensor, int, int], Any]
+    """(that tensor, source, own rank) -> object."""
 
 
 class Objects:
     """Object communication over a transport. Ranks are global; groups are ascending tuples."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Uses `transport` on channels of its own."""
+    def __init__(self, transport: Transport, form: "Format | None" = None) -> None:
+        """Uses `transport` on channels of its own.
+
+        Args:
+            transport: What carries the bytes; its seal is used.
+            form: How objects travel; pickled if None.
+        """
         self._transport = transport
+        self._seal = transport.seal
+        self._form = form or OBJECTS
+        self._channel = self._form.channel
+        self._receipt_channel = f"{self._channel}-receipt"
 
     @property
     def rank(self) -> int:
@@ -53,7 +73,7 @@ class Objects:
             MpxlaError: The object cannot be pickled; names the part that cannot.
             PeerFailure: The receiver failed or left.
         """
-        self._deliver(dump(obj, f"send to rank {dst}"), (dst,))
+        self._deliver(self._form.dump(obj, f"send to rank {dst}"), (dst,))
 
     def broadcast(self, obj: Any, ranks: Group) -> None:
         """Sends an object to the other ranks of a group; returns after all have taken it.
@@ -66,7 +86,7 @@ class Objects:
         """
         ranks = check_group(ranks, self._transport.rank, self._transport.world_size)
         others = tuple(rank for rank in ranks if rank != self._transport.rank)
-        self._deliver(dump(obj, f"broadcast to ranks {others}"), others)
+        self._deliver(self._form.dump(obj, f"broadcast to ranks {others}"), others)
 
     def recv_from(self, src: int) -> Any:
         """Returns the next object that rank `src` sends or broadcasts to this rank.
@@ -75,12 +95,14 @@ class Objects:
             src: Global rank of the sender.
 
         Raises:
-            MpxlaError: The object cannot be unpickled here.
+            MpxlaError: The object cannot be unpickled here, or does not come from that rank.
             PeerFailure: The sender failed or left.
         """
-        data = self._transport.recv(None, src, _CHANNEL).result()
-        self._transport.send(torch.empty(0, dtype=torch.uint8), src, _RECEIPT_CHANNEL)
-        return restore(data, src, self._transport.rank)
+        me = self._transport.rank
+        sealed = self._transport.recv(None, src, self._channel).result()
+        data = self._seal.open(sealed, self._channel, src, (me,))
+        self._transport.send(torch.empty(0, dtype=torch.uint8), src, self._receipt_channel)
+        return self._form.restore(data, src, me)
 
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
         """Exchanges objects; every rank of `ranks` calls it.
@@ -92,7 +114,9 @@ class Objects:
         Returns:
             What every rank passed, in the order of `ranks`.
         """
-        own = dump(obj, f"allgather with ranks {tuple(ranks)}")
+        ranks = tuple(ranks)
+        data = self._form.dump(obj, f"allgather with ranks {ranks}")
+        own = pack([self._seal.close(data, self._channel, ranks), data])
         # Size and first bytes together: most objects need no second exchange.
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         block[:8] = torch.tensor([own.numel()]).view(torch.uint8)
@@ -104,8 +128,11 @@ class Objects:
             parts = [row[8 : 8 + size] for row, size in zip(blocks, sizes, strict=True)]
         else:
             parts = self._exchange(own, sizes, ranks)
-        me = self._transport.rank
-        return [restore(part, src, me) for part, src in zip(parts, ranks, strict=True)]
+        me, found = self._transport.rank, []
+        for part, src in zip(parts, ranks, strict=True):
+            opened = self._seal.open(part, self._channel, src, ranks)
+            found.append(self._form.restore(opened, src, me))
+        return found
 
     def barrier(self, ranks: Group) -> None:
         """Returns when every rank of `ranks` has called it."""
@@ -114,8 +141,9 @@ class Objects:
     def _deliver(self, data: torch.Tensor, receivers: Group) -> None:
         receipts = []
         for dst in receivers:
-            self._transport.send(data, dst, _CHANNEL)
-            receipt = self._transport.recv(None, dst, _RECEIPT_CHANNEL)
+            header = self._seal.close(data, self._channel, (dst,))
+            self._transport.send_many([header, data], dst, self._channel)
+            receipt = self._transport.recv(None, dst, self._receipt_channel)
             receipt.what = f"rank {dst} to call recv_from({self._transport.rank})"
             receipts.append(receipt)
         for receipt in receipts:
@@ -185,7 +213,7 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
         MpxlaError: Some part cannot be pickled; the text names it.
     """
     try:
-        return torch.frombuffer(_pickle(obj), dtype=torch.uint8)
+        return torch.frombuffer(pickled(obj), dtype=torch.uint8)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         path, part = _find_culprit("obj", obj)
         raise MpxlaError(
@@ -206,7 +234,7 @@ def restore(data: torch.Tensor, src: int, rank: int) -> Any:
         MpxlaError: Its class cannot be found or built here.
     """
     try:
-        return pickle.loads(as_memory(data))
+        return unpickled(data)
     except Exception as error:  # whatever the constructors of the user's classes raise
         raise MpxlaError(
             f"rank {rank} received an object of rank {src} that it cannot unpickle "
@@ -215,7 +243,17 @@ def restore(data: torch.Tensor, src: int, rank: int) -> Any:
         ) from error
 
 
-def _pickle(obj: Any) -> memoryview:
+def unpickled(data: torch.Tensor) -> Any:
+    """The object of a pickle: flat uint8 host tensor, from a rank that has proved to be one."""
+    return pickle.loads(as_memory(data))
+
+
+OBJECTS = Format("object", dump, restore)
+"""Anything that can be pickled."""
+
+
+def pickled(obj: Any) -> memoryview:
+    """The pickle of an object; tensors in it as their own elements."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return file.getbuffer()
@@ -227,7 +265,7 @@ def _find_culprit(path: str, obj: Any) -> tuple[str, Any]:
     while id(obj) not in seen:
         seen.add(id(obj))
         for part_path, part in _parts(path, obj):
-            if not _can_pickle(part):
+            if not _canpickled(part):
                 path, obj = part_path, part
                 break
     return path, obj
@@ -243,9 +281,9 @@ def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", value) for name, value in attributes.items())
 
 
-def _can_pickle(obj: Any) -> bool:
+def _canpickled(obj: Any) -> bool:
     try:
-        _pickle(obj)
+        pickled(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
         return False
     return True

@@ -1,9 +1,15 @@
 """What every rank is doing when nothing moves any more, as one table with the culprit named.
 
-A rank that waits for `stall_timeout_s` inside a step, or for others to save or load with it, asks
-rank 0's lifeline server, which asks all ranks. The threads that watch the lifelines answer, also
-where the main thread is stuck. If some rank has completed an action meanwhile, nothing is wrong;
-otherwise the table becomes the job's failure.
+Every rank tells rank 0 regularly what it does and since when nothing has moved there (`pulse`).
+Rank 0's lifeline server judges. It is a stall, which ends the job with the table,
+
+- if nothing is heard of a rank for `stall_timeout_s`: its process is stopped, or its host is;
+- if a rank has waited for others for so long, and none of those that it waits for, nor those that
+  they wait for, has moved.
+
+A rank that waits moves when its wait ends. One that does not wait moves while it computes or reads
+or writes files (`vitals`), so a long evaluation or download is no stall, but a disk that does not
+answer is.
 
 This file knows no tensors, and actions only as texts.
 """
@@ -13,12 +19,12 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-__all__ = ["LEFT", "Progress", "explain_stall"]
+__all__ = ["LEFT", "UNKNOWN", "Progress", "explain_stall"]
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (
@@ -27,9 +33,11 @@ _LIBRARIES = (
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _TITLES = ("rank", "since", "now", "next", "waits for", "where")
-_SILENT = "(silent: no answer)"
+_SILENT = "(silent)"
 LEFT: dict[str, Any] = {
     "idle_s": float("inf"),
+    "is_waiting": False,
+    "is_running": False,
     "now": "has left",
     "next": "",
     "waits_for": [],
@@ -37,21 +45,22 @@ LEFT: dict[str, Any] = {
     "where": "its end",
 }
 """The status of a rank that has ended in order."""
+UNKNOWN: dict[str, Any] = {**LEFT, "now": "(not known here)", "where": ""}
+"""The status of a rank of which only rank 0 knew more."""
 
 
 class Progress:
     """What this process is doing; written by its main thread, read by the lifeline's.
 
     Attributes:
-        is_running: whether a step's actions are being run.
-        is_busy: whether it does something that takes as long as it takes (compiling).
-        since: monotonic time of the last completed action, or of the begin of the step.
+        is_running: whether a step's actions are being run, or the rank meets others.
+        since: monotonic time of the last completed action, wait or part of a long work.
     """
 
     def __init__(self) -> None:
         self.is_running = False
-        self.is_busy = False
         self.since = time.monotonic()
+        self._work = ""
         self._actions: Sequence[Any] = ()
         self._describe: Callable[[Any], str] = str
         self._index = 0
@@ -79,14 +88,23 @@ class Progress:
         self.since = time.monotonic()
         self.is_running = False
 
+    def move(self) -> None:
+        """Something is complete."""
+        self.since = time.monotonic()
+
     @contextlib.contextmanager
-    def busy(self) -> Generator[None]:
-        """While this lasts, the rank counts as moving, whatever time it takes."""
-        self.is_busy = True
+    def busy(self, what: str = "") -> Generator[None]:
+        """Around a long work of this rank alone, for the table.
+
+        Args:
+            what: as in `capture and compilation`.
+        """
+        self._work = what
+        self.since = time.monotonic()
         try:
             yield
         finally:
-            self.is_busy = False
+            self._work = ""
             self.since = time.monotonic()
 
     @contextlib.contextmanager
@@ -102,22 +120,32 @@ class Progress:
         finally:
             self.end()
 
-    def status(self, waits_for: Sequence[int], what: str) -> dict[str, Any]:
+    def status(
+        self, waits_for: Sequence[int], what: str, waits_since: float | None, moved: float
+    ) -> dict[str, Any]:
         """A row of the table, as plain data.
 
         Args:
             waits_for: ranks that the main thread waits for.
             what: the communication that it waits for.
+            waits_since: monotonic time of the begin of that wait; None if it does not wait.
+            moved: monotonic time at which the process was last seen to make progress.
         """
-        idle_s = 0.0 if self.is_busy else time.monotonic() - self.since
+        is_waiting = waits_since is not None
+        since = max(moved, self.since) if waits_since is None else waits_since
         return {
-            "idle_s": idle_s,
-            "now": self._text(self._index) if self.is_running else "not in a step",
+            "idle_s": time.monotonic() - since,
+            "is_waiting": is_waiting,
+            "is_running": self.is_running,
+            "now": self._now(),
             "next": self._text(self._index + 1) if self.is_running else "",
             "waits_for": list(waits_for),
             "what": what,
             "where": self._where(),
         }
+
+    def _now(self) -> str:
+        return self._text(self._index) if self.is_running else self._work or "not in a step"
 
     def _text(self, index: int) -> str:
         actions = self._actions
@@ -126,11 +154,17 @@ class Progress:
     def _where(self) -> str:
         """The user's line that the main thread is in, or the innermost one."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        frame = frames.get(self._owner.ident or 0)
-        lines = traceback.extract_stack(frame) if frame is not None else []
-        own = [line for line in lines if _is_users(line.filename)]
-        shown = (own or list(lines))[-1:]
-        return f"{Path(shown[0].filename).name}:{shown[0].lineno} {shown[0].name}" if shown else ""
+        frame = innermost = frames.get(self._owner.ident or 0)
+        while frame is not None and not _is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        return _place(frame or innermost)
+
+
+def _place(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
 
 
 def _is_users(filename: str) -> bool:
@@ -139,54 +173,111 @@ def _is_users(filename: str) -> bool:
 
 
 def explain_stall(
-    statuses: Mapping[int, Mapping[str, Any]], world_size: int, timeout_s: float
+    statuses: Mapping[int, Mapping[str, Any]],
+    world_size: int,
+    timeout_s: float,
+    silent: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> tuple[int, str] | None:
-    """Judges what ranks answered.
+    """Judges what ranks have told.
 
     Args:
-        statuses: answers by rank; ranks that are missing were silent.
+        statuses: what ranks are doing; those that are missing are silent.
         world_size: number of ranks.
-        timeout_s: how long nothing may complete.
+        timeout_s: how long nothing may move.
+        silent: what silent ranks told last; `idle_s` is then the age of that.
 
     Returns:
-        The rank to look at, and the error with the table; None if something moved.
+        The rank to look at, and the error with the table; None if nothing is wrong.
     """
-    if any(status["idle_s"] < timeout_s for status in statuses.values()):
+    last = silent or {}
+    found = _silent_rank(statuses, world_size) or _stalled_rank(statuses, timeout_s)
+    if found is None:
         return None
-    culprit, reason = _culprit(statuses, world_size)
-    rows = [_TITLES, *(_row(rank, statuses.get(rank)) for rank in range(world_size))]
+    rows = [_TITLES, *(_row(r, statuses.get(r), last.get(r)) for r in range(world_size))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    headline = f"no action completed for {timeout_s:g} s (stall_timeout_s): {reason}"
-    return culprit, "\n".join([headline, *table, ""])
+    headline = f"no action completed for {timeout_s:g} s (stall_timeout_s): {found[1]}"
+    return found[0], "\n".join([headline, *table, ""])
 
 
-def _row(rank: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
-    if status is None:
+def _row(
+    rank: int, status: Mapping[str, Any] | None, last: Mapping[str, Any] | None
+) -> tuple[str, ...]:
+    if status is None and last is None:
         return (str(rank), "", _SILENT, "", "", "")
+    if status is None:
+        assert last is not None
+        return (str(rank), f"{last['idle_s']:.0f} s", _SILENT, "", "", f"last {last['where']}")
     peers = ", ".join(map(str, status["waits_for"]))
-    waits = f"rank {peers}: {status['what']}" if peers else "nobody"
-    since = f"{status['idle_s']:.0f} s"
+    waits = f"rank {peers}: {status['what']}" if peers else status["what"] or "nobody"
+    since = "" if status["idle_s"] == float("inf") else f"{status['idle_s']:.0f} s"
     return (str(rank), since, status["now"], status["next"], waits, status["where"])
 
 
-def _culprit(statuses: Mapping[int, Mapping[str, Any]], world_size: int) -> tuple[int, str]:
-    """Follows who waits for whom to a circle, or to a rank that waits for nobody."""
+def _silent_rank(statuses: Mapping[int, Any], world_size: int) -> tuple[int, str] | None:
     silent = [rank for rank in range(world_size) if rank not in statuses]
-    if silent:
-        named = ", ".join(map(str, silent))
-        return silent[0], f"rank {named} is silent: its process does not answer"
-    starts = sorted(rank for rank, status in statuses.items() if status["waits_for"])
+    if not silent:
+        return None
+    named = ", ".join(map(str, silent))
+    return silent[0], (
+        f"rank {named} is silent: its process gives no sign of life, so it is stopped (SIGSTOP) or "
+        f"its host does not answer"
+    )
+
+
+def _stalled_rank(
+    statuses: Mapping[int, Mapping[str, Any]], timeout_s: float
+) -> tuple[int, str] | None:
+    """The rank that others wait for in vain."""
+    for rank, status in sorted(statuses.items()):
+        is_due = status["idle_s"] >= timeout_s and (status["is_waiting"] or status["is_running"])
+        if is_due and all(
+            statuses[other]["idle_s"] >= timeout_s for other in _needed(rank, statuses)
+        ):
+            return _culprit(rank, statuses)
+    return None
+
+
+def _needed(start: int, statuses: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Ranks that this one waits for, and those that they wait for, and so on."""
+    found = [start]
+    for rank in found:  # grows meanwhile
+        found += [peer for peer in _peers(rank, statuses) if peer not in found]
+    return found
+
+
+def _peers(rank: int, statuses: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Ranks that one waits for: all others where it cannot tell."""
+    status = statuses[rank]
+    if status["waits_for"]:
+        return [peer for peer in status["waits_for"] if peer in statuses]
+    is_waiting = status["is_waiting"] or status["is_running"]
+    return [peer for peer in statuses if peer != rank] if is_waiting else []
+
+
+def _culprit(start: int, statuses: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:
+    """A needed rank that waits for nobody, or else a circle."""
+    for rank in sorted(_needed(start, statuses), key=lambda r: statuses[r]["is_running"]):
+        if not statuses[rank]["is_waiting"]:
+            place = statuses[rank]["where"]
+            return rank, (
+                f"rank {rank} waits for nobody and does not come; it is in {place}, where it "
+                f"neither computes nor moves files"
+            )
     seen: list[int] = []
-    rank = starts[0] if starts else min(statuses)
+    rank = start
     while rank not in seen:
         seen.append(rank)
-        if not statuses[rank]["waits_for"]:
-            place = statuses[rank]["where"]
-            return rank, f"rank {rank} waits for nobody and does not come; it is in {place}"
-        rank = statuses[rank]["waits_for"][0]
+        rank = _next(rank, statuses)
     circle = [*seen[seen.index(rank) :], rank]
     return rank, f"{' -> '.join(f'rank {member}' for member in circle)} wait for each other"
+
+
+def _next(rank: int, statuses: Mapping[int, Mapping[str, Any]]) -> int:
+    """A rank that this one waits for; rather one that has not come to the same communication."""
+    kind = statuses[rank]["what"].split(" ")[:2]
+    peers = _peers(rank, statuses) or [rank]
+    return next((p for p in peers if statuses[p]["what"].split(" ")[:2] != kind), peers[0])

@@ -20,6 +20,7 @@ last envelope says that nothing follows, which ends the peer's thread; else `int
 """
 
 import contextlib
+import itertools
 import struct
 import threading
 from collections import deque
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import ALIGNMENT_BYTES, Layout, Spec, as_memory, layout, pack, unpack
-from mpxla.errors import RankMismatch
+from mpxla.errors import MpxlaError, RankMismatch
 
 __all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted", "interrupt"]
 
@@ -78,7 +79,8 @@ class _Envelope(NamedTuple):
     @classmethod
     def read(cls, data: torch.Tensor) -> "_Envelope":
         magic, is_last, number, num_bytes, digest, *names = _ENVELOPE.unpack_from(as_memory(data))
-        assert magic == _MAGIC, f"not an envelope: {magic!r}"
+        if magic != _MAGIC or num_bytes < 0:
+            raise RankMismatch(f"it begins with {magic!r} and announces {num_bytes} bytes")
         channel, text = (name.rstrip(b"\0").decode(errors="replace") for name in names)
         return cls(is_last, number, num_bytes, digest, channel, text)
 
@@ -144,7 +146,7 @@ class Outbox:
         if self._broken is None and self._is_orderly:
             try:
                 self._send(_Envelope(True, self._num_sent, 0, b"", "", ""), None)
-            except (RuntimeError, ValueError) as error:  # the peer is gone: it needs no farewell
+            except Exception as error:  # the peer is gone: it needs no farewell
                 self._broken = error
 
     def _deliver(self, message: _Message) -> None:
@@ -166,8 +168,8 @@ class Outbox:
         self._num_sent += 1
         try:
             self._send(envelope, payload)
-        except (RuntimeError, ValueError) as error:
-            self._broken = self._watch.explain(error, (self._dst,), handle.what)
+        except Exception as error:  # whatever it is, the thread has to answer what comes later
+            self._broken = self._watch.account_for(error, (self._dst,), handle.what)
             handle.set_error(self._broken)
         else:
             handle.set_result(None)
@@ -250,22 +252,45 @@ class Inbox:
 
     def _run(self) -> None:
         try:
-            ahead = self._expect_envelope()
-            while True:
-                work, data = ahead
-                work.wait()
-                envelope = _Envelope.read(data)
-                if envelope.is_last:
-                    break
-                ahead = self._expect_envelope()
-                self._accept(envelope, self._receive_payload(envelope, data))
-        except (RuntimeError, ValueError) as error:
+            self._take_in()
+        except Exception as error:  # whoever waits, now or later, has to hear of it
             self._over_error = error
+            if isinstance(error, MpxlaError):
+                self._watch.report(f"reading messages of rank {self._src}", error)
         with self._lock:
             self._is_over = True
             abandoned = [posted for queue in self._posted.values() for posted in queue]
             self._posted.clear()
         self._fail(abandoned)
+
+    def _take_in(self) -> None:
+        """Reads messages until the last one."""
+        ahead = self._expect_envelope()
+        for number in itertools.count():
+            work, data = ahead
+            work.wait()
+            envelope = self._open(data, number)
+            if envelope.is_last:
+                return
+            ahead = self._expect_envelope()
+            self._accept(envelope, self._receive_payload(envelope, data))
+
+    def _open(self, data: torch.Tensor, number: int) -> _Envelope:
+        """Reads an envelope.
+
+        Raises:
+            RankMismatch: it is none, or not the next one.
+        """
+        try:
+            envelope = _Envelope.read(data)
+            if envelope.number != number:
+                raise RankMismatch(f"it has the number {envelope.number}")
+            return envelope
+        except Exception as error:
+            raise RankMismatch(
+                f"message {number} of rank {self._src} cannot be read: {error}. Install the same "
+                f"version of mpxla on every host, and let nobody else communicate over its groups."
+            ) from error
 
     def _expect_envelope(self) -> tuple[dist.Work, torch.Tensor]:
         data = torch.empty(_ENVELOPE.size + _INLINE_BYTES, dtype=torch.uint8)
@@ -277,7 +302,13 @@ class Inbox:
         if envelope.num_bytes <= _INLINE_BYTES:
             view = data[_ENVELOPE.size : _ENVELOPE.size + envelope.num_bytes]
             return view.clone() if envelope.num_bytes < _CLONE_BYTES else view
-        payload = torch.empty(envelope.num_bytes, dtype=torch.uint8)
+        try:
+            payload = torch.empty(envelope.num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MpxlaError(
+                f"there is no memory for {envelope.num_bytes} bytes, {envelope.text}, on channel "
+                f"{envelope.channel!r} from rank {self._src}."
+            ) from error
         work = dist.irecv(payload, self._src, self._group, _PAYLOAD_TAG)
         assert work is not None
         work.wait()
@@ -295,7 +326,7 @@ class Inbox:
     def _complete(self, posted: Posted, envelope: _Envelope, payload: torch.Tensor) -> None:
         expected = posted.layout
         if expected is None or expected.digest == envelope.digest:
-            posted.handle.set_result(posted.unpack(payload))
+            self._hand_over(posted, payload)
             return
         posted.handle.set_error(
             RankMismatch(
@@ -306,6 +337,16 @@ class Inbox:
             )
         )
 
+    def _hand_over(self, posted: Posted, payload: torch.Tensor) -> None:
+        try:
+            value = posted.unpack(payload)
+        except Exception as error:  # fewer bytes than its specs say
+            what = f"unpacking {posted.handle.what} of {payload.numel()} bytes"
+            self._watch.report(what, error)
+            posted.handle.set_error(error)
+        else:
+            posted.handle.set_result(value)
+
     def _fail(self, abandoned: list[Posted]) -> None:
         """Completes receives that no message will complete."""
         if not abandoned:
@@ -315,7 +356,9 @@ class Inbox:
             if error is None:
                 self._watch.set_left(self._src)
                 error = RuntimeError("it has closed its connections")
-            posted.handle.set_error(self._watch.explain(error, (self._src,), posted.handle.what))
+            posted.handle.set_error(
+                self._watch.account_for(error, (self._src,), posted.handle.what)
+            )
 
 
 def interrupt(group: dist.ProcessGroup) -> None:

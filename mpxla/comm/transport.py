@@ -22,6 +22,7 @@ import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec
+from mpxla.comm.seal import Seal
 from mpxla.errors import TopologyError
 
 __all__ = [
@@ -60,6 +61,8 @@ class Transport(Protocol):
     """Number of ranks."""
     watch: FailureWatch
     """Ends waits when a rank fails."""
+    seal: Seal
+    """Tells messages of this job's ranks from others; for whoever unpickles or believes them."""
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
         """Sends one tensor.

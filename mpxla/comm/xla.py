@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.codec import DATA
 from mpxla.comm.handle import Handle
 from mpxla.comm.mesh import Meshes
 from mpxla.comm.objects import Objects
@@ -71,9 +72,10 @@ class XlaTransport:
         self.rank = host.rank
         self.world_size = host.world_size
         self.watch = host.watch
+        self.seal = host.seal
         self._world: Group = tuple(range(host.world_size))
         self._meshes = Meshes(host.world_size, pipelines)
-        self._objects = Objects(host)
+        self._objects = Objects(host, DATA)
         self._made = {self._world, (self.rank,)}
         self._queue = ProgramQueue(host.rank, host.watch, runner, recorder)
         # Communicators of some devices have to be set up by all ranks before a subset uses any.

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mpxla.comm.codec import DATA
 from mpxla.comm.host import HostTransport
-from mpxla.comm.objects import Objects, dump, restore
+from mpxla.comm.objects import Objects
+from mpxla.comm.packing import as_memory
 from mpxla.comm.ports import reserved_port
 from mpxla.comm.relay import Relay
 from mpxla.comm.transport import Group
@@ -71,7 +73,7 @@ class CpuRunner:
         """
         self._host = host
         self._world: Group = tuple(range(host.world_size))
-        self._objects = Objects(host)
+        self._objects = Objects(host, DATA)
         self._service: Any = None
         self._jax, problem = _import_jax()
         problems = self._objects.allgather(problem, self._world)
@@ -101,10 +103,13 @@ class CpuRunner:
         waits = [self._host.recv(None, rank, _CHANNEL) for rank in others]
         for rank, wait in zip(others, waits, strict=True):
             wait.what = what
-            self._host.send(dump(text, "xla"), rank, _CHANNEL)
+            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            header = self._host.seal.close(data, _CHANNEL, (rank,))
+            self._host.send_many([header, data], rank, _CHANNEL)
         arrived = [wait.result() for wait in waits]
-        for rank, data in zip(others, arrived, strict=True):
-            other = restore(data, rank, self._host.rank)
+        for rank, sealed in zip(others, arrived, strict=True):
+            data = self._host.seal.open(sealed, _CHANNEL, rank, (self._host.rank,))
+            other = bytes(as_memory(data)).decode()
             if other != text:
                 raise RankMismatch(
                     f"rank {self._host.rank} {purpose}, but rank {rank} came to {other}. Run the "

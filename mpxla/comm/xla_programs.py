@@ -26,6 +26,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from mpxla.comm.codec import register
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.packing import Spec, describe
 
@@ -35,10 +36,12 @@ _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # Bound here, because a session may exchange these names (`xla_world.py`).
 _xla_all_reduce, _xla_all_gather = _xla._xla_all_reduce, _xla._xla_all_gather
 _xla_reduce_scatter = _xla._xla_reduce_scatter
+register(Mesh)
 # The tracer has one chain of collectives per device: two threads must not build on it together.
 _tracing = threading.Lock()
 
 
+@register
 class Operand(NamedTuple):
     """Shape, of at least one dim, and dtype of one operand."""
 
@@ -46,6 +49,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
 
+@register
 class Program(NamedTuple):
     """What makes two programs the same."""
 

@@ -207,7 +207,4 @@ class ProgramQueue:
     def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
         if isinstance(error, MpxlaError):
             return error
-        if isinstance(error, RuntimeError | ValueError):
-            return self._watch.explain(error, handle.peers, handle.what)
-        self._watch.report(handle.what, error)
-        return error
+        return self._watch.account_for(error, handle.peers, handle.what)

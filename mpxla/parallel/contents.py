@@ -160,7 +160,7 @@ class PartitionedModule(nn.Module):
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full
         with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
-            full = gather(session.objects, group, self.local_state_dict(), list(own))
+            full = gather(session.state_objects, group, self.local_state_dict(), list(own))
         return {} if gather_to_rank0 and session.rank else full
 
     def together(self, what: str, ranks: Group) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpxla.comm.codec import register
 from mpxla.errors import RankMismatch
 from mpxla.parallel.attendance import Attendance
 from mpxla.parallel.replica import Replica
@@ -21,6 +22,7 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["Collective", "Join"]
 
 
+@register
 class Collective(NamedTuple):
     """What one rank of a group does together with the others."""
 
@@ -32,6 +34,7 @@ class Collective(NamedTuple):
     """Of the tensor."""
 
 
+@register
 class _Step(NamedTuple):
     """What a replica with a batch is about to reduce."""
 

@@ -244,7 +244,7 @@ class DistributedModel(PartitionedModule):
             group = session.topology.pp_group(session.rank)
             names, values = self.module.state_dict(), to_host(values)
             with self.together("model.load_state_dict(partial state)", group):
-                values = gather_full(session.objects, group, values, names)
+                values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
         try:

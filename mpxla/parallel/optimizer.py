@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """States of whole parameters from the shares of all replicas."""
         session = current()
         group = session.topology.dp_group(session.rank)
-        return join_shards(session.objects.allgather(dict(partial), group))
+        return join_shards(session.state_objects.allgather(dict(partial), group))
 
     def orig_state_dict(self) -> dict[str, Any]:
         """State of the inner optimizer, without gathering."""
@@ -247,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks = group if self._pieces is None else session.topology.world_group()
         what = "optimizer.state_dict"
         with session.model.together(f"{what}()", ranks), session.gathering(what, group):
-            parts = session.objects.allgather(self.local_state_dict(), group)
+            parts = session.state_objects.allgather(self.local_state_dict(), group)
         return merge_optimizer_states(parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with session.model.together("optimizer.load_state_dict(partial state)", ranks):
                 if is_divided:
                     state_dict = self._join(state_dict)
-                parts = session.objects.allgather(dict(state_dict), group)
+                parts = session.state_objects.allgather(dict(state_dict), group)
             state_dict = merge_optimizer_states(parts)
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != self._group_sizes:
@@ -292,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = current()
         group = session.topology.dp_group(session.rank)
         own = self.local_state_dict() if session.rank == group[source] else None
-        state = session.objects.allgather(own, group)[source]
+        state = session.state_objects.allgather(own, group)[source]
         if own is None:
             self._load_local(state)
 

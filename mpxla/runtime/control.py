@@ -6,7 +6,7 @@ Unlike the user's `smp.send`, an announcement does not wait for its receivers.
 from collections.abc import Sequence
 from typing import Any
 
-from mpxla.comm.objects import dump, restore
+from mpxla.comm.codec import DATA
 
 __all__ = ["ControlChannel"]
 
@@ -26,13 +26,16 @@ class ControlChannel:
         self._first, *self._others = group
 
     def announce(self, message: Any) -> None:
-        """Sends a picklable message to all other ranks of the pipeline. First rank only."""
+        """Sends data to all other ranks of the pipeline. First rank only."""
         if self._others:
-            data = dump(message, "announcement of a step")
+            data = DATA.dump(message, "announcement of a step")
             for rank in self._others:
-                self._transport.send(data, rank, _CHANNEL)
+                header = self._transport.seal.close(data, _CHANNEL, (rank,))
+                self._transport.send_many([header, data], rank, _CHANNEL)
 
     def follow(self) -> Any:
         """Waits for the first rank's next message. All other ranks."""
-        data = self._transport.recv(None, self._first, _CHANNEL).result()
-        return restore(data, self._first, self._transport.rank)
+        me = self._transport.rank
+        sealed = self._transport.recv(None, self._first, _CHANNEL).result()
+        data = self._transport.seal.open(sealed, _CHANNEL, self._first, (me,))
+        return DATA.restore(data, self._first, me)

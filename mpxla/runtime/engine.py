@@ -48,6 +48,8 @@ from mpxla.runtime.signature import (
     describe_change,
     fill,
     local_objects,
+    portable,
+    received,
     sign,
     with_constants,
 )
@@ -115,7 +117,7 @@ class StepEngine:
         try:
             call = self._agree(name, rule, args, kwargs)
             if call.plan is None:
-                with self._session.progress.busy():
+                with self._session.progress.busy("capture and compilation"):
                     call.plan = self._build(call.signature, rule.function, call.objects)
                 self._agree_to_start(call, call.plan)
             return self._run(call.plan, call.tensors, call.seed)
@@ -185,7 +187,7 @@ class StepEngine:
             self._control.announce(("error", name, type(error), str(error)))
             raise _announced(error) from None
         if call.plan is None:
-            self._control.announce(("new", name, call.signature))
+            self._control.announce(("new", name, portable(call.signature)))
             return call
         problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
         if problem is not None:
@@ -230,7 +232,7 @@ class StepEngine:
             error_type, text = rest
             raise _announced(error_type(f"{text} (found on pp_rank 0)"))
         plan = self._plans.use(rest[0]) if kind == "known" else None
-        signature = rest[0] if plan is None else plan.signature
+        signature = received(rest[0], args, kwargs) if plan is None else plan.signature
         view = self._watch.look()
         if signature.modes != view.modes:
             raise RankMismatch(

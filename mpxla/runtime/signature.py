@@ -3,7 +3,7 @@
 A signature is the structure of the arguments, shape and dtype of every tensor for one microbatch,
 the values of plain arguments, and the modes that change what the function does. The first pipeline
 rank owns the inputs; it announces the signature, and the other ranks put their own objects
-(modules, namespaces) in the places that cannot travel.
+(modules, namespaces) in the places that cannot travel. All else travels as data (`comm.codec`).
 This module must not know how a step is captured or run.
 """
 
@@ -18,11 +18,13 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
+from mpxla.comm.codec import can_travel, register
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
 from mpxla.graph.number import Number
 from mpxla.runtime.containers import open_containers
 from mpxla.runtime.identity import Identities
+from mpxla.runtime.structure import describe_structure, rebuild_structure
 
 __all__ = [
     "LocalObject",
@@ -32,13 +34,18 @@ __all__ = [
     "describe_change",
     "fill",
     "local_objects",
+    "portable",
+    "received",
     "sign",
     "with_constants",
 ]
 
 _PLAIN = (str, bytes, numbers.Number, type(None), Enum, np.generic, torch.dtype, torch.device)
+register(TensorLeaf)
+register(NumberLeaf)
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class PlainValue:
     """An argument whose value is part of the program."""
@@ -60,6 +67,7 @@ class PlainValue:
         return repr(self.value)
 
 
+@register
 @dataclass(frozen=True)
 class LocalObject:
     """An argument that every rank replaces by its own: a module, a namespace, any other object.
@@ -78,6 +86,7 @@ class LocalObject:
         return self.type_name
 
 
+@register
 @dataclass(frozen=True)
 class Signature:
     """Everything that decides which program a call needs.
@@ -168,7 +177,7 @@ def sign(
             leaves.append(TensorLeaf(tuple(value.shape), value.dtype))
         elif isinstance(value, float) and path in inputs:
             leaves.append(NumberLeaf((), torch.float64, float(value)))
-        elif isinstance(value, _PLAIN):
+        elif _is_plain(value):
             leaves.append(PlainValue(value))
         else:
             objects[path] = value
@@ -238,8 +247,28 @@ def local_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, A
     return {
         pytree.keystr(path): value
         for path, value in with_paths
-        if not isinstance(value, (*_PLAIN, torch.Tensor))
+        if not (isinstance(value, torch.Tensor) or _is_plain(value))
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is part of the program, and can be told to the other ranks."""
+    return isinstance(value, _PLAIN) and can_travel(value)
+
+
+def portable(signature: Signature) -> Signature:
+    """The signature as it travels: its structure is data."""
+    return replace(signature, structure=describe_structure(signature.structure))
+
+
+def received(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """The inverse of `portable`, on a rank that was called with its own arguments.
+
+    Raises:
+        RankMismatch: the arguments have a container that this rank does not know.
+    """
+    own = pytree.tree_structure(open_containers((tuple(args), dict(kwargs))))
+    return replace(signature, structure=rebuild_structure(signature.structure, own))
 
 
 def fill(

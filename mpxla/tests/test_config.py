@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
     "check_indices": "inputs",
+    "init_timeout_s": 120.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 
@@ -157,6 +158,7 @@ def test_booleans_may_be_written_as_numbers():
         ("sdp_gradient_clipping", 0, "a number > 0"),
         ("sdp_gradient_clipping", 10**400, "a number > 0"),
         ("stall_timeout_s", 0, "a number > 0"),
+        ("init_timeout_s", 0, "a number > 0"),
         ("stall_timeout_s", float("inf"), "a number > 0"),
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpxla.env import LaunchEnv, prepare_xla, read_environment
+from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
 from mpxla.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -285,3 +285,30 @@ def test_log_level():
     assert "MPXLA_LOG_LEVEL=LOUD must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL" in refused(
         {"MPXLA_LOG_LEVEL": "loud"}
     )
+
+
+def test_secret_is_read_and_not_shown():
+    environ = {"MPXLA_SECRET": "a" * 32, "XDG_RUNTIME_DIR": "/run/user/1"}
+    found = read_environment(environ)
+    assert (found.secret, found.runtime_dir) == ("a" * 32, "/run/user/1")
+    assert "aaaa" not in repr(found)
+
+
+def test_short_secret_is_refused():
+    with pytest.raises(ConfigError, match=r"MPXLA_SECRET has 5 characters.*32 or more.*token_hex"):
+        read_environment({"MPXLA_SECRET": "guess"})
+
+
+def test_gloo_listens_on_the_given_interface_unless_the_user_chose_one():
+    environ = {}
+    prepare_gloo(None, environ)
+    assert environ == {}
+    prepare_gloo("lo", environ)
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
+    prepare_gloo("eth0", environ)
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_torchrun_serves_the_store():
+    assert not read_environment(TORCHRUN).has_agent_store
+    assert read_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_agent_store

@@ -126,7 +126,8 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("transport", "reduction_dtype", "stall_timeout_s", "check_indices"),
+    *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
+    "check_indices",
     *("virtual_pipeline_degree", "schedule"),
 }
 

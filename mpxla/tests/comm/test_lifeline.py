@@ -9,18 +9,21 @@ import pytest
 import torch.distributed as dist
 
 from mpxla.comm import lifeline as lifeline_module
+from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode
 from mpxla.errors import PeerFailure
 
 pytestmark = pytest.mark.unit
 
+KEY = b"known to all ranks"
+
 
 @contextmanager
 def lifelines(world_size, store=None, **options):
     """The lifelines of all ranks in one process, where nobody may be ended by a watchdog."""
     store = store or dist.HashStore()
-    options = {"grace_s": 1000.0, "connect_timeout_s": 60.0, **options}
+    options = {"key": KEY, "grace_s": 1000.0, "connect_timeout_s": 60.0, **options}
     with ThreadPoolExecutor(world_size) as pool:
         opened = list(
             pool.map(lambda rank: Lifeline(rank, world_size, store, **options), range(world_size))
@@ -139,9 +142,9 @@ def test_store_serves_one_session_after_the_other():
 
 def test_missing_rank_is_named():
     with pytest.raises(PeerFailure, match=r"rank 0 waited 0\.3 s for rank 1 to start mpxla"):
-        Lifeline(0, 2, dist.HashStore(), connect_timeout_s=0.3)
+        Lifeline(0, 2, dist.HashStore(), key=KEY, connect_timeout_s=0.3)
     with pytest.raises(PeerFailure, match=r"rank 1 waited 0\.3 s for rank 0 to start mpxla"):
-        Lifeline(1, 2, dist.HashStore(), connect_timeout_s=0.3)
+        Lifeline(1, 2, dist.HashStore(), key=KEY, connect_timeout_s=0.3)
 
 
 def test_unreachable_server_is_an_error_with_a_remedy():
@@ -149,32 +152,32 @@ def test_unreachable_server_is_an_error_with_a_remedy():
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
         store = dist.HashStore()
-        store.set("mpxla_lifeline/1/address", f"127.0.0.1 {port} token")
+        store.set("mpxla_lifeline/1/address", f"127.0.0.1 {port}")
         with pytest.raises(
             PeerFailure, match=rf"could not reach rank 0 at 127.0.0.1 port {port}.*MASTER_ADDR"
         ):
-            Lifeline(1, 2, store)
+            Lifeline(1, 2, store, key=KEY)
 
 
 def test_rank_that_does_not_connect_is_an_error():
-    server = LifelineServer("127.0.0.1", 2, "token")
+    server = LifelineServer("127.0.0.1", 2, KEY)
     store = dist.HashStore()
-    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port} token")
+    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port}")
     with pytest.raises(PeerFailure, match=r"waited 0\.3 s for all 2 ranks to connect"):
-        Lifeline(1, 2, store, connect_timeout_s=0.3)
+        Lifeline(1, 2, store, key=KEY, connect_timeout_s=0.3)
     server.stop(0.0)
 
 
 def test_failure_before_the_others_connect_is_told_to_them():
-    server = LifelineServer("127.0.0.1", 2, "token")
+    server = LifelineServer("127.0.0.1", 2, KEY)
     with socket.create_connection(("127.0.0.1", server.port)) as early:
-        early.sendall(encode(type="hello", rank=0, token="token", home="here"))
+        introduce(early, KEY, 0, "here")
         early.sendall(encode(type="report", text="rank 0 raised KeyError: early"))
         assert decode(bytearray(early.recv(4096)))[0]["type"] == "failure"
     store = dist.HashStore()
-    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port} token")
+    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port}")
     with pytest.raises(PeerFailure, match="rank 0 raised KeyError: early"):
-        Lifeline(1, 2, store, grace_s=1000.0)
+        Lifeline(1, 2, store, key=KEY, grace_s=1000.0)
     server.stop(0.0)
 
 
@@ -184,7 +187,9 @@ def test_failure_before_the_others_connect_is_told_to_them():
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b"{}\n",
-        encode(type="hello", rank=1, token="wrong", home="here"),
+        encode(type="hello", rank=1, nonce="0", proof="0", home="here"),
+        encode(type="hello", rank=[1], nonce={}, proof=None, home=3),
+        b"[" * 4000 + b"\n",
         b"x" * (1 << 21),
     ],
 )
@@ -194,6 +199,7 @@ def test_strangers_are_dropped_and_harm_nobody(noise):
             stranger.settimeout(30.0)
             try:
                 stranger.sendall(noise)
+                assert decode(bytearray(stranger.recv(100)))[0]["type"] == "challenge"
                 assert stranger.recv(100) == b""
             except ConnectionError:
                 pass
@@ -216,36 +222,6 @@ def test_messages_may_come_in_pieces():
 def test_one_host_listens_on_loopback_only():
     with lifelines(2) as lines:
         assert lines[0]._server._listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_several_hosts_listen_where_the_master_address_leads(monkeypatch):
-    addresses = {"10.9.9.9": False, "192.0.2.7": True}
-
-    class FakeSocket:
-        def __init__(self, family, kind):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def bind(self, address):
-            if not addresses[address[0]]:
-                raise OSError("not an address of this host")
-
-        def connect(self, address):
-            assert address[0] == "10.9.9.9"
-
-        def getsockname(self):
-            return ("192.0.2.7", 1234)
-
-    monkeypatch.setattr(lifeline_module.socket, "socket", FakeSocket)
-    choose = lifeline_module._listening_address
-    assert choose(is_one_host=True, master_addr="192.0.2.7") == ("127.0.0.1", "127.0.0.1")
-    assert choose(is_one_host=False, master_addr="192.0.2.7") == ("192.0.2.7", "192.0.2.7")
-    assert choose(is_one_host=False, master_addr="10.9.9.9") == ("192.0.2.7", "192.0.2.7")
 
 
 def test_address_of_a_tcp_store_is_found_behind_prefixes():

@@ -12,6 +12,7 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.recorder import Recorder
+from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_cpu import CpuRunner
 from mpxla.testing import run_ranks, run_ranks_unpooled
@@ -26,8 +27,9 @@ def open_transport(**lifeline_options):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    lifeline = Lifeline(rank, world_size, store, **lifeline_options)
-    return HostTransport(rank, world_size, lifeline)
+    key = agree_on_key(store, rank, world_size, None).key
+    lifeline = Lifeline(rank, world_size, store, key=key, **lifeline_options)
+    return HostTransport(rank, world_size, lifeline, key=key)
 
 
 def on_host(body, options, args):

@@ -1,0 +1,281 @@
+"""A rank whose process is stopped (SIGSTOP) ends the job wherever it and the others stand.
+
+A stopped process keeps its connections, so nothing but its silence tells. It ends here by SIGKILL,
+as a launcher would end it once another rank has failed.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla import session
+from mpxla.checkpoint import save
+from mpxla.comm import host, lifeline
+from mpxla.runtime.engine import StepEngine
+from mpxla.testing import run_ranks_unpooled
+
+pytestmark = pytest.mark.ranks
+
+STALL_S = 3.0
+# What is promised is 15 s after the timeout, of which mpxla leaves the script 10; a busy machine
+# needs more.
+SOON_S = 60.0
+
+
+@smp.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def stop_self():
+    print(f"stops at {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def before(owner, name):
+    """Stops this process where it calls something the next time."""
+    original = getattr(owner, name)
+
+    def stop_first(*args, **kwargs):
+        stop_self()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, stop_first)
+
+
+def prepare(replicas=False, **further):
+    config = {"microbatches": 2, "stall_timeout_s": STALL_S, "ddp": replicas, **further}
+    smp.init({"pipeline_parallel_degree": 1 if replicas else 2, **config})
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, torch.ones(4, 4))
+    return model, optimizer
+
+
+def at_barrier(is_stopped, folder):
+    prepare()
+    if is_stopped:
+        stop_self()
+    smp.barrier()
+
+
+def at_allgather(is_stopped, folder):
+    prepare()
+    if is_stopped:
+        stop_self()
+    smp.allgather(smp.rank(), smp.WORLD)
+
+
+def in_a_step(is_stopped, folder):
+    model, _ = prepare()
+    if is_stopped:
+        stop_self()
+    train(model, torch.ones(4, 4))
+
+
+def in_compilation(is_stopped, folder):
+    model, _ = prepare()
+    if is_stopped:
+        before(StepEngine, "_build")
+    train(model, torch.ones(8, 4))
+
+
+def at_clipping(is_stopped, folder):
+    model, _ = prepare()
+    if is_stopped:
+        stop_self()
+    smp.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def in_an_update(is_stopped, folder):
+    _, optimizer = prepare(replicas=True, shard_optimizer_state=True, transport="host")
+    if is_stopped:
+        stop_self()
+    optimizer.step()
+    smp.barrier()
+
+
+def saving(is_stopped, folder):
+    model, optimizer = prepare()
+    if is_stopped:
+        before(save, "save_object")
+    smp.save_checkpoint(folder, "a", model=model, optimizer=optimizer)
+
+
+def loading(is_stopped, folder):
+    model, optimizer = prepare()
+    smp.save_checkpoint(folder, "a", model=model, optimizer=optimizer)
+    if is_stopped:
+        stop_self()
+    smp.resume_from_checkpoint(folder, "a")
+
+
+def saving_in_the_background(is_stopped, folder):
+    model, optimizer = prepare()
+    if is_stopped:
+        before(save, "save_object")
+    smp.save_checkpoint(folder, "a", model=model, optimizer=optimizer, asynchronous=True).wait()
+
+
+def ending_with_a_checkpoint_in_the_background(is_stopped, folder):
+    model, optimizer = prepare()
+    if is_stopped:
+        before(save, "save_object")
+    smp.save_checkpoint(folder, "a", model=model, optimizer=optimizer, asynchronous=True)
+
+
+def making_the_default_group(is_stopped, folder):
+    if is_stopped:
+        before(session.dist, "init_process_group")
+    prepare()
+
+
+def making_the_transport(is_stopped, folder):
+    if is_stopped:
+        before(host.HostTransport, "__init__")
+    prepare()
+
+
+def at_shutdown(is_stopped, folder):
+    prepare()
+    if is_stopped:
+        stop_self()
+    smp.shutdown()
+
+
+def in_shutdown(is_stopped, folder):
+    prepare()
+    if is_stopped:
+        before(lifeline.Lifeline, "_release")
+    smp.shutdown()
+
+
+def at_the_end(is_stopped, folder):
+    prepare()
+    if is_stopped:
+        stop_self()
+
+
+def elsewhere(is_stopped, folder):
+    """The other ranks do not even need the stopped one."""
+    prepare()
+    if is_stopped:
+        stop_self()
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        torch.ones(100, 100).sum()
+
+
+def one_rank(work, stopped, folder):
+    rank = int(os.environ["RANK"])
+    (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
+    work(rank == stopped, folder)
+
+
+def state_of(pid):
+    """Of a process, as a letter; empty if there is none any more."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def kill_after_others(folder, stopped, world_size, ended):
+    """Ends the stopped process when all others have ended."""
+    files = [Path(folder) / f"{rank}.pid" for rank in range(world_size)]
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        pids = [int(f.read_text() or 0) if f.exists() else 0 for f in files]
+        if all(pids) and state_of(pids[stopped]) in ("", "T"):
+            if any(state_of(pid) for rank, pid in enumerate(pids) if rank != stopped):
+                continue
+            ended.append(time.time())
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[stopped], signal.SIGKILL)
+            return
+
+
+def errors_of(work, stopped, folder, world_size=2):
+    """What the other ranks wrote when a rank stopped; all have failed in time."""
+    ended = []
+    arguments = (folder, stopped, world_size, ended)
+    killer = threading.Thread(target=kill_after_others, args=arguments, daemon=True)
+    killer.start()
+    results = run_ranks_unpooled(one_rank, world_size, work, stopped, str(folder), timeout_s=240)
+    killer.join(10)
+    assert results[stopped].exit_code == -signal.SIGKILL
+    others = [result for rank, result in enumerate(results) if rank != stopped]
+    assert [result.exit_code for result in others] == [1] * len(others), others[0].stderr
+    stopped_at = float(re.search(r"stops at (\S+)", results[stopped].stdout)[1])
+    assert STALL_S < ended[0] - stopped_at < STALL_S + SOON_S
+    return [result.stderr for result in others]
+
+
+def check(work, stopped, folder):
+    (text,) = errors_of(work, stopped, folder)
+    assert f"PeerFailure: no action completed for 3 s (stall_timeout_s): rank {stopped} is" in text
+    assert "is silent: its process gives no sign of life, so it is stopped (SIGSTOP)" in text
+    assert re.search(rf"\n  {stopped} +\d+ s +\(silent\)", text), text
+    assert f"Look at the output of rank {stopped}" in text or "was busy outside mpxla" in text
+    return text
+
+
+def test_stopped_while_the_other_is_at_a_barrier(tmp_path):
+    text = check(at_barrier, 1, tmp_path)
+    assert "rank 1: barrier with rank 1" in text
+    assert "last test_freezes.py:" in text and "stop_self" in text
+
+
+def test_rank_0_stopped_while_the_other_is_in_a_step(tmp_path):
+    text = check(in_a_step, 0, tmp_path)
+    assert "rank 0: a 'control' message from rank 0" in text
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_stopped_at_the_end_of_the_script(tmp_path, stopped):
+    """The launcher sees that the other one failed, although it had nothing left to do."""
+    check(at_the_end, stopped, tmp_path)
+
+
+FURTHER = [
+    (at_allgather, 0),
+    (in_compilation, 0),
+    (in_compilation, 1),
+    (at_clipping, 1),
+    (in_an_update, 0),
+    (in_an_update, 1),
+    (saving, 0),
+    (saving, 1),
+    (loading, 1),
+    (saving_in_the_background, 0),
+    (saving_in_the_background, 1),
+    (ending_with_a_checkpoint_in_the_background, 1),
+    (making_the_default_group, 0),
+    (making_the_default_group, 1),
+    (making_the_transport, 0),
+    (making_the_transport, 1),
+    (at_shutdown, 0),
+    (at_shutdown, 1),
+    (in_shutdown, 1),
+    (elsewhere, 0),
+    (elsewhere, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("work", "stopped"), FURTHER)
+def test_stopped_wherever_the_other_is(tmp_path, work, stopped):
+    check(work, stopped, tmp_path)
