@@ -263,7 +263,6 @@ class LifelineServer:
         silent = self._silent(longest_silence_s(self._timeout_s))
         for member in self._there():
             row = {**_UNTOLD, **member.row}
-            row["idle_s"] += now - max(member.heard, self._absence.until)
             if member in silent:
                 last[member.rank] = {**row, "idle_s": now - member.heard}
             else:
