@@ -5,6 +5,7 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +24,10 @@ __all__ = [
     "module_path",
     "place",
 ]
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)')
+_OWN = "/mpxla/graph/capture.py"
 
 
 class InputKind(enum.Enum):
@@ -122,12 +127,14 @@ def module_path(node: fx.Node) -> str:
 
 
 def place(node: fx.Node) -> str:
-    """Where a node comes from: module path, and the user's line if it is known."""
-    lines = (node.meta.get("stack_trace") or "").strip().split("\n")
-    # Torch marks nodes of the derivative that have no line of their own.
-    named = [line.strip() for line in lines if "Gradient addition node" not in line]
+    """Where a node comes from: module path, and file and line of its `forward` if known.
+
+    Torch keeps frames of `forward` only, so that code of the step function has no line.
+    """
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    lines = [f"{file}:{line}: {code}" for file, line, code in frames if not file.endswith(_OWN)]
     where = module_path(node) or _forward_path(node) or "the step function"
-    return f"{where} ({named[-1]})" if named and named[-1] else where
+    return f"{where} ({lines[-1]})" if lines else where
 
 
 def _forward_path(node: fx.Node) -> str:

@@ -277,10 +277,11 @@ def _compile_in_pieces(
     """Cuts a graph at operators of the host, until what is left compiles."""
     is_whole = isinstance(module, AccumulatingBackward)
     graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
-    annotate(graph, inputs)
+    root = module.derivative if is_whole else module
+    annotate(graph, inputs, root)
     while True:
         try:
-            plan = split_graph(graph, _kind_of)
+            plan = split_graph(graph, _kind_of, root)
             runners = [
                 _runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, device, keep_text)
                 for i, piece in enumerate(plan.pieces)

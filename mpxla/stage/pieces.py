@@ -83,14 +83,17 @@ class PieceList:
         ]
 
 
-def annotate(graph: fx.Graph, inputs: Sequence[TensorSpec]) -> None:
+def annotate(
+    graph: fx.Graph, inputs: Sequence[TensorSpec], root: torch.nn.Module | None = None
+) -> None:
     """Gives every node without a known value (`meta["val"]`) one on the device `meta`.
 
     Args:
         graph: its nodes may know their values as tensors of any device.
         inputs: specs of its arguments.
+        root: holds the constants that the graph reads, if it reads any.
     """
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = fx.GraphModule(root or torch.nn.Module(), graph)
     arguments = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in inputs]
     with torch.no_grad():
         _Annotator(module).run(*arguments)
@@ -127,13 +130,19 @@ def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def split_graph(graph: fx.Graph, kind_of: Callable[[fx.Node], type[Piece]]) -> PieceList:
+def split_graph(
+    graph: fx.Graph,
+    kind_of: Callable[[fx.Node], type[Piece]],
+    root: torch.nn.Module | None = None,
+) -> PieceList:
     """Cuts a graph into pieces.
 
     Args:
         graph: functional; every node knows its value.
         kind_of: the kind of piece that a node belongs to.
+        root: holds the constants that the graph reads, if it reads any.
     """
+    root = root or torch.nn.Module()
     groups = _group(graph, kind_of)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in graph.nodes if node.op == "output"]
@@ -146,7 +155,7 @@ def split_graph(graph: fx.Graph, kind_of: Callable[[fx.Node], type[Piece]]) -> P
         draft.given = [node for node in draft.nodes if node in needed and node not in number]
         number.update({node: len(number) + i for i, node in enumerate(draft.given)})
     return PieceList(
-        tuple(_finish(draft, number) for draft in drafts if draft.given),
+        tuple(_finish(draft, number, root) for draft in drafts if draft.given),
         len(placeholders),
         len(number),
         tuple(number[node] for node in results),
@@ -167,12 +176,13 @@ def _group(
     graph: fx.Graph, kind_of: Callable[[fx.Node], type[Piece]]
 ) -> list[tuple[type[Piece], list[fx.Node]]]:
     """The nodes in groups of one kind, of which each depends on earlier ones only."""
-    remaining = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    there = ("placeholder", "get_attr", "output")
+    remaining = [n for n in graph.nodes if n.op not in there]
     kinds: dict[fx.Node, type[Piece]] = {}
     for node in remaining:  # a tuple cannot leave its piece, its elements can
         is_element = node.target is operator.getitem
         kinds[node] = kinds[node.args[0]] if is_element else kind_of(node)
-    placed = {node for node in graph.nodes if node.op == "placeholder"}
+    placed = {node for node in graph.nodes if node.op in there}
     groups: list[tuple[type[Piece], list[fx.Node]]] = []
     while remaining:
         choices = [_ready(remaining, kinds, kind, placed) for kind in _in_order(kinds.values())]
@@ -213,7 +223,7 @@ def _draft(kind: type[Piece], nodes: list[fx.Node], order: dict[fx.Node, int]) -
         node = todo.pop()
         if node in held or node in taken:
             continue
-        if kind is ComputePiece and _is_free(node):
+        if node.op == "get_attr" or (kind is ComputePiece and _is_free(node)):
             held[node] = None
             todo += node.all_input_nodes
         else:
@@ -232,11 +242,11 @@ def _is_free(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def _finish(draft: _Draft, number: dict[fx.Node, int]) -> Piece:
+def _finish(draft: _Draft, number: dict[fx.Node, int], root: torch.nn.Module) -> Piece:
     graph = copy_nodes(draft.taken, draft.nodes, draft.given)
     graph.eliminate_dead_code()
     return draft.kind(
-        fx.GraphModule(torch.nn.Module(), graph),
+        fx.GraphModule(root, graph),
         tuple(number[node] for node in draft.taken),
         tuple(number[node] for node in draft.given),
         tuple(TensorSpec.of(node.meta["val"]) for node in draft.taken),

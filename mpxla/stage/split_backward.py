@@ -95,14 +95,15 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     placeholders = [node for node in whole.nodes if node.op == "placeholder"]
     specs = dict(zip(placeholders, lowered.backward_inputs, strict=True))
     number = {node: i for i, node in enumerate(placeholders[lowered.num_accumulators :])}
-    order = [node for node in whole.nodes if node.op in ("call_function", "call_method")]
+    order = [node for node in whole.nodes if node.op not in ("placeholder", "output")]
     input_part = weight_part = None
+    root = lowered.backward.derivative  # holds constants, if there are any
     if input_grads:
         results_of_first = [*input_grads, *crossing]
-        input_part = _part(order, first, results_of_first, (), (), specs, number)
+        input_part = _part(order, first, results_of_first, (), (), specs, number, root)
     if accumulators:
         own = placeholders[: lowered.num_accumulators]
-        weight_part = _part(order, second, accumulators, own, crossing, specs, number)
+        weight_part = _part(order, second, accumulators, own, crossing, specs, number, root)
     return SplitBackward(
         input_part,
         weight_part,
@@ -204,6 +205,7 @@ def _part(
     last_arguments: Sequence[fx.Node],
     specs: dict[fx.Node, TensorSpec],
     number: dict[fx.Node, int],
+    root: torch.nn.Module,
 ) -> Part:
     """A graph of the held nodes, in order; arguments that they do not read are left out."""
     nodes = [node for node in order if node in held]
@@ -212,7 +214,7 @@ def _part(
     arguments = [*first_arguments, *taken, *last_arguments]
     graph = copy_nodes(arguments, nodes, results)
     return Part(
-        fx.GraphModule(torch.nn.Module(), graph),
+        fx.GraphModule(root, graph),
         tuple(specs.get(node) or TensorSpec.of(node.meta["val"]) for node in arguments),
         tuple(number[node] for node in taken),
     )

@@ -11,14 +11,12 @@ from torch import nn
 import mpxla as smp
 from mpxla.errors import (
     CaptureError,
-    LoweringError,
     PeerFailure,
     RankMismatch,
     StepError,
 )
 from mpxla.testing import run_ranks
 from mpxla.tests.wrong_uses import (
-    TWO,
     Net,
     batch,
     check,
@@ -259,60 +257,6 @@ def test_errors_of_the_user_keep_their_class():
         assert text == "my own error"
         assert "raised while the step function was captured at" in note
         assert 'raise LookupError("my own error")' in note
-
-
-class Eigen(nn.Module):
-    def forward(self, x):
-        return torch.linalg.eigvals(x.T @ x).real
-
-
-class WithoutLowering(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = Net()
-        self.odd = Eigen()
-
-    def forward(self, x):
-        return self.odd(self.body(x))
-
-
-def use_an_operator_without_lowering():
-    smp.init({**TWO, "auto_partition": False, "default_partition": 0})
-    raw = WithoutLowering()
-    model = smp.DistributedModel(raw)
-    smp.set_partition(raw.odd, 1)
-    out = evaluate(model, batch())
-    return out.concat()
-
-
-def test_operator_without_lowering():
-    first, _ = check(
-        use_an_operator_without_lowering,
-        LoweringError,
-        r"^stage 1 forward: operators without an XLA lowering:\n  aten::linalg_eig\w* in "
-        r"model\.odd.* Replace them in the model",
-        at=[1],
-    )
-    assert first[0] == "PeerFailure"
-    assert "rank 1 raised LoweringError in step function" in first[1]
-
-
-@smp.step
-def turn(model, x):
-    model.backward(torch.cross(model(x), x[:, :3], dim=1).square().mean())
-
-
-def use_an_operator_without_derivative():
-    turn(made({"microbatches": 2}), batch())
-
-
-def test_operator_without_derivative():
-    check(
-        use_an_operator_without_derivative,
-        LoweringError,
-        r"^stage 0: aten::cross in the step function has no derivative on XLA devices, so that",
-        world_size=1,
-    )
 
 
 # Objects and arguments that a step accepts with a warning.
