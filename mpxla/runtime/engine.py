@@ -16,6 +16,11 @@ import torch
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture import capture_step
 from mpxla.graph.capture_attributes import Read, attributes_noted
+from mpxla.graph.capture_sources import (
+    argument_without_iterator,
+    iterators_refused,
+    random_numbers_noted,
+)
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
@@ -353,14 +358,21 @@ class StepEngine:
     def _trace(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
     ) -> tuple[StepGraph, list[Read]]:
+        given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
+
         def run(leaves: Sequence[torch.Tensor]) -> Any:
-            args, kwargs = fill(signature, leaves, objects)
+            args, kwargs = fill(signature, leaves, given)
             return function(*args, **kwargs)
 
         model, leaves = self._state.module, signature.tensor_leaves
         self.is_tracing = True
         try:
-            with torch.set_grad_enabled(signature.grad_enabled), attributes_noted(model) as log:
+            with (
+                torch.set_grad_enabled(signature.grad_enabled),
+                iterators_refused(function, model),
+                random_numbers_noted(function, model),
+                attributes_noted(model) as log,
+            ):
                 step = capture_step(run, model, leaves, self._state.current_names())
         finally:
             self.is_tracing = False
