@@ -5,7 +5,6 @@ ranks find or build the plan of that signature (the first plan places the parame
 runs its list of actions; gradients and results are collected.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
-from mpxla.graph.capture import capture_step
-from mpxla.graph.capture_attributes import Read, attributes_noted
+from mpxla.graph.capture_attributes import Read
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph
@@ -46,7 +44,6 @@ from mpxla.runtime.seeds import draw_seed
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
-    fill,
     local_objects,
     portable,
     received,
@@ -54,6 +51,7 @@ from mpxla.runtime.signature import (
     with_constants,
 )
 from mpxla.runtime.state import ModelState
+from mpxla.runtime.tracing import trace
 from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import measure_operators
@@ -181,8 +179,7 @@ class StepEngine:
             count = self._session.config.microbatches
             parts = split_arguments(rule, args, kwargs, count)
             number = self._functions.setdefault(name, Identities()).number(rule.function)
-            title = name if number == 0 else f"{name}#{number + 1}"
-            call = self._sign(title, parts, view)
+            call = self._sign(_title(name, number), parts, view)
         except MpxlaError as error:
             self._control.announce(("error", name, type(error), str(error)))
             raise _announced(error) from None
@@ -325,7 +322,18 @@ class StepEngine:
             reason,
             sum(len(p.programs) for p in plan.programs.values()),
         )
-        return self._plans.add(signature, view, runner)
+        found = self._plans.add(signature, view, runner)
+        self._forget_unused()
+        return found
+
+    def _forget_unused(self) -> None:
+        """Lets go of objects and functions that no plan is for any more."""
+        known = self._known()
+        self._objects.keep({number for signature in known for number in signature.objects})
+        titles = {signature.function for signature in known}
+        for name, functions in self._functions.items():
+            functions.keep([n for n in functions.numbers() if _title(name, n) in titles])
+        self._watch.keep([plan.view for plan in self._plans])
 
     def _reason(self, signature: Signature) -> str:
         """Why a call needs a new program."""
@@ -367,7 +375,11 @@ class StepEngine:
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
     ) -> tuple[CutStep, Signature, list[Read]]:
         """The step in stages, the signature that it serves, and what it read of the model."""
-        signature, step, reads = self._capture(signature, function, objects)
+        self.is_tracing = True
+        try:
+            signature, step, reads = trace(signature, function, objects, self._state)
+        finally:
+            self.is_tracing = False
         if self._session.config.check_indices == "all":
             step = with_extremes(step)
         config, pins, names = self._session.config, self._pins(), self._state.current_names()
@@ -377,42 +389,6 @@ class StepEngine:
         measured_s = self._measure(step)
         cut = cut_step(step, config, pins, fixed, self._stateful, measured_s)
         return cut, signature, reads
-
-    def _capture(
-        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> tuple[Signature, StepGraph, list[Read]]:
-        """Captures a step with as many of its floats as inputs as Python lets it."""
-
-        def run(chosen: Signature) -> tuple[Signature, StepGraph, list[Read]]:
-            return chosen, *self._trace(chosen, function, objects)
-
-        numbers = signature.numbers
-        if not numbers:
-            return run(signature)
-        with contextlib.suppress(Exception):
-            return run(signature)
-        constants, found = set(numbers), None
-        for path in numbers if len(numbers) > 1 else ():
-            with contextlib.suppress(Exception):
-                found = run(with_constants(signature, [], constants - {path})[0])
-                constants.discard(path)
-        return found or run(with_constants(signature, [], constants)[0])
-
-    def _trace(
-        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> tuple[StepGraph, list[Read]]:
-        def run(leaves: Sequence[torch.Tensor]) -> Any:
-            args, kwargs = fill(signature, leaves, objects)
-            return function(*args, **kwargs)
-
-        model, leaves = self._state.module, signature.tensor_leaves
-        self.is_tracing = True
-        try:
-            with torch.set_grad_enabled(signature.grad_enabled), attributes_noted(model) as log:
-                step = capture_step(run, model, leaves, self._state.current_names())
-        finally:
-            self.is_tracing = False
-        return step, log.reads()
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
@@ -546,6 +522,11 @@ def _announced(error: MpxlaError) -> MpxlaError:
     own = type(error)
     kind = cast(Any, type)(own.__name__, (own, _Announced), {"__module__": "mpxla.errors"})
     return kind(*error.args)
+
+
+def _title(name: str, number: int) -> str:
+    """Tells functions of one name apart."""
+    return name if number == 0 else f"{name}#{number + 1}"
 
 
 def _with_unused(

@@ -7,6 +7,7 @@ This module must not know what the objects are used for.
 """
 
 import functools
+from collections.abc import Collection
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -17,15 +18,25 @@ class Identities:
     """Numbers objects: those that mean the same have the same number."""
 
     def __init__(self) -> None:
-        self._known: list[Any] = []
+        self._known: dict[int, Any] = {}
+        self._count = 0
 
     def number(self, value: Any) -> int:
         """The number of an object; a new one is kept, so that its number stays its own."""
-        for number, known in enumerate(self._known):
+        for number, known in self._known.items():
             if is_same(known, value):
                 return number
-        self._known.append(value)
-        return len(self._known) - 1
+        self._known[self._count] = value
+        self._count += 1
+        return self._count - 1
+
+    def numbers(self) -> list[int]:
+        """The numbers of all known objects."""
+        return list(self._known)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forgets all objects but these; their numbers are not given again."""
+        self._known = {n: value for n, value in self._known.items() if n in numbers}
 
 
 def is_same(a: Any, b: Any, assumed: frozenset[tuple[int, int]] = frozenset()) -> bool:

@@ -114,6 +114,12 @@ class ModelWatch:
                     hooks.append((index, "forward", self._number(own["forward"])))
         return ModelView(modes, trainable, modules, parameters, tuple(hooks))
 
+    def keep(self, views: Sequence[ModelView]) -> None:
+        """Forgets all functions that none of these views has."""
+        used = {number for view in views for *_, number in view.hooks}
+        self._functions.keep(used)
+        self._numbers = {key: found for key, found in self._numbers.items() if found[1] in used}
+
     def _number(self, function: Callable[..., Any]) -> int:
         """Equal for functions that say the same; hooks are often made anew for every step."""
         found = self._numbers.get(id(function))

@@ -134,6 +134,11 @@ class Signature:
         return [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
 
     @property
+    def objects(self) -> list[int]:
+        """Numbers of the objects that every rank replaces by its own."""
+        return [leaf.number for leaf in self.leaves if isinstance(leaf, LocalObject)]
+
+    @property
     def numbers(self) -> tuple[str, ...]:
         """Paths of the Python floats that are inputs of the program."""
         pairs = zip(self.paths, self.leaves, strict=True)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla.errors import PartitionError
 from mpxla.testing import run_ranks
 from mpxla.tests.clients import close, gradients, merged
+from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks
 
@@ -99,3 +101,28 @@ def test_partition_holds_under_autocast():
             close(torch.tensor(results[0][0]), loss.detach())
         else:
             torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)
+
+
+class Bypassed(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        with place(1):
+            self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.linear(self.body(x), self.head.weight)
+
+
+def place_in_vain():
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False,
+              "default_partition": 0})  # fmt: skip
+    model = smp.DistributedModel(Bypassed(smp.partition))
+    return refused(lambda: smp.step(lambda model, x: model(x))(model, inputs()))
+
+
+def test_a_placement_in_vain_is_refused():
+    text = r"The module 'model\.head' is placed on partition 1, but the step never calls it"
+    check_texts(run_ranks(place_in_vain, 2), PartitionError, text)

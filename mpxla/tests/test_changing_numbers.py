@@ -116,7 +116,8 @@ def change_much():
     step = smp.step(scale)
     with logged() as lines:
         values = [step(model, inputs(), by, Options()).concat().mean().item() for by in (1, 2, 1)]
-    return values, len(model._engine._plans), lines
+    kept = len(model._engine._plans), len(model._engine._objects.numbers())
+    return values, kept, lines
 
 
 def test_plans_are_bounded_and_changing_objects_warned_of():
@@ -125,7 +126,7 @@ def test_plans_are_bounded_and_changing_objects_warned_of():
     results = run_ranks(change_much, 2)
     for values, count, lines in results:
         assert values == pytest.approx([mean, 2 * mean, mean], abs=1e-6)
-        assert count == 2
+        assert count in ((2, 2), (2, 0))  # the first rank knows the objects of its calls
         assert sum("dropped a program of step function scale: 2 are kept" in line
                    for line in lines) == 1  # fmt: skip
     warnings = [line for line in results[0][2] if "for the second time" in line]

@@ -102,3 +102,11 @@ def test_numbers_are_kept():
     known = Identities()
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)
     assert [known.number(v) for v in (one, other, "a", one, other, "a")] == [0, 1, 2, 0, 1, 2]
+
+
+def test_forgotten_objects_leave_their_numbers():
+    known = Identities()
+    assert [known.number(value) for value in ("a", "b", "c")] == [0, 1, 2]
+    known.keep([1])
+    assert known.numbers() == [1]
+    assert [known.number(value) for value in ("a", "b")] == [3, 1]

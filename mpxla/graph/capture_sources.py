@@ -1,0 +1,164 @@
+"""What Python code in a step takes from outside that is another thing every time.
+
+A step function is captured once, so a random number of Python or NumPy stays the one of the
+capture, and an iterator or a DataLoader gives the first batch for ever. The first is warned of; the
+second is an error. This module must not know how a step is captured.
+"""
+
+import contextlib
+import io
+import random
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture import current_recorder
+from mpxla.graph.reach import places
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
+
+__all__ = ["argument_without_iterator", "iterators_refused", "random_numbers_noted"]
+
+_DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
+"""Modules whose functions draw, by name."""
+_NOT_DRAWING = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
+_LOADERS = "torch_xla.distributed.parallel_loader"
+
+
+@contextlib.contextmanager
+def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
+    """Warns of random numbers of Python and NumPy that a step function draws, with the line.
+
+    Args:
+        function: the step function; generators that it reaches are looked at.
+        model: the user's model.
+    """
+    reached = [(place.name, place.value) for place in places(function, model)]
+    own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
+    before, around = [_state(generator) for _, generator in own], _global_state()
+    with _functions_noted() as found:
+        yield
+    if not found and around != _global_state():
+        found.append("a function of random or numpy.random")
+    changed = zip(own, before, strict=True)
+    found += [f"the generator {name}" for (name, g), state in changed if state != _state(g)]
+    for text in dict.fromkeys(found):
+        warn_once(
+            f"random numbers {text}",
+            f"the step function draws random numbers by {text}. It is captured once, and all later "
+            f"steps and microbatches use the same ones. Draw with torch (torch.rand, torch.randn, "
+            f"dropout), or outside of the step function, and pass them as a tensor.",
+        )
+
+
+@contextlib.contextmanager
+def _functions_noted() -> Generator[list[str]]:
+    """Collects the calls of functions that draw; those imported by name are not seen."""
+    found: list[str] = []
+    undo: list[tuple[Any, str, Any]] = []
+    for name, module in _DRAWING.items():
+        for key in module.__all__:
+            function = getattr(module, key)
+            if callable(function) and not isinstance(function, type) and key not in _NOT_DRAWING:
+                undo.append((module, key, function))
+                setattr(module, key, _noting(f"{name}.{key}", function, found))
+    try:
+        yield found
+    finally:
+        for module, key, function in undo:
+            setattr(module, key, function)
+
+
+def _noting(name: str, function: Callable[..., Any], found: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if current_recorder() is not None:
+            found.append(f"{name}{at_user_line()}")
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _state(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    return str(generator.bit_generator.state)
+
+
+def _global_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), rest
+
+
+# --- iterators ----------------------------------------------------------------------------------
+
+
+class _Refusing:
+    """Stands for an iterator while a step is captured."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __iter__(self) -> "_Refusing":
+        return self
+
+    def __next__(self) -> Any:
+        raise _refusal(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refusal(self._name)
+
+
+def _refusal(name: str) -> CaptureError:
+    return CaptureError(
+        f"The step function reads {name}{at_user_line()}. A step is captured once as a graph, so "
+        f"that it would get the first batch for ever. Take the batch outside, and pass it to the "
+        f"step function as an argument."
+    )
+
+
+@contextlib.contextmanager
+def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
+    """Makes reading from iterators and DataLoaders an error in a step function.
+
+    Those that it reaches have stand-ins meanwhile.
+
+    Args:
+        function: the step function.
+        model: the user's model.
+
+    Raises:
+        CaptureError: the function read one.
+    """
+    loader: Any = DataLoader
+    original = loader.__iter__
+    exchanged = [place for place in places(function, model) if _is_iterator(place.value)]
+
+    def refuse(self: Any) -> Any:
+        raise _refusal(f"a {type(self).__name__}")
+
+    try:
+        loader.__iter__ = refuse
+        for place in exchanged:
+            place.put(_Refusing(f"the iterator {place.name}"))
+        yield
+    finally:
+        loader.__iter__ = original
+        for place in exchanged:
+            place.put(place.value)
+
+
+def argument_without_iterator(value: Any, path: str) -> Any:
+    """A stand-in for an argument that is an iterator; all else as it is."""
+    return _Refusing(f"the iterator in its argument {path}") if _is_iterator(value) else value
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether reading from it is getting the next of something; files are not meant."""
+    if isinstance(value, (torch.Tensor, nn.Module, io.IOBase, type)):
+        return False
+    return isinstance(value, Iterator) or type(value).__module__ == _LOADERS

@@ -1,0 +1,87 @@
+"""One call of a step function as a graph, and what the capture depended on besides the arguments.
+
+This module must not know how ranks agree on a call.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.graph.capture import capture_step
+from mpxla.graph.capture_attributes import Read, attributes_noted
+from mpxla.graph.capture_sources import (
+    argument_without_iterator,
+    iterators_refused,
+    random_numbers_noted,
+)
+from mpxla.graph.stepgraph import StepGraph
+from mpxla.runtime.signature import Signature, fill, with_constants
+from mpxla.runtime.state import ModelState
+
+__all__ = ["Traced", "trace"]
+
+Traced = tuple[Signature, StepGraph, list[Read]]
+"""The signature that a graph serves, the graph, and what the function read of the model."""
+
+
+def trace(
+    signature: Signature,
+    function: Callable[..., Any],
+    objects: Mapping[str, Any],
+    state: ModelState,
+) -> Traced:
+    """Captures a step with as many of its floats as inputs as Python lets it.
+
+    Args:
+        signature: of the call, with floats that should be inputs.
+        function: the step function.
+        objects: this rank's own objects among the arguments, by path.
+        state: the model's parameters and buffers.
+
+    Returns:
+        The signature has constants in the places of floats whose value Python needs.
+
+    Raises:
+        CaptureError: the function cannot be captured.
+    """
+
+    def run(constants: set[str]) -> Traced:
+        chosen, _ = with_constants(signature, [], constants)
+        return _trace(chosen, function, objects, state)
+
+    numbers = signature.numbers
+    if not numbers:
+        return run(set())
+    with contextlib.suppress(Exception):  # where it is another fault, it comes again below
+        return run(set())
+    constants, found = set(numbers), None
+    for path in numbers if len(numbers) > 1 else ():
+        with contextlib.suppress(Exception):
+            found = run(constants - {path})
+            constants.discard(path)
+    return found or run(constants)
+
+
+def _trace(
+    signature: Signature,
+    function: Callable[..., Any],
+    objects: Mapping[str, Any],
+    state: ModelState,
+) -> Traced:
+    given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
+    model = state.module
+
+    def run(leaves: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = fill(signature, leaves, given)
+        return function(*args, **kwargs)
+
+    with (
+        torch.set_grad_enabled(signature.grad_enabled),
+        iterators_refused(function, model),
+        random_numbers_noted(function, model),
+        attributes_noted(model) as log,
+    ):
+        step = capture_step(run, model, signature.tensor_leaves, state.current_names())
+    return signature, step, log.reads()
