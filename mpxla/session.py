@@ -40,7 +40,7 @@ from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
-    from mpxla.parallel.model import DistributedModel
+    from mpxla.parallel.models import Models
 
 __all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
 
@@ -62,7 +62,7 @@ class Session:
         objects: moves picklable objects between ranks.
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
-        model: the distributed model, once there is one.
+        models: the distributed models, once there is one.
         pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
         progress: what this rank is doing, for the table when nothing moves.
@@ -78,7 +78,7 @@ class Session:
     objects: Objects
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
-    model: "DistributedModel | None" = None
+    models: "Models | None" = None
     pending_checkpoint: Any = None
     owns_default_group: bool = True
     progress: Progress = field(default_factory=Progress)
@@ -325,8 +325,8 @@ def shutdown_if_started() -> None:
     try:
         if session.pending_checkpoint is not None:
             session.pending_checkpoint.wait()
-        if session.model is not None:
-            session.model.end_training()
+        if session.models is not None:
+            session.models.end_training()
     except MpxlaError as error:
         session.report_failure("the end of the session", error)
         raise

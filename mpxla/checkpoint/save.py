@@ -272,10 +272,11 @@ def _check_objects(model: Any, optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; pass the smp.DistributedOptimizer that "
             f"wraps it."
         )
-    wrapped = current().model
-    if (model is not None or optimizer is not None) and not (wrapped and wrapped.partitioned):
+    is_placed = (model is None or model.partitioned) and (optimizer is None or optimizer.is_placed)
+    if not is_placed:
         raise CheckpointError(
-            "the model is not partitioned yet; call smp.save_checkpoint after the first step."
+            "the model is not partitioned yet; call smp.save_checkpoint after the first step that "
+            "uses it."
         )
 
 

@@ -275,7 +275,7 @@ def _step_graph(
     densify_gradients(graph)
     free_layouts(graph)
     graph.eliminate_dead_code()
-    _annotate(exported.graph_module, inputs, wrapper, fake_mode)
+    _annotate(exported.graph_module, inputs, wrapper, canonical_names, fake_mode)
     return StepGraph(
         graph=graph,
         inputs=tuple(inputs),
@@ -325,12 +325,13 @@ def _annotate(
     module: fx.GraphModule,
     inputs: list[InputRole],
     wrapper: _StepModule,
+    canonical_names: dict[str, str],
     fake_mode: FakeTensorMode,
 ) -> None:
     """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
     trainable = {id(p) for p in wrapper.model.parameters() if p.requires_grad}
     names = {
-        name
+        canonical_names.get(name, name)
         for name, p in wrapper.model.named_parameters(remove_duplicate=False)
         if id(p) in trainable
     }

@@ -15,6 +15,8 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.parallel.elementwise import check_elementwise
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.models import Models
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     PARTIAL_KEY,
@@ -39,11 +41,12 @@ _MISSING = {
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps a `torch.optim` optimizer for a distributed model.
+    """Wraps a `torch.optim` optimizer for the distributed model whose parameters it holds.
 
-    Build the inner optimizer from the raw model's parameters before wrapping, or from
-    `DistributedModel.parameters()`. The wrapper shares `param_groups`, `state` and `defaults` with
-    it, so that LR schedulers work on either. (SMP API reference, "DistributedOptimizer".)
+    It may hold parameters of several models. Build the inner optimizer from the raw model's
+    parameters before wrapping, or from `DistributedModel.parameters()`. The wrapper shares
+    `param_groups`, `state` and `defaults` with it, so that LR schedulers work on either. (SMP API
+    reference, "DistributedOptimizer".)
 
     Args:
         optimizer: the optimizer to wrap.
@@ -52,7 +55,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **dynamic_loss_args: settings of dynamic loss scaling.
 
     Raises:
-        MpxlaError: there is no `DistributedModel` yet, or it is not a torch optimizer.
+        MpxlaError: there is no `DistributedModel` yet, it is not a torch optimizer, or it holds
+            parameters of none of several models.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **dynamic_loss_args: Any,
     ):
         session = current()
-        if session.model is None:
+        if session.models is None:
             raise MpxlaError(
                 "smp.DistributedOptimizer was called before smp.DistributedModel; wrap the model "
                 "first."
@@ -86,7 +90,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
-        if session.model.divides_updates:
+        self._session_models = session.models
+        self._models = _models_of(optimizer, session.models)
+        if any(model.divides_updates for model in self._models):
             check_elementwise(optimizer)
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
@@ -97,7 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        session.model.attach_optimizer(self)
+        for model in self._models:
+            model.attach_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -249,8 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"sizes {self._group_sizes}; build the optimizer as it was when "
                 f"the state was saved."
             )
-        model = current().model
-        if model is not None and model.partitioned:
+        if self.is_placed:
             self._load_local(state_dict)
         else:
             self._deferred = state_dict
@@ -281,10 +287,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- checkpoints: by parameter name, so that the topology may change ------------------------
 
     def _names(self) -> dict[int, str]:
-        """Position of a parameter -> its name in the model."""
-        model = current().model
-        assert model is not None, "an optimizer is made after the model"
-        names = {id(p): name for name, p in model.module.named_parameters()}
+        """Position of a parameter -> its name in the model; of several, with their labels."""
+        names: dict[int, str] = {}
+        for model in self._models:
+            prefix = f"{model.label}." if len(self._models) > 1 and model.label else ""
+            names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
         found: dict[int, str] = {}
         for ident, position in self._positions.items():  # pieces come after their parameters
             found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
@@ -371,38 +378,65 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"], first):
                 self._positions[id(parameter)] = position
             self._group_sizes.append(len(group["params"]))
-        model = current().model
-        if new and model is not None and model.partitioned:
+        for model in _models_of(self.optimizer, self._session_models) if new else ():
+            if model not in self._models:
+                self._models.append(model)
+                model.attach_optimizer(self)
+        if new and any(model.partitioned for model in self._models):
             self.keep_local()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all its models are partitioned."""
+        return all(model.partitioned for model in self._models)
 
     def keep_local(self) -> None:
         """Takes what other ranks update out of the groups, and moves existing state."""
+        unplaced = (model for model in self._models if not model.partitioned)
+        waiting = {ident for model in unplaced for ident in model.parameter_ids()}
         for group in self.optimizer.param_groups:
-            kept = [p for p in group["params"] if p.device.type != "meta"]
-            dropped = [p for p in group["params"] if p.device.type == "meta"]
-            group["params"] = kept
-            for parameter in dropped:
+            elsewhere = {
+                p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
+            }
+            group["params"] = [p for p in group["params"] if p not in elsewhere]
+            for parameter in elsewhere:
                 self.optimizer.state.pop(parameter, None)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
         self._divide()
-        if self._deferred is not None:
+        if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
             self._load_local(deferred)
 
     def _divide(self) -> None:
         """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
-        model = current().model
-        assert model is not None, "the optimizer was attached to it"
-        shards = model.shards
-        if shards is None:
-            return
-        if self._pieces is None:
-            positions = self._positions
-            self._pieces = OptimizerPieces(self.optimizer, model.tensors, shards, positions)
-        self._pieces.divide()
+        for model in self._models:
+            if model.shards is None:
+                continue
+            if self._pieces is None:
+                self._pieces = OptimizerPieces(self.optimizer, self._positions)
+            self._pieces.divide(model.tensors, model.shards)
+
+
+def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[DistributedModel]:
+    """The models whose parameters an optimizer holds; the only one in any case.
+
+    An optimizer of the parameters of one rank may have none there, and goes with all models.
+
+    Raises:
+        MpxlaError: it holds other parameters only.
+    """
+    given, known = _parameters_of(optimizer), list(models)
+    found = models.holding(given)
+    if not found and given and len(known) > 1:
+        raise MpxlaError(
+            f"the {type(optimizer).__name__} given to smp.DistributedOptimizer holds parameters of "
+            f"none of the {len(known)} distributed models; build it from those of the model that "
+            f"it is to train."
+        )
+    return found or known
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
