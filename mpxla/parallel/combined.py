@@ -68,32 +68,27 @@ class ModelReducers:
 
     def __init__(self, rounds: Rounds):
         self._rounds = rounds
-        self._reducers: dict[str, tuple[GradientReducer, Mapping[str, str]]] = {}
+        self._reducers: dict[str, GradientReducer] = {}
 
-    def add(self, reducer: GradientReducer, names: Mapping[str, str]) -> None:
-        """Takes in a model.
-
-        Args:
-            reducer: of the model.
-            names: name in steps of each of its parameters and buffers -> name in the model.
-        """
-        self._reducers[reducer.label] = reducer, names
+    def add(self, reducer: GradientReducer) -> None:
+        """Takes in a model."""
+        self._reducers[reducer.label] = reducer
 
     def __iter__(self) -> Iterator[GradientReducer]:
-        return (reducer for reducer, _ in self._reducers.values())
+        return iter(self._reducers.values())
 
     def equalize(self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""
-        self._reducers[label][0].equalize(parameter_ranks)
+        self._reducers[label].equalize(parameter_ranks)
 
     def prepare(self, cut: CutStep, num_microbatches: int) -> CombinedReduction:
         """Makes the reduction of a training step, of the models that it trains or changes."""
         changed = {name for stage in cut.stages for name in stage.new_buffers}
         flows: list[tuple[GradientReducer, GradientFlow]] = []
-        for reducer, names in self._reducers.values():
+        for reducer in self:
             pp_rank, ranks = reducer.replica.pp_rank, reducer.parameter_ranks
-            flow = GradientFlow.of(cut, pp_rank, ranks, names)
-            if flow.trained or not changed.isdisjoint(names):
+            flow = GradientFlow.of(cut, pp_rank, ranks, reducer.names)
+            if flow.trained or not changed.isdisjoint(reducer.names):
                 flows.append((reducer, flow))
         scales = {r.objective_scale(num_microbatches) for r, flow in flows if flow.trained}
         objective_scale = max(scales, default=1.0)

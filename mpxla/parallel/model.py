@@ -44,7 +44,8 @@ class DistributedModel(PartitionedModule):
     A script may have several (generator and discriminator, teacher and student): a step function
     uses one or more of them, and `backward` of any gives gradients to the parameters of all that
     the loss reaches, as in plain PyTorch. Each is partitioned in the first step that uses it. They
-    stay until `smp.shutdown()`. (SMP has one; more are an extension.)
+    stay until `smp.shutdown()`, also those that the script drops. They may share parameters.
+    (SMP has one model; more are an extension.)
 
     With several pipeline stages, a model is partitioned in the first call of a step function,
     and may be called only inside step functions. With one, it moves to the device at once, and
@@ -65,7 +66,7 @@ class DistributedModel(PartitionedModule):
         gradient_as_bucket_view: option of DDP without meaning here.
 
     Raises:
-        MpxlaError: it shares parameters with another `DistributedModel`.
+        MpxlaError: the module is not one that can be wrapped.
         ConfigError: an option that is not available was asked for.
     """
 
@@ -285,10 +286,11 @@ class DistributedModel(PartitionedModule):
         return list(self._optimizers)
 
     def parameter_ids(self) -> set[int]:
-        """Identities of its parameters, and of this rank's pieces of them."""
+        """Identities of the parameters that belong to it, and of this rank's pieces of them."""
         pieces = [] if self.shards is None else self.shards.pieces()
-        parameters = (*self._state.parameters.values(), *(piece.parameter for piece in pieces))
-        return {id(parameter) for parameter in parameters}
+        known = self._state.parameters
+        owned = [known[name] for name in self._reducer.names.values() if name in known]
+        return {id(parameter) for parameter in (*owned, *(piece.parameter for piece in pieces))}
 
     def optimizer_settings(self) -> str:
         """Settings of the optimizers, in words that are equal on all replicas."""

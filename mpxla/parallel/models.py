@@ -80,9 +80,6 @@ class Models:
 
         Returns:
             (its label, what reduces its gradients).
-
-        Raises:
-            MpxlaError: it shares parameters with another model.
         """
         session = self._session
         label = self.engine.add(member)
@@ -95,8 +92,15 @@ class Models:
             session.device,
             member.state,
         )
-        reducer = GradientReducer(replica, options, model.optimizer_settings, self._rounds, label)
-        self._reducers.add(reducer, self.engine.names_of(label))
+        reducer = GradientReducer(
+            replica,
+            options,
+            model.optimizer_settings,
+            self._rounds,
+            label,
+            self.engine.names_of(label),
+        )
+        self._reducers.add(reducer)
         self._members[label] = model
         return label, reducer
 

@@ -202,7 +202,8 @@ class GradientNorm:
         """What holds gradients on this rank, and whether this rank counts them."""
         wanted = {id(parameter) for parameter in parameters}
         placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
-        return [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
+        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
+        return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
         if value not in self._limits:

@@ -59,6 +59,8 @@ class GradientReducer:
         settings: gives those of the optimizers, in words that are equal on all replicas.
         rounds: what it shares with the reducers of other models.
         label: of the model.
+        names: name in steps of each parameter and buffer that belongs to it -> name in the model;
+            what it shares with an earlier model belongs to that one.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class GradientReducer:
         settings: Callable[[], str],
         rounds: Rounds,
         label: str,
+        names: Mapping[str, str],
     ):
         self.replica = replica
         self.options = options
         self.settings = settings
         self.rounds = rounds
         self.label = label
+        self.names = names
         self.hook: CommHook | None = None
         self.shards: ShardedParameters | None = None
         self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
@@ -105,7 +109,8 @@ class GradientReducer:
         equalize(self.replica, 0, parameter_ranks)
         if self.options.is_sharded:
             capacity = self.options.capacity_bytes
-            self.shards = ShardedParameters(self.replica, parameter_ranks, capacity)
+            own = {name: parameter_ranks[name] for name in self.names.values()}
+            self.shards = ShardedParameters(self.replica, own, capacity)
 
     def take_over(self, source: int) -> None:
         """Gives all replicas the values of one of them."""

@@ -110,9 +110,6 @@ class StepEngine:
 
         Returns:
             Its label, by which it is named from then on.
-
-        Raises:
-            MpxlaError: it shares parameters with an earlier one.
         """
         label = self._states.add(member.state)
         self._members[label] = member
@@ -345,12 +342,13 @@ class StepEngine:
     def _models_of(self, cut: CutStep) -> list[str]:
         """Labels of the models that a step reads; there always is one.
 
-        A model without any parameter or buffer has no place to be, so it is with the first step.
+        A model that owns no parameter or buffer goes with the next step. Who owns what another one
+        shares is used with it.
         """
         read = self._states.owners(cut.parameter_ranks())
         labels = self._states.labels
         used = [n for n in labels if n in read or not self._states.names_of(n)]
-        return used or [labels[0]]
+        return self._states.closure(used or labels[:1])
 
     def _follow_first_replica(self, cut: CutStep, function: str, new: Sequence[str]) -> CutStep:
         """The step cut so that new models live where the first replica puts them.

@@ -71,7 +71,7 @@ class Placement:
         """
         names = self._states.names_of(label)
         self.ranks.update({name: ranks[name] for name in names})
-        own = self._of_model[label] = self._states.to_own_names(label, ranks)
+        own = self._of_model[label] = self._states.to_own_names(label, self.ranks)
         self._states[label].place({n for n, r in own.items() if self._pp_rank in r}, self._device)
         self._reducers.equalize(label, own)
 
@@ -92,8 +92,8 @@ class Placement:
             return
         own = {name: tuple(held) for name, held in decision["parameter_ranks"].items()}
         names = self._states.names_of(label)
-        self.ranks = {name: held for name, held in self.ranks.items() if name not in names}
-        self.ranks.update(self._states.from_own_names(label, own))
+        others = {name: held for name, held in self.ranks.items() if name not in names}
+        self.ranks = {**self._states.from_own_names(label, own), **others}
 
     def provide_missing(self, cut: CutStep) -> None:
         """Copies buffers to ranks that read them in this step and did not in earlier ones."""
@@ -110,7 +110,9 @@ class Placement:
             elif self._pp_rank in new:
                 (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
                 self._states.adopt_buffer(name, copy)
-            self.ranks[name] = self._of_model[label][own] = tuple(sorted((*holders, *new)))
+            self.ranks[name] = tuple(sorted((*holders, *new)))
+            for placed, held in self._of_model.items():
+                held.update(self._states.to_own_names(placed, {name: self.ranks[name]}))
 
     def note_changes(self, cut: CutStep) -> None:
         """Remembers which buffers steps change.

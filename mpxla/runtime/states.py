@@ -2,7 +2,9 @@
 
 Step functions may use several models, so plans, stages and messages name tensors of all of them.
 The first model's tensors keep the names that they have in it; those of the second and of later ones
-stand behind a label: `model_2.head.weight`. This module must not know graphs or schedules.
+stand behind a label: `model_2.head.weight`. A tensor that several models share (the encoder of an
+actor and a critic) belongs to the first of them, and the others know it by the name that it has
+there. This module must not know graphs or schedules.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from mpxla.errors import MpxlaError
 from mpxla.runtime.state import ModelState
 
 __all__ = ["ModelStates"]
@@ -22,37 +23,27 @@ class ModelStates:
     def __init__(self) -> None:
         self._states: dict[str, ModelState] = {}
         self._owners: dict[str, tuple[str, str]] = {}
+        self._names: dict[str, dict[str, str]] = {}
         self._module: nn.Module | None = None
 
     def add(self, state: ModelState) -> str:
-        """Takes in a model.
-
-        Returns:
-            Its label.
-
-        Raises:
-            MpxlaError: one of its parameters or buffers belongs to an earlier model.
-        """
-        self._refuse_shared(state)
-        label = self._free_label()
+        """Takes in a model; returns its label."""
+        label, known = self._free_label(), self._tensors()
         self._states[label] = state
-        for name in (*state.parameters, *state.buffers):
-            self._owners[_joined(label, name)] = label, name
+        names = self._names[label] = {}
+        for own, tensor in (*state.parameters.items(), *state.buffers.items()):
+            names[own] = known.get(id(tensor), _joined(label, own))
+            self._owners.setdefault(names[own], (label, own))
         self._module = None
         return label
 
-    def _refuse_shared(self, state: ModelState) -> None:
-        known = {
-            id(tensor): name for name, tensor in (*self.parameters.items(), *self.buffers.items())
+    def _tensors(self) -> dict[int, str]:
+        """Identity of every tensor -> its name here."""
+        return {
+            id(tensor): self._names[label][own]
+            for label, state in self._states.items()
+            for own, tensor in (*state.parameters.items(), *state.buffers.items())
         }
-        for name, tensor in (*state.parameters.items(), *state.buffers.items()):
-            if id(tensor) in known:
-                raise MpxlaError(
-                    f"{name} of the module given to smp.DistributedModel is {known[id(tensor)]} of "
-                    f"an earlier one, and one model has to own it. Wrap a module once, and put "
-                    f"networks that share parameters into one module; smp.shutdown() lets go of "
-                    f"the models of a session."
-                )
 
     def _free_label(self) -> str:
         if not self._states:
@@ -88,7 +79,7 @@ class ModelStates:
     def canonical_names(self) -> dict[str, str]:
         """Every name of a tensor in `module` -> its one name here."""
         return {
-            _joined(self.path(label), name): _joined(label, canonical)
+            _joined(self.path(label), name): self._names[label][canonical]
             for label, state in self._states.items()
             for name, canonical in state.canonical_names.items()
         }
@@ -100,8 +91,15 @@ class ModelStates:
         return {self._owners[name][0] for name in names}
 
     def names_of(self, label: str) -> dict[str, str]:
-        """The name here of each tensor of a model -> its name in that model."""
-        return {name: own for name, (owner, own) in self._owners.items() if owner == label}
+        """The name here of each tensor that belongs to a model -> its name in that model."""
+        return {
+            name: own for own, name in self._names[label].items() if self._owners[name][0] == label
+        }
+
+    def closure(self, labels: Iterable[str]) -> list[str]:
+        """Some models and those that own what they share, in the order in which they were made."""
+        wanted = {owner for label in labels for owner in self.owners(self._names[label].values())}
+        return [label for label in self._states if label in wanted or label in set(labels)]
 
     def own_name(self, name: str) -> tuple[str, str]:
         """(label of the model, name in that model) of a tensor."""
@@ -115,24 +113,6 @@ class ModelStates:
 
     # --- tensors --------------------------------------------------------------------------------
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Of all models."""
-        return {
-            _joined(label, name): parameter
-            for label, state in self._states.items()
-            for name, parameter in state.parameters.items()
-        }
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Current buffers of all models."""
-        return {
-            _joined(label, name): buffer
-            for label, state in self._states.items()
-            for name, buffer in state.buffers.items()
-        }
-
     def is_any_placed(self) -> bool:
         """Whether some model's parameters are on their ranks."""
         return any(state.is_placed for state in self._states.values())
@@ -140,36 +120,38 @@ class ModelStates:
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers of this rank, of all models that are placed."""
         for label, state in self._states.items():
-            local = state.local_names
+            local, names = state.local_names, self._names[label]
             if local is None:
                 continue
             for name, parameter in state.local_parameters():
-                yield _joined(label, name), parameter
+                yield names[name], parameter
             for name, buffer in state.buffers.items():
                 if name in local:
-                    yield _joined(label, name), buffer
+                    yield names[name], buffer
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
-        label, own = self._owners[name]
-        self._states[label].set_buffer(own, value)
+        for label, names in self._names.items():
+            for own in (own for own, known in names.items() if known == name):
+                self._states[label].set_buffer(own, value)
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
-        label, own = self._owners[name]
-        self._states[label].adopt_buffer(own, value)
+        for label, names in self._names.items():
+            for own in (own for own, known in names.items() if known == name):
+                self._states[label].adopt_buffer(own, value)
 
     def to_own_names(
         self, label: str, values: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """Of what is given by the names here, that of one model, by its own names."""
-        return {own: values[name] for name, own in self.names_of(label).items() if name in values}
+        return {own: values[name] for own, name in self._names[label].items() if name in values}
 
     def from_own_names(
         self, label: str, values: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """What is given by one model's own names, by the names here; passes over others'."""
-        return {name: values[own] for name, own in self.names_of(label).items() if own in values}
+        return {name: values[own] for own, name in self._names[label].items() if own in values}
 
 
 def _joined(label: str, name: str) -> str:

@@ -37,7 +37,7 @@ class PlainLab:
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
 
-    def model(self, kind: type[nn.Module], seed: int) -> nn.Module:
+    def model(self, kind: Callable[[], nn.Module], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         module = kind()
         module.backward = lambda loss: loss.backward(retain_graph=True)  # type: ignore[assignment]
@@ -56,7 +56,8 @@ class PlainLab:
         return value.item()
 
     def clip(self, models: list[Any], max_norm: float) -> float:
-        parameters = [p for model in models for p in model.parameters()]
+        # Each once, though models share some.
+        parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
     def note_gradients(self, key: str, model: Any) -> None:
@@ -87,7 +88,7 @@ class RankLab(PlainLab):
         self.smp = smp
         smp.init({"microbatches": 2, **config})
 
-    def model(self, kind: type[nn.Module], seed: int) -> Any:
+    def model(self, kind: Callable[[], nn.Module], seed: int) -> Any:
         torch.manual_seed(seed)
         return self.smp.DistributedModel(kind())
 
@@ -267,8 +268,58 @@ def one_optimizer(lab: PlainLab) -> None:
     lab.note_state("d", d)
 
 
+class Shared(nn.Module):
+    """A head on an encoder, which is given."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def shared_encoder(lab: PlainLab) -> None:
+    """Two models have an encoder in common, which the optimizer of the critic trains."""
+    torch.manual_seed(4)
+    encoder = Generator()
+    actor = lab.model(lambda: Shared(encoder), 1)
+    critic = lab.model(lambda: Shared(encoder), 2)
+    heads = [p for name, p in actor.named_parameters() if "head" in name]
+    of_actor = lab.optimizer(torch.optim.Adam(heads, lr=0.01))
+    of_critic = lab.optimizer(torch.optim.Adam(critic.parameters(), lr=0.02))
+
+    @lab.step
+    def rate(x):
+        loss = (critic(x) - 1).square().mean()
+        critic.backward(loss)
+        return loss
+
+    @lab.step
+    def learn(x):
+        loss = (actor(x) * critic(x)).mean() + critic(x).square().mean()
+        critic.backward(loss)
+        return loss
+
+    losses, norms = [], []
+    for number in range(4):
+        of_actor.zero_grad()
+        of_critic.zero_grad()
+        losses.append(lab.mean((rate if number < 2 else learn)(lab.data(4, number))))
+        lab.note_gradients(f"critic {number}", critic)
+        norms.append(lab.clip([critic], 0.5) if number < 2 else lab.clip([actor, critic], 0.5))
+        of_critic.step()
+        if number > 1:
+            of_actor.step()
+    lab.note("losses", losses)
+    lab.note("norms", norms)
+    lab.note_state("actor", actor, of_actor)
+    lab.note_state("critic", critic, of_critic)
+
+
 SCENARIOS = {
-    function.__name__: function for function in (gan, distillation, actor_and_critic, one_optimizer)
+    function.__name__: function
+    for function in (gan, distillation, actor_and_critic, one_optimizer, shared_encoder)
 }
 
 

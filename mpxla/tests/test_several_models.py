@@ -27,12 +27,8 @@ def compare(name, world_size, config):
                 wanted = expected[key][part]
                 assert (value is None) == (wanted is None), f"{part}, {where}"
                 if value is not None:
-                    torch.testing.assert_close(
-                        value,
-                        wanted,
-                        **CLOSE,
-                        msg=lambda text, w=where, p=part: f"{p}, {w}: {text}",
-                    )
+                    text = f"{part}, {where}: {value} instead of {wanted}"
+                    torch.testing.assert_close(value, wanted, **CLOSE, msg=text)
     for key, wanted in expected.items():  # nothing is missing on all ranks
         if isinstance(wanted, dict) and key in results[0]:
             assert {part for seen in results for part in seen[key]} == set(wanted), key
