@@ -36,8 +36,8 @@ state = _State()
 
 def is_tracing() -> bool:
     """Whether this process is capturing a step function."""
-    model = current().model if is_initialized() else None
-    return model is not None and model.is_tracing
+    models = current().models if is_initialized() else None
+    return models is not None and models.is_tracing
 
 
 def num_microbatches() -> int:

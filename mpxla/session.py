@@ -49,7 +49,7 @@ from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
-    from mpxla.parallel.model import DistributedModel
+    from mpxla.parallel.models import Models
 
 __all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
 
@@ -75,7 +75,7 @@ class Session:
         user_objects: moves what the user sends: anything that can be pickled.
         lifeline: knows who is alive; None in a world of one.
         process_groups: `torch.distributed` group of every kind of group.
-        model: the distributed model, once there is one.
+        models: the distributed models, once there is one.
         pending_checkpoint: the checkpoint that is being written in the background, if any.
         owns_default_group: whether `init` made the default `torch.distributed` group.
         progress: what this rank is doing, for the table when nothing moves.
@@ -94,7 +94,7 @@ class Session:
     user_objects: Objects
     lifeline: Lifeline | None
     process_groups: dict[CommGroup, dist.ProcessGroup] = field(default_factory=dict)
-    model: "DistributedModel | None" = None
+    models: "Models | None" = None
     pending_checkpoint: Any = None
     owns_default_group: bool = True
     progress: Progress = field(default_factory=Progress)
@@ -124,10 +124,8 @@ class Session:
 
     def has_reduced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether steps reduce the gradients of an optimizer's parameters over replicas."""
-        if self.model is None:
-            return False
-        known = {id(p) for p in self.model.parameters()}
-        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        return self.models is not None and bool(self.models.holding(given))
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Tells all other ranks that this one cannot go on."""
@@ -439,8 +437,8 @@ def _end(session: Session) -> None:
     """Finishes what is under way."""
     if session.pending_checkpoint is not None:
         session.pending_checkpoint.wait()
-    if session.model is not None:
-        session.model.end_training()
+    if session.models is not None:
+        session.models.end_training()
 
 
 def _disconnect(session: Session) -> None:

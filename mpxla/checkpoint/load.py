@@ -56,6 +56,7 @@ def resume_from_checkpoint(
     translate_function: Translate | None = None,
     load_optimizer_states: bool | None = None,
     weights_only: bool = True,
+    model: DistributedModel | None = None,
 ) -> Any:
     """Loads a checkpoint; every rank must call it, after wrapping model and optimizer.
 
@@ -79,6 +80,8 @@ def resume_from_checkpoint(
             file holds. Called on every rank.
         load_optimizer_states: the name of `load_optimizer` in SMP 1.10.
         weights_only: refuse objects whose loading could run code. Extension of SMP's API.
+        model: where to, with its first optimizer; needed where there are several distributed
+            models. Extension of SMP's API.
 
     Returns:
         The user content, None where there is none.
@@ -86,14 +89,15 @@ def resume_from_checkpoint(
     Raises:
         CheckpointError: on all ranks: there is no such checkpoint, a file is missing, truncated or
             altered (named), or it does not fit the model or the optimizer.
+        MpxlaError: there are several models, and `model` does not say which.
     """
     session = current()
-    model = session.model
-    if model is None:
+    if session.models is None:
         raise CheckpointError(
             "smp.resume_from_checkpoint was called before smp.DistributedModel; wrap model and "
             "optimizer first."
         )
+    model = session.models.only("smp.resume_from_checkpoint") if model is None else model
     if not load_sharded_optimizer_state:
         raise CheckpointError(
             "load_sharded_optimizer_state=False belongs to sharded data parallelism with fp16; use "

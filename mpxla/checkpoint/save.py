@@ -154,8 +154,8 @@ def save_checkpoint(
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
 
-    if session.model is not None and session.model.partitioned:
-        with session.model.together("smp.save_checkpoint()", session.topology.world_group()):
+    if session.models is not None and session.models.is_any_placed:
+        with session.models.together("smp.save_checkpoint()", session.topology.world_group()):
             begun = together(exchange, what, begin)
     else:
         begun = together(exchange, what, begin)
@@ -282,10 +282,11 @@ def _check_objects(model: Any, optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; pass the smp.DistributedOptimizer that "
             f"wraps it."
         )
-    wrapped = current().model
-    if (model is not None or optimizer is not None) and not (wrapped and wrapped.partitioned):
+    is_placed = (model is None or model.partitioned) and (optimizer is None or optimizer.is_placed)
+    if not is_placed:
         raise CheckpointError(
-            "the model is not partitioned yet; call smp.save_checkpoint after the first step."
+            "the model is not partitioned yet; call smp.save_checkpoint after the first step that "
+            "uses it."
         )
 
 

@@ -48,10 +48,11 @@ def check_placement(
     """
     used = {path for node in step.graph.nodes for path in _ancestors(module_path(node))}
     times_named = Counter(canonical_names.values())
+    name_in_model = {canonical: name for name, canonical in canonical_names.items()}
     for node, role in zip(step.placeholders, step.inputs, strict=True):
         if role.kind is not InputKind.PARAMETER or times_named[role.name] > 1:
             continue  # a tied parameter may be read under its other name
-        owner = f"{_MODEL}.{role.name}".rpartition(".")[0]
+        owner = f"{_MODEL}.{name_in_model[role.name]}".rpartition(".")[0]
         wanted = rank_of(owner, pins)
         if wanted is None or owner in used:
             continue

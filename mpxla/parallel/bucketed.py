@@ -56,24 +56,30 @@ class GradientFlow:
 
     @classmethod
     def of(
-        cls, cut: CutStep, pp_rank: int, parameter_ranks: Mapping[str, tuple[int, ...]]
+        cls,
+        cut: CutStep,
+        pp_rank: int,
+        parameter_ranks: Mapping[str, tuple[int, ...]],
+        names: Mapping[str, str],
     ) -> "GradientFlow":
-        """The flow of a captured step.
+        """The flow of one model's gradients in a captured step.
 
         Args:
             cut: the step in stages.
             pp_rank: this rank.
             parameter_ranks: pipeline ranks that hold each parameter; a step need not read it on all
                 of them.
+            names: name in the step of every parameter and buffer of the model -> name in the model.
         """
         sources: dict[str, list[tuple[int, int]]] = {}
         changed: set[str] = set()
         for stage in cut.stages:
             if cut.placement[stage.index] == pp_rank:
-                changed.update(stage.new_buffers)
+                changed.update(names[n] for n in stage.new_buffers if n in names)
                 for place, name in enumerate(stage.trained):
-                    sources.setdefault(name, []).append((stage.index, place))
-        trained = frozenset(cut.trained_stages())
+                    if name in names:
+                        sources.setdefault(names[name], []).append((stage.index, place))
+        trained = frozenset(names[n] for n in cut.trained_stages() if n in names)
         shared: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(trained):
             holders = parameter_ranks[name]
@@ -83,15 +89,21 @@ class GradientFlow:
 
 
 class BucketedReduction:
-    """The reduction of one training step; see `runtime.reduction.StepReduction`.
+    """The reduction of one model's gradients in one training step.
 
     Args:
-        reducer: of this rank.
+        reducer: of the model on this rank.
         flow: the gradients of the step.
+        factor: what the step's gradients are multiplied by.
+
+    Attributes:
+        description: what is reduced, in words that are equal on replicas that do the same.
+        source: index of the replica whose buffers count.
     """
 
-    def __init__(self, reducer: "GradientReducer", flow: GradientFlow):
+    def __init__(self, reducer: "GradientReducer", flow: GradientFlow, factor: float = 1.0):
         self._reducer = reducer
+        self._factor = factor
         self._replica = reducer.replica
         self._shards = reducer.shards
         self._flow = flow
@@ -100,9 +112,9 @@ class BucketedReduction:
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
         bucketed = {name for bucket in self._buckets for name in bucket.names}
         self._direct = [name for name in self._sources if name not in bucketed]
-        self._description = self._describe()
+        self.description = self._describe()
+        self.source = 0
         self._reduces = True
-        self._source = 0
         self._waiting: dict[int, set[int]] = {}
         self._under_way: dict[int, Handle[torch.Tensor]] = {}
 
@@ -150,25 +162,28 @@ class BucketedReduction:
         return [name for name in bucket.names if name in self._sources]
 
     def _describe(self) -> str:
-        """What is reduced, in words that are equal on replicas that do the same."""
         buckets = [(bucket.names, bucket.specs) for bucket in self._buckets]
-        return f"{buckets} {sorted(self._sources)} {self._flow.changed}"
+        what = f"{buckets} {sorted(self._sources)} {self._flow.changed}"
+        return f"{self._reducer.label} {self._reducer.options} {what}"
 
     # --- every call -----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Counts the pass, and inside `join` agrees with the replicas that still have batches."""
-        self._reduces = self._reducer.next_pass_reduces()
-        self._source = 0
-        if self._reduces:
-            self._source = self._reducer.meet(self._description, self._outline)
+    def begin(self) -> bool:
+        """Counts the pass of a model that is trained; whether replicas reduce in this call."""
+        self._reduces = not self._flow.trained or self._reducer.next_pass_reduces()
+        self.source = 0
         self._under_way.clear()
         self._waiting = {
             index: {stage for name in self._present(bucket) for stage, _ in self._sources[name]}
             for index, bucket in enumerate(self._buckets)
         }
+        return self._reduces
 
-    def _outline(self) -> list[Collective]:
+    def settings(self) -> str:
+        """Those of the model's optimizers, in words that are equal on all replicas."""
+        return self._reducer.settings()
+
+    def outline(self) -> list[Collective]:
         """The collectives of one call, for replicas that have to take part without a step."""
         dtype = self._reducer.options.transfer_dtype
         outline = [
@@ -201,13 +216,13 @@ class BucketedReduction:
         for index in range(len(self._buckets)):
             if index not in self._under_way:
                 self._launch(index, gradients)
-        self._reducer.check_accord()
+        self._reducer.rounds.check_accord()
         buffers = self._start_buffers()
         direct = [(name, self._gradient(name, gradients)) for name in self._direct]
         self._accumulate(direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
         for index, bucket in enumerate(self._buckets):
-            flat = self._reducer.wait(self._under_way[index]).to(bucket.dtype)
+            flat = self._reducer.rounds.wait(self._under_way[index]).to(bucket.dtype)
             if len(bucket.holders) > 1:
                 replica = self._replica
                 flat = sum_over_holders(flat, bucket.holders, replica.pp_rank, replica.link)
@@ -219,12 +234,11 @@ class BucketedReduction:
             self._accumulate(zip(views, arrived, strict=True), is_total=True)
         self._under_way.clear()
         for name, handle in buffers.items():
-            store(
-                self._replica, [name], to_device([self._reducer.wait(handle)], self._replica.device)
-            )
+            value = self._reducer.rounds.wait(handle)
+            store(self._replica, [name], to_device([value], self._replica.device))
 
     def _launch(self, index: int, gradients: Accumulators) -> None:
-        self._reducer.check_accord()
+        self._reducer.rounds.check_accord()
         bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
         present = self._present(bucket)
         scale = 1.0 if hook is not None else 1.0 / self._replica.count
@@ -254,10 +268,12 @@ class BucketedReduction:
     def _gradient(self, name: str, gradients: Accumulators, earlier: bool = False) -> torch.Tensor:
         """Sum over this rank's stages, and over earlier passes that were not reduced."""
         terms = [gradients[stage][place] for stage, place in self._sources[name]]
+        if self._factor != 1.0:
+            terms = [term * self._factor for term in terms]
         before = self._replica.state.parameters[name].grad
         if earlier and self._accumulates_locally and before is not None:
             terms.insert(0, before)
-        if len(terms) == 1:
+        if len(terms) == 1 and self._factor == 1.0:
             return terms[0]
         total = reduce(torch.add, terms)
         make_ready([total])
@@ -291,7 +307,7 @@ class BucketedReduction:
         if not self._broadcasts_buffers:
             return {}
         buffers = replica.state.buffers
-        source = replica.group[self._source]
+        source = replica.group[self.source]
         return {
             name: replica.transport.broadcast(buffers[name], source, replica.group)
             for name in self._flow.changed

@@ -20,13 +20,13 @@ class Carrier:
 
     Args:
         kind: class of the optimizer, for errors.
-        state: the model's parameters.
+        states: parameters of the optimizer's models.
         device: this rank's.
     """
 
-    def __init__(self, kind: type, state: ModelState, device: torch.device):
+    def __init__(self, kind: type, states: Sequence[ModelState], device: torch.device):
         self._kind = kind.__name__
-        self._state = state
+        self._states = states
         self._device = device
 
     def whole(self, parameter: nn.Parameter) -> Heir:
@@ -41,7 +41,7 @@ class Carrier:
         """A piece in the place of its parameter."""
 
         def convert(value: torch.Tensor) -> torch.Tensor:
-            if self._state.former_owner(value) is not None:
+            if self._former_owner(value) is not None:
                 raise MpxlaError(
                     f"{self._kind} keeps a tensor that shares the memory of a parameter, and "
                     f"shard_optimizer_state: True gives it flat pieces of parameters instead. "
@@ -62,7 +62,7 @@ class Carrier:
                 f"was made from a parameter without any (smp.delay_param_initialization). Make the "
                 f"optimizer after the first step."
             )
-        owner = self._state.former_owner(value)
+        owner = self._former_owner(value)
         if owner is None:
             return _like(value, value.detach().to(self._device))
         if owner.numel() != value.numel():
@@ -71,6 +71,10 @@ class Carrier:
                 f"shares its memory; keep a copy (.clone()), or the parameter itself."
             )
         return owner.detach().view(value.shape)
+
+    def _former_owner(self, value: torch.Tensor) -> nn.Parameter | None:
+        found = (state.former_owner(value) for state in self._states)
+        return next((owner for owner in found if owner is not None), None)
 
 
 def _like(value: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from mpxla.comm.transport import Transport
 from mpxla.errors import MpxlaError
 from mpxla.parallel.buckets import Bucket
 
-__all__ = ["CommHook", "GradBucket"]
+__all__ = ["CommHook", "GradBucket", "HookThread"]
 
 
 class GradBucket:
@@ -71,6 +71,30 @@ class _Call(NamedTuple):
     make_bucket: Callable[[torch.Tensor], GradBucket]
 
 
+class HookThread:
+    """Runs what is given to it one after the other; all models share it.
+
+    Hooks communicate, and collectives of two hooks must have one order on all replicas.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queues a call; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mpxla-comm-hook", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _work(self) -> None:
+        while True:
+            work = self._queue.get()
+            work()
+            del work  # its tensors are not needed while the thread waits for the next one
+
+
 class CommHook:
     """Calls a user's hook for every bucket.
 
@@ -78,15 +102,21 @@ class CommHook:
         state: first argument of the hook.
         hook: `hook(state, bucket)`, returns a `torch.futures.Future` of the reduced flat tensor.
         transport: ends waits for the hook when a rank fails.
+        thread: where it is called.
     """
 
-    def __init__(self, state: Any, hook: Callable[[Any, Any], Any], transport: Transport):
+    def __init__(
+        self,
+        state: Any,
+        hook: Callable[[Any, Any], Any],
+        transport: Transport,
+        thread: HookThread,
+    ):
         self._state = state
         self._hook = hook
         self._name = getattr(hook, "__qualname__", type(hook).__name__)
         self._watch = transport.watch
-        self._queue: SimpleQueue[_Call] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = thread
 
     def submit(
         self,
@@ -108,23 +138,16 @@ class CommHook:
         Returns:
             Handle of what the hook's future holds: a host tensor like `flat`.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mpxla-comm-hook", daemon=True)
-            self._thread.start()
         handle: Handle[torch.Tensor] = Handle(self._watch, f"the comm hook {self._name}")
-        self._queue.put(
-            _Call(handle, flat, lambda f: GradBucket(bucket, f, index, is_last, parameters))
-        )
+        call = _Call(handle, flat, lambda f: GradBucket(bucket, f, index, is_last, parameters))
+        self._thread.submit(lambda: self._answer(call))
         return handle
 
-    def _work(self) -> None:
-        while True:
-            call = self._queue.get()
-            try:
-                call.handle.set_result(self._run(call))
-            except Exception as error:  # the user's code may raise anything
-                call.handle.set_error(error)
-            del call  # its tensors are not needed while the thread waits for the next one
+    def _answer(self, call: _Call) -> None:
+        try:
+            call.handle.set_result(self._run(call))
+        except Exception as error:  # the user's code may raise anything
+            call.handle.set_error(error)
 
     def _run(self, call: _Call) -> torch.Tensor:
         flat = call.flat.detach().cpu()

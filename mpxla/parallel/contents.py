@@ -149,7 +149,15 @@ class PartitionedModule(nn.Module):
                     "checkpoint are loaded; call it after a step (one without model.backward will "
                     "do)."
                 )
-            delayed = [name for name, value in own.items() if is_delayed(value)]
+            tensors = {n: v for n, v in own.items() if isinstance(v, torch.Tensor)}
+            delayed = [name for name, value in tensors.items() if is_delayed(value)]
+            shared = [n for n, v in tensors.items() if v.is_meta and n not in delayed]
+            if shared:
+                raise MpxlaError(
+                    f"model.state_dict was called before the first step of this model, and "
+                    f"{shared[0]}, which it shares with another one, is on its rank already; call "
+                    f"it after the first step that uses this model."
+                )
             if delayed:
                 raise MpxlaError(
                     f"model.state_dict was called before the first step, and {delayed[0]} has no "

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from mpxla.comm.codec import register
+from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
 from mpxla.errors import RankMismatch
 from mpxla.parallel.attendance import Attendance
-from mpxla.parallel.replica import Replica
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Collective", "Join"]
@@ -46,12 +47,22 @@ class Join:
     """One `with model.join():` on one rank.
 
     Args:
-        replica: this rank among the replicas.
+        transport: the session's transport.
+        objects: the session's object communication.
+        group: global ranks that reduce together.
         attendance: counts reductions.
     """
 
-    def __init__(self, replica: Replica, attendance: Attendance):
-        self._replica = replica
+    def __init__(
+        self,
+        transport: Transport,
+        objects: Objects,
+        group: Sequence[int],
+        attendance: Attendance,
+    ):
+        self._transport = transport
+        self._objects = objects
+        self._group = tuple(group)
         self._attendance = attendance
         self._num_steps = 0
 
@@ -75,8 +86,8 @@ class Join:
         for index in active:
             if steps[index] != own:
                 raise RankMismatch(
-                    f"rank {self._replica.rank} reduces {len(outline)} tensors in this step, and "
-                    f"rank {self._replica.group[index]} others. Call the same step functions in "
+                    f"rank {self._transport.rank} reduces {len(outline)} tensors in this step, and "
+                    f"rank {self._group[index]} others. Call the same step functions in "
                     f"the same order on all replicas, inside model.join() too."
                 )
         return active[0]
@@ -92,14 +103,14 @@ class Join:
             for index, other in enumerate(found):
                 if isinstance(other, _Step):
                     self._attendance.count_step()
-                    self._take_part(other.outline, self._replica.group[index])
+                    self._take_part(other.outline, self._group[index])
                     break
             else:
                 steps = [other for other in found if isinstance(other, int)]
                 return None if min(steps) == max(steps) else steps.index(max(steps))
 
     def _take_part(self, outline: Sequence[Collective], source: int) -> None:
-        transport, group = self._replica.transport, self._replica.group
+        transport, group = self._transport, self._group
         under_way = [
             transport.all_reduce(torch.zeros(one.shape, dtype=one.dtype), group)
             if one.kind == "all_reduce"
@@ -111,4 +122,4 @@ class Join:
 
     def _exchange(self, own: _Step | int) -> list[_Step | int]:
         """What every replica with a batch does, the number of steps of every other."""
-        return self._replica.objects.allgather(own, self._replica.group)
+        return self._objects.allgather(own, self._group)

@@ -1,12 +1,13 @@
 """`DistributedModel`: the user's model, cut into stages at the first step.
 
-A facade: what it does is done by `PartitionedModule` (parameters and buffers by name), `StepEngine`
-and `GradientReducer`.
+A facade: what it does is done by `PartitionedModule` (parameters and buffers by name), `Models`
+(all models of the session, and the engine that runs them) and `GradientReducer`.
 """
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,23 +15,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group
-from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch, StepError
+from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
-from mpxla.graph.partition_report import format_report
-from mpxla.graph.user_code import at_user_line
-from mpxla.log import get_logger, warn_once
+from mpxla.log import warn_once
 from mpxla.parallel.contents import PartitionedModule
-from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
-from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
-from mpxla.parallel.replica import Replica
+from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.wrappable import check_module
 from mpxla.parallel.zero import ShardedParameters
-from mpxla.runtime.engine import StepEngine
-from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.engine import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
 from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
@@ -43,9 +40,15 @@ Hook = Callable[["DistributedModel", Any], None]
 
 
 class DistributedModel(PartitionedModule):
-    """Wraps the one model of a script. (SMP API reference, "smp.DistributedModel".)
+    """Wraps a model of a script. (SMP API reference, "smp.DistributedModel".)
 
-    With several pipeline stages, the model is partitioned in the first call of a step function,
+    A script may have several (generator and discriminator, teacher and student): a step function
+    uses one or more of them, and `backward` of any gives gradients to the parameters of all that
+    the loss reaches, as in plain PyTorch. Each is partitioned in the first step that uses it. They
+    stay until `smp.shutdown()`, also those that the script drops. They may share parameters.
+    (SMP has one model; more are an extension.)
+
+    With several pipeline stages, a model is partitioned in the first call of a step function,
     and may be called only inside step functions. With one, it moves to the device at once, and
     plain calls and `loss.backward()` work as well; over replicas, such a backward reduces the
     gradients before it returns.
@@ -64,7 +67,7 @@ class DistributedModel(PartitionedModule):
         gradient_as_bucket_view: option of DDP without meaning here.
 
     Raises:
-        MpxlaError: there is a `DistributedModel` already.
+        MpxlaError: the module is not one that can be wrapped.
         ConfigError: an option that is not available was asked for.
     """
 
@@ -83,11 +86,6 @@ class DistributedModel(PartitionedModule):
     ):
         session = current()
         _check_options(module, trace_device, trace_execution_times, backward_passes_per_step)
-        if session.model is not None:
-            raise MpxlaError(
-                "a second smp.DistributedModel was created; a script can have one. Put all "
-                "networks into one module."
-            )
         if gradient_as_bucket_view:
             warn_once(
                 "gradient_as_bucket_view",
@@ -109,38 +107,18 @@ class DistributedModel(PartitionedModule):
             TRANSFER_DTYPES[session.config.reduction_dtype],
             session.config.shard_optimizer_state and session.topology.dp_size > 1,
         )
-        self._engine = StepEngine(
-            session,
-            self._state,
-            lambda: partition_pins(self.module, "model"),
-            self._when_placed,
-            lambda link: self._make_reducer(link, options),
-            trace_execution_times,
-        )
+        self._models = models_of_session()
+        self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
+        pins = partial(partition_pins, self.module)
+        member = Member(self._state, pins, self._when_placed, trace_execution_times)
+        self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
-        session.model = self
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
-            self._engine.adopt_single_stage()
+            self._engine.adopt_single_stage(self.label)
             if session.topology.dp_size > 1:
                 self._plain_backward = PlainBackward(self._reducer)
-
-    def _make_reducer(self, link: PipelineLink, options: ReductionOptions) -> GradientReducer:
-        session = current()
-        replica = Replica(
-            session.transport,
-            session.objects,
-            session.topology.dp_group(session.rank),
-            session.topology.pp_rank(session.rank),
-            link,
-            session.device,
-            self._state,
-        )
-        self._reducer = GradientReducer(replica, options, self._optimizer_settings)
-        pipeline = session.topology.pp_group(session.rank)
-        self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
-        return self._reducer
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -201,26 +179,29 @@ class DistributedModel(PartitionedModule):
     def partition_report(self) -> str:
         """Table of the stages: modules, parameters, operations, sizes. Extension of SMP's API.
 
+        They are those of the step that partitioned the model; it may use other models as well.
+
         Raises:
             MpxlaError: no step has run yet.
         """
-        if self._engine.first_cut is None:
-            raise MpxlaError("the model is partitioned by the first call of a step function.")
-        cut = self._engine.first_cut
-        flops = cut.problem.total_flops
-        return format_report(cut.partition, flops=flops, in_flight=cut.in_flight)
+        cut = self._engine.first_cuts.get(self.label)
+        if cut is None:
+            raise MpxlaError(
+                "the model is partitioned by the first call of a step function that uses it."
+            )
+        return cut_report(cut)
 
     def partition_decision(self) -> dict[str, Any]:
         """Which pipeline ranks hold each parameter and buffer, as plain data. For checkpoints."""
         self._require_partition("partition_decision")
-        return self._engine.partition_decision()
+        return self._engine.placement.decision(self.label)
 
     def restore_partition(self, decision: Mapping[str, Any]) -> None:
         """Makes the first step cut the model as it was when a checkpoint was saved.
 
         Called before partitioning, on all ranks.
         """
-        self._engine.follow_decision(decision)
+        self._engine.placement.follow_decision(self.label, decision)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -265,36 +246,9 @@ class DistributedModel(PartitionedModule):
         self._awaits_values = True
         self.register_post_partition_hook(lambda model, optimizer: load())
 
-    @contextlib.contextmanager
-    def together(self, what: str, ranks: Group) -> Generator[None]:
-        """Around a call of the user that several ranks make together, after partitioning.
-
-        A rank that does something else meanwhile (the next step, the end of the script) is an error
-        on all ranks that names the call and its line.
-
-        Args:
-            what: the call, as in "model.state_dict()".
-            ranks: global ranks that make it: those of the pipeline, or more.
-
-        Raises:
-            RankMismatch: another rank does something else.
-        """
-        session, line = current(), at_user_line()
-        try:
-            self._engine.meet(what, line)
-            if set(ranks) - set(session.topology.pp_group(session.rank)):
-                self._reducer.attendance.meet(what, line)
-            yield
-        except RankMismatch as error:
-            session.report_failure(what, error)
-            raise
-        except PeerFailure as error:
-            if what in str(error):
-                raise
-            raise PeerFailure(
-                f"{error} Rank {session.rank} was in {what}{line} then, which the ranks "
-                f"{list(ranks)} have to call together."
-            ) from error
+    def together(self, what: str, ranks: Group) -> contextlib.AbstractContextManager[None]:
+        """Around a call of the user that several ranks make together. See `Models.together`."""
+        return self._models.together(what, ranks)
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -316,7 +270,7 @@ class DistributedModel(PartitionedModule):
         return handle
 
     def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
-        """Registers `hook(model, optimizer)`, run at the end of every step call."""
+        """Registers `hook(model, optimizer)`, run at the end of every step call with the model."""
         handle = RemovableHandle(self._step_hooks)
         self._step_hooks[handle.id] = hook
         return handle
@@ -333,7 +287,20 @@ class DistributedModel(PartitionedModule):
         if self.partitioned:
             optimizer.keep_local()
 
-    def _optimizer_settings(self) -> str:
+    @property
+    def optimizers(self) -> list[Any]:
+        """Every `DistributedOptimizer` with parameters of this model."""
+        return list(self._optimizers)
+
+    def parameter_ids(self) -> set[int]:
+        """Identities of the parameters that belong to it, and of this rank's pieces of them."""
+        pieces = [] if self.shards is None else self.shards.pieces()
+        known = self._state.parameters
+        owned = [known[name] for name in self._reducer.names.values() if name in known]
+        return {id(parameter) for parameter in (*owned, *(piece.parameter for piece in pieces))}
+
+    def optimizer_settings(self) -> str:
+        """Settings of the optimizers, in words that are equal on all replicas."""
         return "; ".join(optimizer.describe_settings() for optimizer in self._optimizers)
 
     def first_optimizer(self) -> Any:
@@ -352,22 +319,15 @@ class DistributedModel(PartitionedModule):
         for hook in hooks:
             hook(self, self.first_optimizer())
 
-    def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a step function; called by `smp.step`."""
+    def begin_step(self) -> None:
+        """Called before every step call of the session."""
         if self._is_single and self._partition_hooks:
             self._run_partition_hooks()
-        is_first = self._engine.first_cut is None
-        result = self._engine.call(rule, args, kwargs)
-        if is_first and current().rank == 0:
-            get_logger().info("%s", self.partition_report())
+
+    def end_step(self) -> None:
+        """Called at the end of every step call that uses this model."""
         for hook in list(self._step_hooks.values()):
             hook(self, self.first_optimizer())
-        return result
-
-    @property
-    def is_tracing(self) -> bool:
-        """Whether a step function is being captured."""
-        return self._engine.is_tracing
 
     @property
     def divides_updates(self) -> bool:
@@ -381,7 +341,7 @@ class DistributedModel(PartitionedModule):
 
     @property
     def last_run(self) -> Any:
-        """State of the last step on this rank (peaks of live activations). Extension."""
+        """State of the last step on this rank, whichever models it used. Extension."""
         return self._engine.last_run
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -409,7 +369,9 @@ class DistributedModel(PartitionedModule):
         Replicas that run out take part in the others' reductions with zeros: means stay means over
         all replicas, as in torch's DDP. At the end, all take over parameters, buffers and optimizer
         state of a replica that trained longest. All ranks must enter it; the ranks of one replica
-        have equal numbers of batches. (SMP API reference, "join".)
+        have equal numbers of batches. It covers steps of other models as well; entered for several
+        (`with generator.join(), critic.join():`), it ends with the last. (SMP API reference,
+        "join".)
 
         Raises:
             ConfigError: with `shard_optimizer_state` or a comm hook.
@@ -417,20 +379,13 @@ class DistributedModel(PartitionedModule):
         if current().topology.dp_size == 1:
             yield
             return
-        self._reducer.enter_join()
+        self._models.enter_join(self._reducer)
         is_orderly = False
         try:
             yield
             is_orderly = True
         finally:
-            source = self._reducer.leave_join(is_orderly)
-        if source is not None:
-            for optimizer in self._optimizers:
-                optimizer.take_over(source)
-
-    def end_training(self) -> None:
-        """Called when the session ends: all replicas have to have trained equally long."""
-        self._reducer.attendance.leave()
+            self._models.leave_join(self._reducer, is_orderly)
 
 
 def _check_options(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.comm.transport import Transport
 from mpxla.errors import MpxlaError
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.session import current
@@ -39,7 +40,8 @@ def clip_grad_norm_(
     `shard_optimizer_state`.
 
     Args:
-        parameters: usually `model.parameters()`; the same selection on all ranks.
+        parameters: usually `model.parameters()`; the same selection on all ranks, of one model or
+            of several.
         max_norm: largest norm that stays.
         norm_type: order of the norm; `float("inf")` for the largest element.
         error_if_nonfinite: raise if the norm is inf or nan; the host waits for it then.
@@ -53,15 +55,17 @@ def clip_grad_norm_(
         RuntimeError: `error_if_nonfinite`, as in torch.
         ValueError: `norm_type` is not positive.
     """
-    model = current().model
-    if model is None or not model.partitioned:
+    models = current().models
+    norms = None if models is None else models.gradient_norm
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if norms is None or norms.is_too_early(given):
         raise MpxlaError(
-            "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function."
+            "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function "
+            "that uses the model."
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; use a positive order, or float('inf').")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    strangers = model.gradient_norm.strangers(given)
+    strangers = norms.strangers(given)
     if strangers:
         raise MpxlaError(
             f"{len(strangers)} of the {len(given)} parameters to clip are not the distributed "
@@ -69,8 +73,8 @@ def clip_grad_norm_(
             f"in the norm over all ranks. Clip them in a call of their own, by "
             f"torch.nn.utils.clip_grad_norm_."
         )
-    with model.together("clip_grad_norm_()", model.gradient_norm.ranks):
-        norm = model.gradient_norm.clip(given, float(max_norm), float(norm_type))
+    with models.together("clip_grad_norm_()", norms.ranks):
+        norm = norms.clip(given, float(max_norm), float(norm_type))
     if error_if_nonfinite and not norm.isfinite().item():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot "
@@ -114,16 +118,27 @@ class _Scaling(nn.Module):
 
 
 class GradientNorm:
-    """Norm and clipping of the gradients of one rank's model.
+    """Norm and clipping of the gradients of one rank's models.
 
     Args:
-        reducer: knows where gradients are.
+        reducers: those of the models, which know where gradients are; may become more.
+        transport: the session's transport.
+        device: this rank's device.
         pipeline: global ranks that hold a replica.
         world: all ranks.
     """
 
-    def __init__(self, reducer: GradientReducer, pipeline: Sequence[int], world: Sequence[int]):
-        self._reducer = reducer
+    def __init__(
+        self,
+        reducers: Iterable[GradientReducer],
+        transport: Transport,
+        device: torch.device,
+        pipeline: Sequence[int],
+        world: Sequence[int],
+    ):
+        self._reducers = reducers
+        self._transport = transport
+        self._device = device
         self._pipeline = tuple(pipeline)
         self._world = tuple(world)
         self._programs: dict[Any, Executable] = {}
@@ -132,12 +147,20 @@ class GradientNorm:
     @property
     def is_divided(self) -> bool:
         """Whether the gradients of parameters are in pieces on their owners."""
-        return self._reducer.shards is not None
+        return any(reducer.shards is not None for reducer in self._reducers)
 
     @property
     def is_spread(self) -> bool:
-        """Whether there are gradients of the model that this rank does not hold."""
-        return self.is_divided or len(self._pipeline) > 1
+        """Whether there are gradients of some model that this rank does not hold."""
+        is_any_placed = any(reducer.replica.state.is_placed for reducer in self._reducers)
+        return is_any_placed and (self.is_divided or len(self._pipeline) > 1)
+
+    def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether no model is placed, or parameters are of one that is not."""
+        states = [reducer.replica.state for reducer in self._reducers]
+        waiting = {id(p) for s in states if not s.is_placed for p in s.parameters.values()}
+        is_any_placed = any(state.is_placed for state in states)
+        return not is_any_placed or any(id(p) in waiting for p in parameters)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -145,11 +168,13 @@ class GradientNorm:
         return self._world if self.is_divided else self._pipeline
 
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that are no parameters of the model, here or elsewhere, and no pieces of one."""
-        shards = self._reducer.shards
-        known = {id(parameter) for parameter in self._reducer.replica.state.parameters.values()}
-        if shards is not None:
-            known |= {id(piece.parameter) for piece in shards.pieces()}
+        """Those that are no parameters of a model, here or elsewhere, and no pieces of one."""
+        known: set[int] = set()
+        for reducer in self._reducers:
+            if reducer.replica.state.is_placed:
+                known |= {id(p) for p in reducer.replica.state.parameters.values()}
+            if reducer.shards is not None:
+                known |= {id(piece.parameter) for piece in reducer.shards.pieces()}
         return [parameter for parameter in parameters if id(parameter) not in known]
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,13 +185,12 @@ class GradientNorm:
         self, parameters: Sequence[torch.Tensor], max_norm: float, order: float
     ) -> torch.Tensor:
         """Scales the gradients of some parameters; see `clip_grad_norm_`."""
-        replica = self._reducer.replica
         owners = self._owners(parameters)
         gradients = [owner.grad for owner, _ in owners if owner.grad is not None]
         counted = [owner.grad for owner, is_counted in owners if is_counted]
         counted = [gradient for gradient in counted if gradient is not None]
         make_ready(gradients)
-        (powers,) = to_device([self._powers(counted, order)], replica.device)
+        (powers,) = to_device([self._powers(counted, order)], self._device)
         arguments = [powers, self._limit(max_norm), *gradients]
         norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
@@ -181,16 +205,14 @@ class GradientNorm:
             tensors: parameters or gradients of this rank.
             order: of the norm.
         """
-        replica = self._reducer.replica
         given = {id(tensor) for tensor in tensors}
         counted = [
             tensor
-            for name, parameter in replica.state.local_parameters()
-            if self._reducer.parameter_ranks[name][0] == replica.pp_rank
+            for parameter, is_counted in self._owners(self._held())
             for tensor in (parameter, parameter.grad)
-            if tensor is not None and id(tensor) in given
+            if is_counted and tensor is not None and id(tensor) in given
         ]
-        (powers,) = to_device([self._powers(counted, order)], replica.device)
+        (powers,) = to_device([self._powers(counted, order)], self._device)
         arguments = [powers, self._limit(0.0)]
         (norm,) = self._program(_Scaling, order, arguments)(arguments)
         return norm
@@ -198,13 +220,13 @@ class GradientNorm:
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are all gradients of this rank, or all of its parameters; and no others."""
         given = {id(tensor) for tensor in tensors}
-        held = [parameter for _, parameter in self._reducer.replica.state.local_parameters()]
+        held = self._held()
         gradients = {id(p.grad) for p in held if p.grad is not None}
         return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
 
     def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some of these are parameters or gradients of this rank."""
-        held = [parameter for _, parameter in self._reducer.replica.state.local_parameters()]
+        held = self._held()
         known = {id(value) for p in held for value in (p, p.grad)}
         return any(id(tensor) in known for tensor in tensors)
 
@@ -217,30 +239,24 @@ class GradientNorm:
                 [tensor.detach() for tensor in tensors]
             )
         if len(self.ranks) > 1:
-            powers = self._reducer.replica.transport.all_gather(powers, self.ranks).result()
+            powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
+
+    def _held(self) -> list[nn.Parameter]:
+        """Parameters of this rank, of all models that are placed."""
+        states = [reducer.replica.state for reducer in self._reducers]
+        return [p for state in states if state.is_placed for _, p in state.local_parameters()]
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
         """What holds gradients on this rank, and whether this rank counts them."""
-        replica, shards = self._reducer.replica, self._reducer.shards
         wanted = {id(parameter) for parameter in parameters}
-        owners: list[tuple[torch.Tensor, bool]] = []
-        for name, parameter in replica.state.local_parameters():
-            is_counted = self._reducer.parameter_ranks[name][0] == replica.pp_rank
-            owner: torch.Tensor = parameter
-            if shards is not None and name in shards:
-                piece = shards.piece_of(name)
-                if piece is None:
-                    continue
-                owner = piece.parameter
-            if id(parameter) in wanted or id(owner) in wanted:
-                owners.append((owner, is_counted))
-        return owners
+        placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
+        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
+        return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
         if value not in self._limits:
-            device = self._reducer.replica.device
-            (self._limits[value],) = to_device([torch.tensor(value)], device)
+            (self._limits[value],) = to_device([torch.tensor(value)], self._device)
         return self._limits[value]
 
     def _program(
@@ -250,6 +266,22 @@ class GradientNorm:
         key = (kind, order, specs)
         if key not in self._programs:
             name = "norm of the gradients"
-            device = self._reducer.replica.device
-            self._programs[key] = compile_graph(name, kind(order), specs, device)
+            self._programs[key] = compile_graph(name, kind(order), specs, self._device)
         return self._programs[key]
+
+
+def _owners_in(reducer: GradientReducer, wanted: set[int]) -> list[tuple[torch.Tensor, bool]]:
+    """What holds gradients of one model's parameters here, and whether this rank counts them."""
+    replica, shards = reducer.replica, reducer.shards
+    owners: list[tuple[torch.Tensor, bool]] = []
+    for name, parameter in replica.state.local_parameters():
+        is_counted = reducer.parameter_ranks[name][0] == replica.pp_rank
+        owner: torch.Tensor = parameter
+        if shards is not None and name in shards:
+            piece = shards.piece_of(name)
+            if piece is None:
+                continue
+            owner = piece.parameter
+        if id(parameter) in wanted or id(owner) in wanted:
+            owners.append((owner, is_counted))
+    return owners

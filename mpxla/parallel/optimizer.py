@@ -17,6 +17,8 @@ from mpxla.log import warn_once
 from mpxla.parallel.carrier import Carrier, equalize_beside
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.models import Models
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -45,11 +47,12 @@ _PLAIN = (bool, int, float, str)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps a `torch.optim` optimizer for a distributed model.
+    """Wraps a `torch.optim` optimizer for the distributed model whose parameters it holds.
 
-    Build the inner optimizer from the raw model's parameters before wrapping, or from
-    `DistributedModel.parameters()`. The wrapper shares `param_groups`, `state` and `defaults` with
-    it, so that LR schedulers work on either. (SMP API reference, "DistributedOptimizer".)
+    It may hold parameters of several models. Build the inner optimizer from the raw model's
+    parameters before wrapping, or from `DistributedModel.parameters()`. The wrapper shares
+    `param_groups`, `state` and `defaults` with it, so that LR schedulers work on either. (SMP API
+    reference, "DistributedOptimizer".)
 
     Args:
         optimizer: the optimizer to wrap.
@@ -58,7 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **dynamic_loss_args: settings of dynamic loss scaling.
 
     Raises:
-        MpxlaError: there is no `DistributedModel` yet, or it is not a torch optimizer.
+        MpxlaError: there is no `DistributedModel` yet, it is not a torch optimizer, or it holds
+            parameters of none of several models.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **dynamic_loss_args: Any,
     ):
         session = current()
-        if session.model is None:
+        if session.models is None:
             raise MpxlaError(
                 "smp.DistributedOptimizer was called before smp.DistributedModel; wrap the model "
                 "first."
@@ -92,9 +96,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
-        if session.model.divides_updates:
-            if session.model.partitioned:
-                equalize_beside(session, tensors_beside(optimizer))
+        self._session_models = session.models
+        self._models = _models_of(optimizer, session.models)
+        if any(model.divides_updates and model.partitioned for model in self._models):
+            equalize_beside(session, tensors_beside(optimizer))
+        if any(model.divides_updates for model in self._models):
             check_elementwise(optimizer)
         elif session.topology.pp_size > 1 and mixes_parameters(optimizer):
             kind = type(optimizer).__name__
@@ -110,13 +116,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._update = CompiledUpdate(optimizer)
         self._deferred: dict[str, Any] | None = None
+        # Parameters by group, from the placement of the first model until that of the last one.
+        self._unplaced: list[list[torch.nn.Parameter]] | None = None
         self._pieces: OptimizerPieces | None = None
         self._positions = {
             id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
         }
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._param_names = [_names_in(group) for group in optimizer.param_groups]
-        session.model.attach_optimizer(self)
+        for model in self._models:
+            model.attach_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -242,11 +251,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
         session = current()
-        assert session.model is not None, "an optimizer is made after the model"
         group = session.topology.pp_group(session.rank)
         ranks = group if self._pieces is None else session.topology.world_group()
         what = "optimizer.state_dict"
-        with session.model.together(f"{what}()", ranks), session.gathering(what, group):
+        with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
         return merge_optimizer_states(parts)
 
@@ -262,10 +270,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if PARTIAL_KEY in state_dict:
             session = current()
-            assert session.model is not None, "an optimizer is made after the model"
             group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
             ranks = session.topology.world_group() if is_divided else group
-            with session.model.together("optimizer.load_state_dict(partial state)", ranks):
+            with self._session_models.together("optimizer.load_state_dict(partial state)", ranks):
                 if is_divided:
                     state_dict = self._join(state_dict)
                 parts = session.state_objects.allgather(dict(state_dict), group)
@@ -277,8 +284,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"sizes {self._group_sizes}; build the optimizer as it was when "
                 f"the state was saved."
             )
-        model = current().model
-        if model is not None and model.partitioned:
+        if self.is_placed:
             self._load_local(state_dict)
         else:
             self._deferred = state_dict
@@ -309,10 +315,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- checkpoints: by parameter name, so that the topology may change ------------------------
 
     def _names(self) -> dict[int, str]:
-        """Position of a parameter -> its name in the model."""
-        model = current().model
-        assert model is not None, "an optimizer is made after the model"
-        names = {id(p): name for name, p in model.module.named_parameters()}
+        """Position of a parameter -> its name in the model; of several, with their labels."""
+        names: dict[int, str] = {}
+        for model in self._models:
+            prefix = f"{model.label}." if len(self._models) > 1 and model.label else ""
+            names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
         found: dict[int, str] = {}
         for ident, position in self._positions.items():  # pieces come after their parameters
             found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
@@ -400,37 +407,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._positions[id(parameter)] = position
             self._group_sizes.append(len(group["params"]))
             self._param_names.append(_names_in(group))
-        model = current().model
-        if new and model is not None and model.partitioned:
+        for model in _models_of(self.optimizer, self._session_models) if new else ():
+            if model not in self._models:
+                self._models.append(model)
+                model.attach_optimizer(self)
+        if new and any(model.partitioned for model in self._models):
             self.keep_local()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all its models are partitioned."""
+        return all(model.partitioned for model in self._models)
 
     def keep_local(self) -> None:
         """Takes what other ranks update out of the groups, and moves existing state."""
-        before = [list(group["params"]) for group in self.optimizer.param_groups]
+        if self._unplaced is None:
+            self._unplaced = [list(group["params"]) for group in self.optimizer.param_groups]
+        unplaced = (model for model in self._models if not model.partitioned)
+        waiting = {ident for model in unplaced for ident in model.parameter_ids()}
         for group in self.optimizer.param_groups:
-            kept = [p for p in group["params"] if p.device.type != "meta"]
-            dropped = [p for p in group["params"] if p.device.type == "meta"]
-            group["params"] = kept
-            for parameter in dropped:
+            elsewhere = {
+                p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
+            }
+            group["params"] = [p for p in group["params"] if p not in elsewhere]
+            for parameter in elsewhere:
                 self.optimizer.state.pop(parameter, None)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
         self._divide()
-        self._take_along(before)
-        if self._deferred is not None:
+        if self.is_placed:
+            before, self._unplaced = self._unplaced, None
+            self._take_along(before)
+        if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
             self._load_local(deferred)
 
     def _take_along(self, before: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """What the optimizer keeps of its parameters outside of its state follows them."""
         session = current()
-        assert session.model is not None, "the optimizer was attached to it"
         own = {id(p) for group in before for p in group}
         beside = [t for t in tensors_beside(self.optimizer) if id(t) not in own]
         equalize_beside(session, beside)
-        carrier = Carrier(type(self.optimizer), session.model.tensors, session.device)
+        states = [model.tensors for model in self._models]
+        carrier = Carrier(type(self.optimizer), states, session.device)
 
         def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
             is_divided, piece = self._pieces.heir(parameter) if self._pieces else (False, None)
@@ -442,15 +463,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _divide(self) -> None:
         """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
-        model = current().model
-        assert model is not None, "the optimizer was attached to it"
-        shards = model.shards
-        if shards is None:
-            return
-        if self._pieces is None:
-            positions = self._positions
-            self._pieces = OptimizerPieces(self.optimizer, model.tensors, shards, positions)
-        self._pieces.divide()
+        for model in self._models:
+            if model.shards is None:
+                continue
+            if self._pieces is None:
+                self._pieces = OptimizerPieces(self.optimizer, self._positions)
+            self._pieces.divide(model.tensors, model.shards)
+
+
+def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[DistributedModel]:
+    """The models whose parameters an optimizer holds; the only one in any case.
+
+    An optimizer of the parameters of one rank may have none there, and goes with all models.
+
+    Raises:
+        MpxlaError: it holds other parameters only.
+    """
+    given, known = _parameters_of(optimizer), list(models)
+    found = models.holding(given)
+    if not found and given and len(known) > 1:
+        raise MpxlaError(
+            f"the {type(optimizer).__name__} given to smp.DistributedOptimizer holds parameters of "
+            f"none of the {len(known)} distributed models; build it from those of the model that "
+            f"it is to train."
+        )
+    return found or known
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

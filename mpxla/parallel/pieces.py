@@ -5,7 +5,7 @@ parameters: outside of it, states look as those of the plain optimizer.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,47 +20,50 @@ SHARD_KEY = "_mpxla_shard"
 """In the state of one replica's pieces: position -> (range of the piece, shape of the whole)."""
 
 
+class _Holding(NamedTuple):
+    """What an optimizer has of one model."""
+
+    state: ModelState
+    names: list[str]
+
+
 class OptimizerPieces:
     """The pieces that one optimizer updates on this rank.
 
     Args:
         optimizer: the inner optimizer.
-        state: the model's parameters.
-        shards: how they are divided.
         positions: id of a parameter -> its position in the plain optimizer; pieces are added.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: ModelState,
-        shards: ShardedParameters,
-        positions: dict[int, int],
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, positions: dict[int, int]):
         self._optimizer = optimizer
-        self._state = state
-        self._shards = shards
         self._positions = positions
-        self._names: list[str] = []
+        self._holdings: dict[ShardedParameters, _Holding] = {}
         self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
         self._exchanged: dict[int, Piece | None] = {}
 
-    def divide(self) -> None:
-        """Puts pieces in the place of parameters, in groups and state; those there stay."""
-        name_of = {id(p): name for name, p in self._state.local_parameters()}
+    def divide(self, state: ModelState, shards: ShardedParameters) -> None:
+        """Puts pieces in the place of parameters, in groups and state; those there stay.
+
+        Args:
+            state: a model's parameters.
+            shards: how they are divided.
+        """
+        holding = self._holdings.setdefault(shards, _Holding(state, []))
+        name_of = {id(p): name for name, p in state.local_parameters()}
         for group in self._optimizer.param_groups:
             kept: list[nn.Parameter] = []
             for parameter in group["params"]:
                 name = name_of.get(id(parameter))
-                if name is None or name not in self._shards:
+                if name is None or name not in shards:
                     kept.append(parameter)
                 else:
-                    kept += self._exchange(name, parameter)
+                    holding.names.append(name)
+                    kept += self._exchange(shards.piece_of(name), parameter)
             group["params"] = kept
 
-    def _exchange(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-        self._names.append(name)
-        piece = self._exchanged[id(parameter)] = self._shards.piece_of(name)
+    def _exchange(self, piece: Piece | None, parameter: nn.Parameter) -> list[nn.Parameter]:
+        self._exchanged[id(parameter)] = piece
         state = self._optimizer.state.pop(parameter, None)
         if piece is None:
             return []
@@ -78,16 +81,19 @@ class OptimizerPieces:
 
     def refresh(self) -> None:
         """Before an update: pieces take the parameters' values."""
-        self._shards.refresh(self._names)
+        for shards, holding in self._holdings.items():
+            shards.refresh(holding.names)
 
     def publish(self) -> None:
         """After an update: parameters take the values of all replicas' pieces. Collective."""
-        self._shards.publish(self._names)
+        for shards, holding in self._holdings.items():
+            shards.publish(holding.names)
 
     def clear_gradients(self) -> None:
         """Forgets gradients of earlier passes that wait on the parameters; pieces keep theirs."""
-        for name in self._names:
-            self._state.parameters[name].grad = None
+        for holding in self._holdings.values():
+            for name in holding.names:
+                holding.state.parameters[name].grad = None
 
     def ranges(self) -> dict[int, tuple[Range, tuple[int, ...]]]:
         """By position: (range of the piece, shape of the whole parameter)."""

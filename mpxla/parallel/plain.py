@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
+from mpxla.parallel.combined import CombinedReduction
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.stage.device import flush
 
@@ -31,7 +32,7 @@ class PlainBackward:
         self._reducer = reducer
         self._state = reducer.replica.state
         self._touched: set[str] = set()
-        self._reductions: dict[tuple[str, ...], BucketedReduction] = {}
+        self._reductions: dict[tuple[str, ...], CombinedReduction] = {}
         self._watched: set[str] = set()
         self.watch()
 
@@ -60,7 +61,9 @@ class PlainBackward:
             sources = {name: [(0, place)] for place, name in enumerate(names)}
             buffers = tuple(sorted(self._state.buffers))
             flow = GradientFlow(sources, frozenset(names), {}, buffers)
-            reduction = self._reductions[names] = BucketedReduction(self._reducer, flow)
+            part = BucketedReduction(self._reducer, flow)
+            reduction = CombinedReduction(self._reducer.rounds, [part])
+            self._reductions[names] = reduction
         reduction.begin()
         reduction.start(0, {0: gradients})
         reduction.finish({0: gradients})

@@ -1,26 +1,20 @@
-"""What becomes of the gradients of one rank: options, passes, hooks, and who takes part.
+"""What becomes of the gradients of one model on one rank: options, passes, hooks.
 
 The reducer makes a `BucketedReduction` for every training step, and knows what they have in common:
-how many step calls make an update, whether a user's hook communicates, how parameters are divided,
-and whether all replicas are still there.
+how many step calls make an update, whether a user's hook communicates, how parameters are divided.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpxla.comm.handle import Handle
 from mpxla.errors import ConfigError
-from mpxla.parallel.accord import Accord
-from mpxla.parallel.attendance import Attendance
-from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.comm_hook import CommHook
-from mpxla.parallel.join import Collective, Join
 from mpxla.parallel.replica import Replica, equalize
+from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.zero import ShardedParameters
-from mpxla.runtime.plan import CutStep
 
 __all__ = ["TRANSFER_DTYPES", "GradientReducer", "ReductionOptions"]
 
@@ -57,25 +51,37 @@ class ReductionOptions:
 
 
 class GradientReducer:
-    """Reduces the gradients of one rank's parameters over its data-parallel group.
+    """Reduces the gradients of one model's parameters on one rank over its data-parallel group.
 
     Args:
         replica: this rank among the replicas.
         options: what the user chose.
         settings: gives those of the optimizers, in words that are equal on all replicas.
+        rounds: what it shares with the reducers of other models.
+        label: of the model.
+        names: name in steps of each parameter and buffer that belongs to it -> name in the model;
+            what it shares with an earlier model belongs to that one.
     """
 
-    def __init__(self, replica: Replica, options: ReductionOptions, settings: Callable[[], str]):
+    def __init__(
+        self,
+        replica: Replica,
+        options: ReductionOptions,
+        settings: Callable[[], str],
+        rounds: Rounds,
+        label: str,
+        names: Mapping[str, str],
+    ):
         self.replica = replica
         self.options = options
-        self._settings = settings
+        self.settings = settings
+        self.rounds = rounds
+        self.label = label
+        self.names = names
         self.hook: CommHook | None = None
         self.shards: ShardedParameters | None = None
         self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
-        self.attendance = Attendance(replica.transport, replica.group)
-        self._accord = Accord(replica.transport, replica.group)
-        self.join: Join | None = None
-        self._is_prepared = False
+        self.is_prepared = False
         self._pass = 0
 
     def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:
@@ -89,13 +95,13 @@ class GradientReducer:
             "does not go with shard_optimizer_state: True": self.options.is_sharded,
             "was called a second time; a model has one hook": self.hook is not None,
             "was called after the first training step; register the hook before": (
-                self._is_prepared
+                self.is_prepared
             ),
         }
         for problem, is_there in problems.items():
             if is_there:
                 raise ConfigError(f"model.register_comm_hook {problem}.")
-        self.hook = CommHook(state, hook, self.replica.transport)
+        self.hook = CommHook(state, hook, self.replica.transport, self.rounds.hooks)
 
     def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""
@@ -103,87 +109,16 @@ class GradientReducer:
         equalize(self.replica, 0, parameter_ranks)
         if self.options.is_sharded:
             capacity = self.options.capacity_bytes
-            self.shards = ShardedParameters(self.replica, parameter_ranks, capacity)
+            own = {name: parameter_ranks[name] for name in self.names.values()}
+            self.shards = ShardedParameters(self.replica, own, capacity)
+
+    def take_over(self, source: int) -> None:
+        """Gives all replicas the values of one of them."""
+        equalize(self.replica, source, self.parameter_ranks)
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""
         return 1.0 / num_microbatches if self.options.is_averaged and self.hook is None else 1.0
-
-    def prepare(self, cut: CutStep) -> BucketedReduction:
-        """Makes the reduction of a training step."""
-        self._is_prepared = True
-        return BucketedReduction(
-            self, GradientFlow.of(cut, self.replica.pp_rank, self.parameter_ranks)
-        )
-
-    def meet(self, description: str, outline: Callable[[], Sequence[Collective]]) -> int:
-        """Called before every reduction: counts it, and inside `join` finds who takes part.
-
-        Args:
-            description: what will be reduced, in words that are equal on all replicas.
-            outline: gives the collectives of the reduction.
-
-        Returns:
-            Index of the replica whose buffers count.
-        """
-        self.attendance.count_step()
-        if self.join is not None:
-            return self.join.meet(description, outline())
-        if self.replica.count > 1:
-            self._accord.announce(f"{self.options} {description}", self._settings())
-        return 0
-
-    def check_accord(self) -> None:
-        """Waits until the previous replica has begun the step, if this one has not seen it yet.
-
-        Raises:
-            RankMismatch: it does something else, or has had its last step.
-        """
-        self._accord.check(self.wait)
-
-    def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
-        """The result of a collective; an error if another replica has had its last step.
-
-        Raises:
-            RankMismatch: names the numbers of steps.
-        """
-        return self.attendance.wait(handle)
-
-    def enter_join(self) -> None:
-        """From now on, replicas may run out of batches at different times.
-
-        Raises:
-            ConfigError: together with what needs all replicas in every step.
-        """
-        problems = {
-            "inside another model.join()": self.join is not None,
-            "with shard_optimizer_state: True, where every update needs all replicas": (
-                self.options.is_sharded
-            ),
-            "with a comm hook, which replicas without batches cannot call": self.hook is not None,
-        }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise ConfigError(f"model.join() was used {problem}.")
-        self.join = Join(self.replica, self.attendance)
-
-    def leave_join(self, is_orderly: bool) -> int | None:
-        """This replica has no more batches: takes part in the others' steps until all are done.
-
-        Args:
-            is_orderly: whether the loop ended without an error; else nobody is waited for.
-
-        Returns:
-            Index of the replica whose values everyone has to take over; None if all did as much.
-        """
-        assert self.join is not None
-        join, self.join = self.join, None
-        if not is_orderly:
-            return None
-        source = join.stay()
-        if source is not None:
-            equalize(self.replica, source, self.parameter_ranks)
-        return source
 
     def next_pass_reduces(self) -> bool:
         """Counts step calls; whether the one that begins is the last before an update."""

@@ -61,8 +61,8 @@ def set_partition(module: nn.Module, index: int) -> None:
     from mpxla.session import current, is_initialized
 
     _check_index(index)
-    model = current().model if is_initialized() else None
-    if model is not None and model.partitioned:
+    models = current().models if is_initialized() else None
+    if models is not None and models.placed_with(module) is not None:
         raise MpxlaError(
             "smp.set_partition was called after the model was partitioned; call it before the "
             "first step."

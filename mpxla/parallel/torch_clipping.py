@@ -3,8 +3,8 @@
 Scripts call `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, or a library does it for
 them. Torch would take the norm of what this process holds: the gradients of one stage, or nothing
 where replicas divide the updates. From the first `DistributedModel` on, the functions look whether
-they are given parameters of the session's model, and what they hold is somewhere else too; all else
-goes to torch as before.
+they are given parameters of the session's models, and what they hold is somewhere else too; all
+else goes to torch as before.
 
 Scripts may have imported the functions by name long ago, so the functions themselves stay, and
 their bodies are exchanged: inside torch's `no_grad` wrapper (torch 2.9), and the code of
@@ -70,15 +70,16 @@ def new_body(*args: Any) -> torch.Tensor:
 
 
 def _norm_of(given: list[torch.Tensor]) -> GradientNorm | None:
-    """What clips some parameters, if they are the model's and torch would not see all of them.
+    """What clips some parameters, if they are a model's and torch would not see all of them.
 
     A rank that holds none of the parameters may give an empty list, and has to take part.
     """
-    model = current().model if is_initialized() else None
-    if model is None or not model.partitioned or not model.gradient_norm.is_spread:
+    models = current().models if is_initialized() else None
+    if models is None or not models.gradient_norm.is_spread:
         return None
-    is_ours = not given or len(model.gradient_norm.strangers(given)) < len(given)
-    return model.gradient_norm if is_ours else None
+    norm = models.gradient_norm
+    is_ours = not given or len(norm.strangers(given)) < len(given)
+    return norm if is_ours else None
 
 
 def _listed(parameters: _Parameters) -> list[torch.Tensor]:
@@ -140,14 +141,14 @@ def _total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = _listed(tensors)
-        model = current().model if is_initialized() else None
+        models = current().models if is_initialized() else None
         norm = _norm_of([])
-        if model is None or norm is None or (given and not norm.knows(given)):
+        if models is None or norm is None or (given and not norm.knows(given)):
             return original(given, norm_type, error_if_nonfinite, foreach)
         if norm.is_divided or not norm.covers(given):
             _warn_of_share(norm, len(given))
             return original(given, norm_type, error_if_nonfinite, foreach)
-        with model.together("get_total_norm()", norm.ranks):
+        with models.together("get_total_norm()", norm.ranks):
             total = norm.total(given, float(norm_type))
         if error_if_nonfinite and not total.isfinite().item():
             raise RuntimeError(f"the total norm of order {norm_type} is {total.item()}.")

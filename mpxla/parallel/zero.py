@@ -168,7 +168,7 @@ class ShardedParameters:
 
     Args:
         replica: this rank among the replicas.
-        parameter_ranks: pipeline ranks that hold each parameter.
+        parameter_ranks: pipeline ranks that hold each parameter; others are left out.
         capacity_bytes: largest bucket.
     """
 
@@ -180,7 +180,7 @@ class ShardedParameters:
     ):
         groups: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
         for name, parameter in replica.state.local_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and name in parameter_ranks:
                 specs = groups.setdefault(parameter_ranks[name], {})
                 specs[name] = TensorSpec.of(parameter)
         self._replica = replica

@@ -1,12 +1,12 @@
 """One call of a step function, on every rank: announce, plan, run, collect.
 
 Phases of a call: the first pipeline rank splits its inputs and announces the call's signature; all
-ranks find or build the plan of that signature (the first plan places the parameters); each rank
-runs its list of actions; gradients and results are collected.
+ranks find or build the plan of that signature (a model's first plan places its parameters); each
+rank runs its list of actions; gradients and results are collected.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,8 @@ from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
-from mpxla.runtime.partition_store import cut_settings, write_decision
+from mpxla.runtime.partition_store import write_decision
+from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import (
     CutStep,
     StepPlan,
@@ -38,7 +39,7 @@ from mpxla.runtime.plan import (
     schedule_step,
 )
 from mpxla.runtime.plans import Plan, Plans
-from mpxla.runtime.reduction import Reducer
+from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
 from mpxla.runtime.signature import (
@@ -51,58 +52,91 @@ from mpxla.runtime.signature import (
     with_constants,
 )
 from mpxla.runtime.state import ModelState
+from mpxla.runtime.states import ModelStates
 from mpxla.runtime.tracing import trace
 from mpxla.session import Session
-from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import measure_operators
 
-__all__ = ["StepEngine"]
+__all__ = ["Member", "StepEngine"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model, as the engine knows it.
+
+    Attributes:
+        state: its parameters and buffers.
+        pins: given where its module is, module path -> pipeline rank at the time of partitioning.
+        on_placed: called once its parameters are on their ranks.
+        measures_times: whether operators are timed before a step that uses it is partitioned.
+    """
+
+    state: ModelState
+    pins: Callable[[str], Mapping[str, int]]
+    on_placed: Callable[[], None]
+    measures_times: bool = False
+
 
 _T = TypeVar("_T")
 
 
 class StepEngine:
-    """Runs step functions for one distributed model.
+    """Runs step functions with the distributed models of a session.
+
+    A model is placed when the first step that uses it runs; later steps follow where it lives.
 
     Args:
         session: configuration, topology and transport.
-        state: the model's parameters and buffers.
-        pins: gives module path -> pipeline rank at the time of partitioning.
-        on_placed: called once parameters are on their ranks.
-        make_reducer: makes the reduction of gradients over replicas.
-        measures_times: whether operators are timed before a step is partitioned.
+        link: messages between pipeline ranks.
+        reducers: reductions of gradients over replicas.
+
+    Attributes:
+        placement: where parameters and buffers live.
+        first_cuts: the first step that used a model, by the model's label.
+        last_run: the last call on this rank.
+        last_used: labels of the models that it used.
+        is_tracing: whether a step function is being captured.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        state: ModelState,
-        pins: Callable[[], Mapping[str, int]],
-        on_placed: Callable[[], None],
-        make_reducer: Callable[[PipelineLink], Reducer],
-        measures_times: bool = False,
-    ):
+    def __init__(self, session: Session, link: PipelineLink, reducers: Reducers):
         self._session = session
-        self._state = state
-        self._pins = pins
-        self._on_placed = on_placed
-        self._measures_times = measures_times
+        self._states = ModelStates()
+        self._members: dict[str, Member] = {}
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
-        self._link = PipelineLink(session.transport, self._group, session.device)
-        self._reducer = make_reducer(self._link)
+        self._link = link
+        self._reducers = reducers
+        self.placement = Placement(session, self._states, link, reducers)
         self._control = ControlChannel(session.transport, self._group)
         self._plans = Plans()
-        self._watch = ModelWatch(state.module)
+        self._watch = ModelWatch(lambda: self._states.module)
         self._numbers = NumberPolicy()
         self._functions: dict[str, Identities] = {}
         self._objects = Identities()
-        self._parameter_ranks: dict[str, tuple[int, ...]] = {}
-        self._stateful: frozenset[str] = frozenset()
+        self.first_cuts: dict[str, CutStep] = {}
         self.last_run: StepRun | None = None
-        self.first_cut: CutStep | None = None
+        self.last_used: tuple[str, ...] = ()
         self.is_tracing = False
         self._known_to_all: BaseException | None = None
+
+    def add(self, member: Member) -> str:
+        """Takes in a model.
+
+        Returns:
+            Its label, by which it is named from then on.
+        """
+        label = self._states.add(member.state)
+        self._members[label] = member
+        return label
+
+    def names_of(self, label: str) -> dict[str, str]:
+        """The name in steps of each parameter and buffer of a model -> its name in the model."""
+        return self._states.names_of(label)
+
+    @property
+    def first_cut(self) -> CutStep | None:
+        """The first step that was cut."""
+        return next(iter(self.first_cuts.values()), None)
 
     def call(self, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one call of a step function. Every rank of the pipeline must call it.
@@ -135,6 +169,7 @@ class StepEngine:
             recorder.begin_step(signature.function, describe_plan(runner.plan, self._group))
         count = signature.num_microbatches
         returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
+        self.last_used = runner.models
         if recorder is not None:
             recorder.end_step()
         problem = runner.problem_of_results(signature.function, count)
@@ -234,7 +269,8 @@ class StepEngine:
         if signature.modes != view.modes:
             raise RankMismatch(
                 f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
-                f"from pp_rank 0. Call model.train() and model.eval() on all ranks."
+                f"from pp_rank 0. Call model.train() and model.eval() on all ranks, and make the "
+                f"same models on all of them."
             )
         if signature.trainable != view.trainable:
             raise RankMismatch(
@@ -288,17 +324,20 @@ class StepEngine:
         started = time.perf_counter()
         reason = self._reason(signature)
         cut, signature, reads = self._cut_together(signature, function, objects)
-        if not self._state.is_placed:
-            cut = self._follow_first_replica(cut, signature.function)
+        used = self._models_of(cut)
+        new = [label for label in used if not self._states[label].is_placed]
+        if new:
+            cut = self._follow_first_replica(cut, signature.function, new)
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
-        if not self._state.is_placed:
-            self._settle(_with_unused(cut, self._state, self._parameter_ranks))
-        if self.first_cut is None:
-            self.first_cut = cut
+        if new:
+            self._settle(self.placement.of_new(cut, new), new)
+        if not self.first_cuts:
             self._write_decision(cut)
-        self._provide_missing(cut)
-        self._note_changes(cut)
+        for label in used:
+            self.first_cuts.setdefault(label, cut)
+        self.placement.provide_missing(cut)
+        self.placement.note_changes(cut)
         count, device = signature.num_microbatches, self._session.device
         schedule = schedule_step(cut, self._session.config)
         is_for_speed = self._session.config.optimize == "speed"
@@ -308,13 +347,13 @@ class StepEngine:
             lambda: compile_stages(cut, schedule, self._pp_rank, device, is_for_speed),
         )
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
-        reduction = self._reducer.prepare(cut) if cut.step.is_training else None
-        scale = self._reducer.objective_scale(count)
+        reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(self._session.config.check_indices, cut.step)
+        states, models = self._states, tuple(used)
         runner = PlanRunner(
-            plan, self._state, self._link, self._pp_rank, device, reduction, scale, checks
+            plan, states, self._link, self._pp_rank, device, reduction, models, checks
         )
-        view = self._watch.look().captured(self._state.module, reads)
+        view = self._watch.look().captured(states.module, reads)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
@@ -352,7 +391,7 @@ class StepEngine:
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
         """
         world = self._session.topology.world_group()
-        group = self._group if self._state.is_placed else world
+        group = self._group if self._states.is_any_placed() else world
         what = f"step function {signature.function}"
         return self._together(group, what, lambda: self._cut(signature, function, objects))
 
@@ -377,22 +416,38 @@ class StepEngine:
         """The step in stages, the signature that it serves, and what it read of the model."""
         self.is_tracing = True
         try:
-            signature, step, reads = trace(signature, function, objects, self._state)
+            signature, step, reads = trace(signature, function, objects, self._states)
         finally:
             self.is_tracing = False
-        if self._session.config.check_indices == "all":
+        config = self._session.config
+        if config.check_indices == "all":
             step = with_extremes(step)
-        config, pins, names = self._session.config, self._pins(), self._state.current_names()
         if not (config.auto_partition or config.load_partition):
-            check_placement(step, pins, config.default_partition, names)
-        fixed = self._parameter_ranks or None
-        measured_s = self._measure(step)
-        cut = cut_step(step, config, pins, fixed, self._stateful, measured_s)
+            names = self._states.current_names()
+            check_placement(step, self._pins(), config.default_partition, names)
+        cut = self._cut_captured(step, self.placement.ranks, self._measure(step))
         return cut, signature, reads
+
+    def _pins(self) -> dict[str, int]:
+        """Module path -> pipeline rank, of the modules that the user has placed."""
+        pins: dict[str, int] = {}
+        for label, member in self._members.items():
+            path = self._states.path(label)
+            pins.update(member.pins(f"model.{path}" if path else "model"))
+        return pins
+
+    def _cut_captured(
+        self,
+        step: StepGraph,
+        fixed: Mapping[str, tuple[int, ...]],
+        measured_s: Mapping[str, float] | None = None,
+    ) -> CutStep:
+        config, stateful = self._session.config, self.placement.stateful
+        return cut_step(step, config, self._pins(), fixed or None, stateful, measured_s)
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
-        if not self._measures_times:
+        if not any(member.measures_times for member in self._members.values()):
             return None
         if self._pp_rank > 0:
             return self._control.follow()
@@ -405,80 +460,44 @@ class StepEngine:
         if self._session.rank == 0 and config.partition_file and not config.load_partition:
             write_decision(config, cut.problem, cut.partition)
 
-    def _follow_first_replica(self, cut: CutStep, function: str) -> CutStep:
-        """The step cut so that parameters live where the first replica puts them.
+    # --- models ---------------------------------------------------------------------------------
+
+    def _models_of(self, cut: CutStep) -> list[str]:
+        """Labels of the models that a step reads; there always is one.
+
+        A model that owns no parameter or buffer goes with the next step. Who owns what another one
+        shares is used with it.
+        """
+        read = self._states.owners(cut.parameter_ranks())
+        labels = self._states.labels
+        used = [n for n in labels if n in read or not self._states.names_of(n)]
+        return self._states.closure(used or labels[:1])
+
+    def _follow_first_replica(self, cut: CutStep, function: str, new: Sequence[str]) -> CutStep:
+        """The step cut so that new models live where the first replica puts them.
 
         Batches of other shapes (other sequence lengths) may have led this replica elsewhere.
         """
         objects, world = self._session.objects, self._session.topology.world_group()
-        model = [f"the first step function is {function}", *self._state.description()]
+        model = [f"the first step function is {function}", *self._states.description(new)]
         check_agreement(objects, world, model, "have another model or script")
-        ranks = _with_unused(cut, self._state, self._parameter_ranks)
+        ranks = self.placement.of_new(cut, new)
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
-        return cut_step(cut.step, self._session.config, self._pins(), first, self._stateful)
+        return self._cut_captured(cut.step, {**self.placement.ranks, **first})
 
-    def _settle(self, parameter_ranks: dict[str, tuple[int, ...]]) -> None:
-        self._parameter_ranks = parameter_ranks
-        local = {n for n, ranks in parameter_ranks.items() if self._pp_rank in ranks}
-        self._state.place(local, self._session.device)
-        self._reducer.equalize(self._parameter_ranks)
-        self._on_placed()
+    def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:
+        for label in labels:
+            self.placement.settle(label, ranks)
+            self._members[label].on_placed()
 
-    def adopt_single_stage(self) -> None:
-        """Places all parameters here; used at construction when there is only one stage."""
-        names = [*self._state.parameters, *self._state.buffers]
+    def adopt_single_stage(self, label: str) -> None:
+        """Places all of a model here; used at construction when there is only one stage."""
         world = self._session.topology.world_group()
-        model = self._state.description()
+        model = self._states.description([label])
         check_agreement(self._session.objects, world, model, "have another model")
-        self._settle({name: (0,) for name in names})
-
-    def partition_decision(self) -> dict[str, Any]:
-        """Where parameters and buffers live, as plain data, and the settings that led there."""
-        return {
-            "parameter_ranks": {n: list(r) for n, r in self._parameter_ranks.items()},
-            "settings": cut_settings(self._session.config),
-        }
-
-    def follow_decision(self, decision: Mapping[str, Any]) -> None:
-        """Makes the first cut put parameters where they were; on all ranks, before the first step.
-
-        Without effect under other settings. Names of another model are passed over.
-        """
-        if decision["settings"] != cut_settings(self._session.config):
-            return
-        known = {*self._state.parameters, *self._state.buffers}
-        ranks = decision["parameter_ranks"].items()
-        self._parameter_ranks = {name: tuple(held) for name, held in ranks if name in known}
-
-    def _provide_missing(self, cut: CutStep) -> None:
-        """Copies buffers to ranks that read them in this step and did not in earlier ones."""
-        for name, ranks in sorted(cut.parameter_ranks().items()):
-            holders = self._parameter_ranks[name]
-            new = [rank for rank in ranks if rank not in holders]
-            if not new:
-                continue
-            assert name not in self._state.parameters, "the partitioner keeps parameters in place"
-            value = self._state.buffers[name]
-            if self._pp_rank == holders[0]:
-                self._link.send_values(new, [value], "tied")
-            elif self._pp_rank in new:
-                (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
-                self._state.adopt_buffer(name, copy)
-            self._parameter_ranks[name] = tuple(sorted((*holders, *new)))
-
-    def _note_changes(self, cut: CutStep) -> None:
-        """Remembers which buffers steps change: later partitions keep those where they are."""
-        changed = {name for stage in cut.stages for name in stage.new_buffers}
-        for name in sorted(changed):
-            if len(self._parameter_ranks[name]) > 1:
-                raise StepError(
-                    f"this step function changes the buffer {name}, which several pipeline ranks "
-                    f"{list(self._parameter_ranks[name])} hold since an earlier step function. "
-                    f"Call the function that changes it (the training step) first."
-                )
-        self._stateful |= changed
+        self._settle(dict.fromkeys(self._states.names_of(label), (0,)), [label])
 
 
 _MEETING = "meeting"
@@ -527,19 +546,3 @@ def _announced(error: MpxlaError) -> MpxlaError:
 def _title(name: str, number: int) -> str:
     """Tells functions of one name apart."""
     return name if number == 0 else f"{name}#{number + 1}"
-
-
-def _with_unused(
-    cut: CutStep, state: ModelState, restored: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Ranks of all parameters and buffers.
-
-    What this step does not read lives where a checkpoint says it did, or with the rest of its
-    module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
-    """
-    ranks = cut.parameter_ranks()
-    of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
-    return {
-        name: ranks.get(name) or restored.get(name) or of_module.get(name.rpartition(".")[0], (0,))
-        for name in (*state.parameters, *state.buffers)
-    }

@@ -85,17 +85,17 @@ class ModelWatch:
     """Looks at one model.
 
     Args:
-        model: the user's model.
+        model: gives the user's model, or a container of several.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Callable[[], nn.Module]):
         self._model = model
         self._functions = Identities()
         self._numbers: dict[int, tuple[Any, int]] = {}
 
     def look(self) -> ModelView:
         """What the model is now."""
-        modules = _modules(self._model)
+        modules = _modules(self._model())
         modes, trainable, parameters = _flags(modules)
         hooks = [
             (-1, kind, self._number(hook))

@@ -153,7 +153,7 @@ def cut_step(
         step: the captured step.
         config: degrees, weights and whether to partition automatically.
         pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
-        fixed: where parameters and buffers live already, from an earlier signature.
+        fixed: where parameters and buffers live already, from an earlier signature; of any model.
         stateful: buffers that some step changes.
         measured_s: seconds of nodes by name, in place of estimates.
         saved: the result of `saved_tensors`, if it is known already. By default it is found where
@@ -168,9 +168,10 @@ def cut_step(
     if saved is None:
         saved = saved_tensors(step) if _weighs_memory(config, len(placement)) else {}
     problem = build_problem(step, machine, stateful, measured_s, saved)
+    is_first = not fixed
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree
-    if config.load_partition and not fixed:
+    if config.load_partition and is_first:
         partition = read_decision(config, problem)
     elif config.auto_partition:
         counts = in_flight(config, placement, step.is_training)

@@ -1,7 +1,7 @@
 """What the engine asks of the reduction of gradients over replicas, whoever does it.
 
-The engine runs one pipeline and knows nothing of other replicas: it is given a `Reducer`, hands it
-the cut of every training step once, and tells it when a stage's gradients are complete.
+The engine runs one pipeline and knows nothing of other replicas: it is given `Reducers`, hands them
+the cut of every training step once, and tells them when a stage's gradients are complete.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 from mpxla.runtime.plan import CutStep
 
-__all__ = ["Reducer", "StepReduction"]
+__all__ = ["Reducers", "StepReduction"]
 
 
 class StepReduction(Protocol):
@@ -19,6 +19,11 @@ class StepReduction(Protocol):
 
     Gradients are those of this rank: by stage, in the order of the stage's trained parameters.
     """
+
+    @property
+    def objective_scale(self) -> float:
+        """What the gradient of every microbatch's objective is."""
+        ...
 
     def begin(self) -> None:
         """Called before the first action of every call."""
@@ -33,21 +38,18 @@ class StepReduction(Protocol):
         ...
 
 
-class Reducer(Protocol):
-    """Gradients and start values of one rank over all replicas."""
+class Reducers(Protocol):
+    """Gradients and start values of one rank over all replicas, of all models."""
 
-    def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+    def equalize(self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values.
 
         Args:
-            parameter_ranks: pipeline ranks that hold each parameter and buffer.
+            label: of a model.
+            parameter_ranks: pipeline ranks that hold each of its parameters and buffers.
         """
         ...
 
-    def objective_scale(self, num_microbatches: int) -> float:
-        """What the gradient of every microbatch's objective is."""
-        ...
-
-    def prepare(self, cut: CutStep) -> StepReduction:
+    def prepare(self, cut: CutStep, num_microbatches: int) -> StepReduction:
         """Makes the reduction of a training step. All ranks call it for the same steps."""
         ...

@@ -17,7 +17,7 @@ from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan, constant_tensors
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
-from mpxla.runtime.state import ModelState
+from mpxla.runtime.states import ModelStates
 from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
@@ -29,30 +29,31 @@ class PlanRunner:
 
     Args:
         plan: what to run.
-        state: the model's parameters and buffers.
+        states: parameters and buffers of all models.
         link: messages between pipeline ranks.
         pp_rank: this rank.
         device: this rank's device.
         reduction: of the gradients over replicas; None for an evaluation step.
-        objective_scale: gradient of every microbatch's objective.
+        models: labels of the models that the step uses.
         checks: of the indices in the step.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        state: ModelState,
+        states: ModelStates,
         link: PipelineLink,
         pp_rank: int,
         device: torch.device,
         reduction: StepReduction | None,
-        objective_scale: float,
+        models: tuple[str, ...],
         checks: IndexChecks,
     ):
         self.plan = plan
+        self.models = models
         self.checks = checks
         self._fetch: Callable[[int], list[torch.Tensor]] | None = None
-        self._state = state
+        self._states = states
         self._link = link
         self._pp_rank = pp_rank
         self._device = device
@@ -61,7 +62,7 @@ class PlanRunner:
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seed: torch.Tensor | None = None
         if reduction is not None:
-            (self._objective_seed,) = to_device([torch.tensor(objective_scale)], device)
+            (self._objective_seed,) = to_device([torch.tensor(reduction.objective_scale)], device)
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -109,7 +110,7 @@ class PlanRunner:
         )
         for program in self.plan.programs.values():
             for name in program.lowered.spec.new_buffers:
-                self._state.set_buffer(name, run.tensors[name])
+                self._states.set_buffer(name, run.tensors[name])
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
             run.accumulators.clear()
@@ -129,9 +130,7 @@ class PlanRunner:
         self._reduction.start(stage, run.accumulators)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = dict(self._state.local_parameters())
-        local = self._state.local_names or frozenset()
-        tensors.update((n, b) for n, b in self._state.buffers.items() if n in local)
+        tensors = dict(self._states.local_tensors())
         make_ready(tensors.values())
         tensors.update(self._constants)
         return tensors

@@ -114,6 +114,7 @@ class ModelState:
                 gradient.
         """
         refuse_gradient_hooks(self.module)
+        _release_parameters(self.module)
         self.local_names = frozenset(local_names)
         delayed = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
         with _without_weak_references(self.module):
@@ -156,6 +157,17 @@ class ModelState:
         for name, parameter in self.parameters.items():
             if self.local_names is None or name in self.local_names:
                 yield name, parameter
+
+
+def _release_parameters(module: nn.Module) -> None:
+    """Lets go of what modules have computed of their parameters, which keeps those from moving.
+
+    `torch.nn.utils.weight_norm` leaves the first weight that way, and makes it anew in each forward.
+    """
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                vars(part)[name] = value.detach()
 
 
 def _stranger(kind: str, name: str) -> str:

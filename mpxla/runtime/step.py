@@ -44,14 +44,14 @@ class StepFunction:
                 f"the step function {self._rule.function.__qualname__} was called inside another "
                 f"step function; call the undecorated function there."
             )
-        model = current().model
-        if model is None:
+        models = current().models
+        if models is None:
             raise MpxlaError(
                 f"the step function {self._rule.function.__qualname__} was called before "
                 f"smp.DistributedModel; wrap the model first."
             )
         with _ordinary_tensors():
-            return model.run_step(self._rule, args, kwargs)
+            return models.run_step(self._rule, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         parameters = list(inspect.signature(self._rule.function).parameters)

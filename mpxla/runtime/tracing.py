@@ -18,7 +18,7 @@ from mpxla.graph.capture_sources import (
 )
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.runtime.signature import Signature, fill, with_constants
-from mpxla.runtime.state import ModelState
+from mpxla.runtime.states import ModelStates
 
 __all__ = ["Traced", "trace"]
 
@@ -30,7 +30,7 @@ def trace(
     signature: Signature,
     function: Callable[..., Any],
     objects: Mapping[str, Any],
-    state: ModelState,
+    states: ModelStates,
 ) -> Traced:
     """Captures a step with as many of its floats as inputs as Python lets it.
 
@@ -38,7 +38,7 @@ def trace(
         signature: of the call, with floats that should be inputs.
         function: the step function.
         objects: this rank's own objects among the arguments, by path.
-        state: the model's parameters and buffers.
+        states: parameters and buffers of all models.
 
     Returns:
         The signature has constants in the places of floats whose value Python needs.
@@ -49,7 +49,7 @@ def trace(
 
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
-        return _trace(chosen, function, objects, state)
+        return _trace(chosen, function, objects, states)
 
     numbers = signature.numbers
     if not numbers:
@@ -68,10 +68,10 @@ def _trace(
     signature: Signature,
     function: Callable[..., Any],
     objects: Mapping[str, Any],
-    state: ModelState,
+    states: ModelStates,
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
-    model = state.module
+    model = states.module
 
     def run(leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fill(signature, leaves, given)
@@ -83,5 +83,5 @@ def _trace(
         random_numbers_noted(function, model),
         attributes_noted(model) as log,
     ):
-        step = capture_step(run, model, signature.tensor_leaves, state.current_names())
+        step = capture_step(run, model, signature.tensor_leaves, states.current_names())
     return signature, step, log.reads()

@@ -36,7 +36,7 @@ LAYERS = (
 APART = ({"schedule"}, {"graph", "stage.spec"}, {"comm"})
 # What breaks the rule, and why.
 EXCEPTIONS = {
-    ("session", "parallel.model"): "an annotation: the session holds the one model",
+    ("session", "parallel.models"): "an annotation: the session holds the models",
 }
 
 NO_TORCH = ("errors", "log", "env", "config", "config_keys", "config_rules", "topology")

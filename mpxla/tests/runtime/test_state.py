@@ -94,6 +94,16 @@ def test_parameters_in_an_earlier_graph_cannot_move():
     assert loss.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_what_modules_have_computed_of_parameters_does_not_hold_them():
+    module = nn.utils.weight_norm(nn.Linear(2, 3))
+    value = module.weight.detach().clone()
+    state = ModelState(module)
+    state.place(["weight_g", "weight_v"], CPU)
+    assert module.bias.device.type == "meta"
+    assert torch.equal(module.weight, value) and module.weight.grad_fn is None
+
+
 def test_buffers_are_replaced_wherever_they_are():
     module = Tied()
     state = ModelState(module)

@@ -1,0 +1,100 @@
+"""The reduction of a step that trains several models: each has its reducer, replicas meet once.
+
+begin    every model counts its pass; replicas meet if any of them reduces
+start    the models' buckets that were waiting for a stage, in the order of the models
+finish   model after model
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
+from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.rounds import Rounds
+from mpxla.runtime.plan import CutStep
+
+__all__ = ["CombinedReduction", "ModelReducers"]
+
+
+class CombinedReduction:
+    """The reduction of one training step; see `runtime.reduction.StepReduction`.
+
+    Args:
+        rounds: of this rank.
+        parts: the reductions of the models.
+        objective_scale: what the gradient of every microbatch's objective is.
+    """
+
+    def __init__(
+        self, rounds: Rounds, parts: Sequence[BucketedReduction], objective_scale: float = 1.0
+    ):
+        self._rounds = rounds
+        self._parts = tuple(parts)
+        self.objective_scale = objective_scale
+
+    def begin(self) -> None:
+        """Counts passes, and agrees with the other replicas."""
+        reducing = [part for part in self._parts if part.begin()]
+        if not reducing:
+            return
+        source = self._rounds.meet(
+            " ".join(part.description for part in reducing),
+            "; ".join(part.settings() for part in reducing),
+            lambda: [collective for part in reducing for collective in part.outline()],
+        )
+        for part in reducing:
+            part.source = source
+
+    def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
+        """Starts the buckets that were waiting for a stage."""
+        if self._rounds.is_uneven and len(self._parts) > 1:
+            return  # replicas without a batch go through the outline, model after model
+        for part in self._parts:
+            part.start(stage, gradients)
+
+    def finish(self, gradients: Mapping[int, list[torch.Tensor]]) -> None:
+        """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere."""
+        for part in self._parts:
+            part.finish(gradients)
+
+
+class ModelReducers:
+    """What the engine is given; see `runtime.reduction.Reducers`.
+
+    Args:
+        rounds: of this rank.
+    """
+
+    def __init__(self, rounds: Rounds):
+        self._rounds = rounds
+        self._reducers: dict[str, GradientReducer] = {}
+
+    def add(self, reducer: GradientReducer) -> None:
+        """Takes in a model."""
+        self._reducers[reducer.label] = reducer
+
+    def __iter__(self) -> Iterator[GradientReducer]:
+        return iter(self._reducers.values())
+
+    def equalize(self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """Gives all replicas, and all holders of a shared parameter, the same start values."""
+        self._reducers[label].equalize(parameter_ranks)
+
+    def prepare(self, cut: CutStep, num_microbatches: int) -> CombinedReduction:
+        """Makes the reduction of a training step, of the models that it trains or changes."""
+        changed = {name for stage in cut.stages for name in stage.new_buffers}
+        flows: list[tuple[GradientReducer, GradientFlow]] = []
+        for reducer in self:
+            pp_rank, ranks = reducer.replica.pp_rank, reducer.parameter_ranks
+            flow = GradientFlow.of(cut, pp_rank, ranks, reducer.names)
+            if flow.trained or not changed.isdisjoint(reducer.names):
+                flows.append((reducer, flow))
+        scales = {r.objective_scale(num_microbatches) for r, flow in flows if flow.trained}
+        objective_scale = max(scales, default=1.0)
+        parts: list[BucketedReduction] = []
+        for reducer, flow in flows:
+            reducer.is_prepared = True
+            own = reducer.objective_scale(num_microbatches) if flow.trained else objective_scale
+            parts.append(BucketedReduction(reducer, flow, own / objective_scale))
+        return CombinedReduction(self._rounds, parts, objective_scale)

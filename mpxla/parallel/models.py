@@ -1,0 +1,241 @@
+"""The distributed models of a session: one engine runs them, in steps that use one or several.
+
+Made with the first `DistributedModel`. What concerns all models is here; what belongs to one of
+them is the model's own.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpxla.comm.transport import Group
+from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch
+from mpxla.graph.partition_report import format_report
+from mpxla.graph.user_code import at_user_line
+from mpxla.log import get_logger
+from mpxla.parallel.combined import ModelReducers
+from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.reducer import GradientReducer, ReductionOptions
+from mpxla.parallel.replica import Replica
+from mpxla.parallel.rounds import Rounds
+from mpxla.runtime.engine import Member, StepEngine
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.plan import CutStep
+from mpxla.session import Session, current
+
+if TYPE_CHECKING:
+    from mpxla.parallel.model import DistributedModel
+
+__all__ = ["Models", "cut_report", "models_of_session"]
+
+
+def models_of_session() -> "Models":
+    """Those of the current session; made with the first call."""
+    session = current()
+    if session.models is None:
+        session.models = Models(session)
+    return session.models
+
+
+class Models:
+    """All models that were wrapped since `init`; they stay until `shutdown`.
+
+    A model that the script drops keeps its memory until then: compiled steps refer to it.
+
+    Args:
+        session: configuration, topology and transport.
+
+    Attributes:
+        engine: runs step functions.
+        gradient_norm: norms and clipping over the gradients of all models.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        topology, rank = session.topology, session.rank
+        pipeline = topology.pp_group(rank)
+        self._link = PipelineLink(session.transport, pipeline, session.device)
+        self._rounds = Rounds(session.transport, session.objects, topology.dp_group(rank))
+        self._reducers = ModelReducers(self._rounds)
+        self._members: dict[str, DistributedModel] = {}
+        self._joined: list[GradientReducer] = []
+        self.engine = StepEngine(session, self._link, self._reducers)
+        world = topology.world_group()
+        self.gradient_norm = GradientNorm(
+            self._reducers, session.transport, session.device, pipeline, world
+        )
+
+    def __iter__(self) -> Iterator["DistributedModel"]:
+        return iter(self._members.values())
+
+    def add(
+        self, model: "DistributedModel", member: Member, options: ReductionOptions
+    ) -> tuple[str, GradientReducer]:
+        """Takes in a model.
+
+        Args:
+            model: the model.
+            member: what the engine is to know of it.
+            options: of its reductions.
+
+        Returns:
+            (its label, what reduces its gradients).
+        """
+        session = self._session
+        label = self.engine.add(member)
+        replica = Replica(
+            session.transport,
+            session.objects,
+            session.topology.dp_group(session.rank),
+            session.topology.pp_rank(session.rank),
+            self._link,
+            session.device,
+            member.state,
+        )
+        reducer = GradientReducer(
+            replica,
+            options,
+            model.optimizer_settings,
+            self._rounds,
+            label,
+            self.engine.names_of(label),
+        )
+        self._reducers.add(reducer)
+        self._members[label] = model
+        return label, reducer
+
+    def only(self, what: str) -> "DistributedModel":
+        """The model, where there is one.
+
+        Args:
+            what: is called without saying which model; for the error.
+
+        Raises:
+            MpxlaError: there are several.
+        """
+        if len(self._members) > 1:
+            raise MpxlaError(
+                f"{what} was called without model=, and this script has {len(self._members)} "
+                f"distributed models; say which of them is meant."
+            )
+        return next(iter(self._members.values()))
+
+    def holding(self, parameters: Iterable[torch.Tensor]) -> list["DistributedModel"]:
+        """The models that have some of these parameters, or pieces of them."""
+        given = {id(parameter) for parameter in parameters}
+        return [model for model in self if not given.isdisjoint(model.parameter_ids())]
+
+    def placed_with(self, module: nn.Module) -> "DistributedModel | None":
+        """The model that has a module and is partitioned already, if there is one."""
+        found = (m for m in self if any(part is module for part in m.module.modules()))
+        return next((model for model in found if model.partitioned), None)
+
+    @property
+    def is_any_placed(self) -> bool:
+        """Whether some model is partitioned."""
+        return any(model.partitioned for model in self)
+
+    @contextlib.contextmanager
+    def together(self, what: str, ranks: Group) -> Generator[None]:
+        """Around a call of the user that several ranks make together, after partitioning.
+
+        A rank that does something else meanwhile (the next step, the end of the script) is an error
+        on all ranks that names the call and its line.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            ranks: global ranks that make it: those of the pipeline, or more.
+
+        Raises:
+            RankMismatch: another rank does something else.
+        """
+        session, line = self._session, at_user_line()
+        try:
+            self.engine.meet(what, line)
+            if set(ranks) - set(session.topology.pp_group(session.rank)):
+                self._rounds.attendance.meet(what, line)
+            yield
+        except RankMismatch as error:
+            session.report_failure(what, error)
+            raise
+        except PeerFailure as error:
+            if what in str(error):
+                raise
+            raise PeerFailure(
+                f"{error} Rank {session.rank} was in {what}{line} then, which the ranks "
+                f"{list(ranks)} have to call together."
+            ) from error
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a step function is being captured."""
+        return self.engine.is_tracing
+
+    def run_step(self, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs a step function; called by `smp.step`."""
+        for model in self:
+            model.begin_step()
+        known = set(self.engine.first_cuts)
+        result = self.engine.call(rule, args, kwargs)
+        new = [cut for label, cut in self.engine.first_cuts.items() if label not in known]
+        if new and self._session.rank == 0:
+            get_logger().info("%s", cut_report(new[0]))  # one step cut all of them
+        for label in self.engine.last_used:
+            self._members[label].end_step()
+        return result
+
+    # --- uneven batches -------------------------------------------------------------------------
+
+    def enter_join(self, reducer: GradientReducer) -> None:
+        """A model enters `join`; replicas meet for all models from then on.
+
+        Raises:
+            ConfigError: together with what needs all replicas in every step.
+        """
+        problems = {
+            "inside another model.join()": reducer in self._joined,
+            "with shard_optimizer_state: True, where every update needs all replicas": (
+                reducer.options.is_sharded
+            ),
+            "with a comm hook, which replicas without batches cannot call": any(
+                other.hook is not None for other in self._reducers
+            ),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ConfigError(f"model.join() was used {problem}.")
+        if not self._joined:
+            self._rounds.begin_join()
+        self._joined.append(reducer)
+
+    def leave_join(self, reducer: GradientReducer, is_orderly: bool) -> None:
+        """A model leaves `join`; with the last one, replicas wait for each other.
+
+        Args:
+            reducer: of the model.
+            is_orderly: whether the loop ended without an error; else nobody is waited for.
+        """
+        self._joined.remove(reducer)
+        if self._joined:
+            return
+        source = self._rounds.end_join(is_orderly)
+        if source is None:
+            return
+        for other in self._reducers:
+            other.take_over(source)
+        optimizers = {id(o): o for model in self for o in model.optimizers}
+        for optimizer in optimizers.values():
+            optimizer.take_over(source)
+
+    def end_training(self) -> None:
+        """Called when the session ends: all replicas have to have trained equally long."""
+        self._rounds.attendance.leave()
+
+
+def cut_report(cut: CutStep) -> str:
+    """Table of the stages of a step: modules, parameters, operations, sizes."""
+    flops = cut.problem.total_flops
+    return format_report(cut.partition, flops=flops, in_flight=cut.in_flight)

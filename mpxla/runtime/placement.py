@@ -1,0 +1,131 @@
+"""Where the parameters and buffers of all models live, from the first step that reads them on.
+
+The partitioner decides for a step; what it does not read is placed here. This module must not know
+how a step is captured, cut or run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpxla.errors import StepError
+from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.partition_store import cut_settings
+from mpxla.runtime.plan import CutStep
+from mpxla.runtime.reduction import Reducers
+from mpxla.runtime.states import ModelStates
+from mpxla.session import Session
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Pipeline ranks of every parameter and buffer, and the moves that it takes.
+
+    Args:
+        session: configuration, topology and device.
+        states: parameters and buffers of all models.
+        link: messages between pipeline ranks.
+        reducers: make start values equal over replicas.
+
+    Attributes:
+        ranks: of everything that is placed, or that a checkpoint has placed before.
+        stateful: buffers that steps change: later partitions keep those where they are.
+    """
+
+    def __init__(
+        self, session: Session, states: ModelStates, link: PipelineLink, reducers: Reducers
+    ):
+        self._config = session.config
+        self._device = session.device
+        self._pp_rank = session.topology.pp_rank(session.rank)
+        self._states = states
+        self._link = link
+        self._reducers = reducers
+        self._of_model: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.stateful: frozenset[str] = frozenset()
+
+    def of_new(self, cut: CutStep, labels: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Ranks of all parameters and buffers of models that a step is the first to use.
+
+        What the step does not read lives where a checkpoint says it did, or with the rest of its
+        module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
+        """
+        ranks = cut.parameter_ranks()
+        of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
+        names = [name for label in labels for name in self._states.names_of(label)]
+        return {
+            name: ranks.get(name)
+            or self.ranks.get(name)
+            or of_module.get(name.rpartition(".")[0], (0,))
+            for name in names
+        }
+
+    def settle(self, label: str, ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """Moves a model to its ranks, with equal values over replicas. All ranks call it.
+
+        Args:
+            label: of the model.
+            ranks: of its parameters and buffers.
+        """
+        names = self._states.names_of(label)
+        self.ranks.update({name: ranks[name] for name in names})
+        own = self._of_model[label] = self._states.to_own_names(label, self.ranks)
+        self._states[label].place({n for n, r in own.items() if self._pp_rank in r}, self._device)
+        self._reducers.equalize(label, own)
+
+    def decision(self, label: str) -> dict[str, Any]:
+        """Where a model lives, as plain data, and the settings that led there."""
+        own = self._states.to_own_names(label, self.ranks)
+        return {
+            "parameter_ranks": {name: list(held) for name, held in own.items()},
+            "settings": cut_settings(self._config),
+        }
+
+    def follow_decision(self, label: str, decision: Mapping[str, Any]) -> None:
+        """Makes the first cut put a model where it was; on all ranks, before its first step.
+
+        Without effect under other settings. Names of another model are passed over.
+        """
+        if decision["settings"] != cut_settings(self._config):
+            return
+        own = {name: tuple(held) for name, held in decision["parameter_ranks"].items()}
+        names = self._states.names_of(label)
+        others = {name: held for name, held in self.ranks.items() if name not in names}
+        self.ranks = {**self._states.from_own_names(label, own), **others}
+
+    def provide_missing(self, cut: CutStep) -> None:
+        """Copies buffers to ranks that read them in this step and did not in earlier ones."""
+        for name, ranks in sorted(cut.parameter_ranks().items()):
+            holders = self.ranks[name]
+            new = [rank for rank in ranks if rank not in holders]
+            if not new:
+                continue
+            label, own = self._states.own_name(name)
+            assert own in self._states[label].buffers, "the partitioner keeps parameters in place"
+            value = self._states[label].buffers[own]
+            if self._pp_rank == holders[0]:
+                self._link.send_values(new, [value], "tied")
+            elif self._pp_rank in new:
+                (copy,) = self._link.receive_from(holders[0], [TensorSpec.of(value)], "tied")()
+                self._states.adopt_buffer(name, copy)
+            self.ranks[name] = tuple(sorted((*holders, *new)))
+            for placed, held in self._of_model.items():
+                held.update(self._states.to_own_names(placed, {name: self.ranks[name]}))
+
+    def note_changes(self, cut: CutStep) -> None:
+        """Remembers which buffers steps change.
+
+        Raises:
+            StepError: one of them is on several ranks.
+        """
+        changed = {name for stage in cut.stages for name in stage.new_buffers}
+        for name in sorted(changed):
+            if len(self.ranks[name]) > 1:
+                raise StepError(
+                    f"this step function changes the buffer {name}, which several pipeline ranks "
+                    f"{list(self.ranks[name])} hold since an earlier step function. "
+                    f"Call the function that changes it (the training step) first."
+                )
+        self.stateful |= changed

@@ -1,0 +1,170 @@
+"""Parameters and buffers of all models of a session, under names that no two of them share.
+
+Step functions may use several models, so plans, stages and messages name tensors of all of them.
+The first model's tensors keep the names that they have in it; those of the second and of later ones
+stand behind a label: `model_2.head.weight`. A tensor that several models share (the encoder of an
+actor and a critic) belongs to the first of them, and the others know it by the name that it has
+there. This module must not know graphs or schedules.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from mpxla.runtime.state import ModelState
+
+__all__ = ["ModelStates"]
+
+
+class ModelStates:
+    """The `ModelState` of every model, by the model's label (empty for the first one)."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, ModelState] = {}
+        self._owners: dict[str, tuple[str, str]] = {}
+        self._names: dict[str, dict[str, str]] = {}
+        self._module: nn.Module | None = None
+
+    def add(self, state: ModelState) -> str:
+        """Takes in a model; returns its label."""
+        label, known = self._free_label(), self._tensors()
+        self._states[label] = state
+        names = self._names[label] = {}
+        for own, tensor in (*state.parameters.items(), *state.buffers.items()):
+            names[own] = known.get(id(tensor), _joined(label, own))
+            self._owners.setdefault(names[own], (label, own))
+        self._module = None
+        return label
+
+    def _tensors(self) -> dict[int, str]:
+        """Identity of every tensor -> its name here."""
+        return {
+            id(tensor): self._names[label][own]
+            for label, state in self._states.items()
+            for own, tensor in (*state.parameters.items(), *state.buffers.items())
+        }
+
+    def _free_label(self) -> str:
+        if not self._states:
+            return ""
+        label = f"model_{len(self._states) + 1}"
+        while any(name.startswith(f"{label}.") for name in self._owners):
+            label += "_"  # the first model has a module of that name
+        return label
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of all models, in the order in which they were made."""
+        return tuple(self._states)
+
+    def __getitem__(self, label: str) -> ModelState:
+        return self._states[label]
+
+    @property
+    def module(self) -> nn.Module:
+        """One module with everything in it: the only model, or a container of all."""
+        if self._module is None:
+            modules = {self.path(label): state.module for label, state in self._states.items()}
+            self._module = nn.ModuleDict(modules) if len(modules) > 1 else modules[""]
+        return self._module
+
+    def path(self, label: str) -> str:
+        """Where a model is in `module`; empty if it is all of it."""
+        if label or len(self._states) == 1:
+            return label
+        return "model_1"
+
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Every name of a tensor in `module` -> its one name here."""
+        return {
+            _joined(self.path(label), name): self._names[label][canonical]
+            for label, state in self._states.items()
+            for name, canonical in state.canonical_names.items()
+        }
+
+    def current_names(self) -> dict[str, str]:
+        """As `canonical_names`, with modules that have changed since their model was wrapped.
+
+        Raises:
+            CaptureError: a parameter or buffer was not there then.
+        """
+        return {
+            _joined(self.path(label), name): self._names[label][canonical]
+            for label, state in self._states.items()
+            for name, canonical in state.current_names().items()
+        }
+
+    # --- names ----------------------------------------------------------------------------------
+
+    def owners(self, names: Iterable[str]) -> set[str]:
+        """Labels of the models that have some tensors."""
+        return {self._owners[name][0] for name in names}
+
+    def names_of(self, label: str) -> dict[str, str]:
+        """The name here of each tensor that belongs to a model -> its name in that model."""
+        return {
+            name: own for own, name in self._names[label].items() if self._owners[name][0] == label
+        }
+
+    def closure(self, labels: Iterable[str]) -> list[str]:
+        """Some models and those that own what they share, in the order in which they were made."""
+        wanted = {owner for label in labels for owner in self.owners(self._names[label].values())}
+        return [label for label in self._states if label in wanted or label in set(labels)]
+
+    def own_name(self, name: str) -> tuple[str, str]:
+        """(label of the model, name in that model) of a tensor."""
+        return self._owners[name]
+
+    def description(self, labels: Iterable[str]) -> list[str]:
+        """A line for every tensor of some models; equal on two ranks that have the same."""
+        return [
+            _joined(label, line) for label in labels for line in self._states[label].description()
+        ]
+
+    # --- tensors --------------------------------------------------------------------------------
+
+    def is_any_placed(self) -> bool:
+        """Whether some model's parameters are on their ranks."""
+        return any(state.is_placed for state in self._states.values())
+
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers of this rank, of all models that are placed."""
+        for label, state in self._states.items():
+            local, names = state.local_names, self._names[label]
+            if local is None:
+                continue
+            for name, parameter in state.local_parameters():
+                yield names[name], parameter
+            for name, buffer in state.buffers.items():
+                if name in local:
+                    yield names[name], buffer
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Replaces a buffer in every module that holds it."""
+        for label, names in self._names.items():
+            for own in (own for own, known in names.items() if known == name):
+                self._states[label].set_buffer(own, value)
+
+    def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Makes this rank one of the holders of a buffer."""
+        for label, names in self._names.items():
+            for own in (own for own, known in names.items() if known == name):
+                self._states[label].adopt_buffer(own, value)
+
+    def to_own_names(
+        self, label: str, values: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Of what is given by the names here, that of one model, by its own names."""
+        return {own: values[name] for own, name in self._names[label].items() if name in values}
+
+    def from_own_names(
+        self, label: str, values: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """What is given by one model's own names, by the names here; passes over others'."""
+        return {name: values[own] for own, name in self._names[label].items() if own in values}
+
+
+def _joined(label: str, name: str) -> str:
+    return f"{label}.{name}" if label and name else label or name

@@ -1,0 +1,337 @@
+"""Training with several models, written once and run plainly and on ranks.
+
+A scenario is given a *lab*, which wraps models, optimizers and step functions: `PlainLab` does what
+one process of plain PyTorch does on the whole batch, `RankLab` what a rank of mpxla does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+BATCH = 8
+
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, z):
+        return self.leave(torch.tanh(self.norm(self.enter(z))))
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.enter(x)))
+
+
+class PlainLab:
+    """Plain PyTorch, with the interface of mpxla."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def model(self, kind: Callable[[], nn.Module], seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = kind()
+        module.backward = lambda loss: loss.backward(retain_graph=True)  # type: ignore[assignment]
+        return module
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> Any:
+        return inner
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(*args).detach()
+
+    def data(self, width: int, seed: int) -> torch.Tensor:
+        return torch.randn(BATCH, width, generator=torch.Generator().manual_seed(seed))
+
+    def mean(self, value: torch.Tensor) -> float:
+        return value.item()
+
+    def clip(self, models: list[Any], max_norm: float) -> float:
+        # Each once, though models share some.
+        parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
+
+    def note_gradients(self, key: str, model: Any) -> None:
+        found = {n: p.grad for n, p in model.named_parameters()}
+        self.seen[key] = {n: g if g is None else g.clone() for n, g in found.items()}
+
+    def note_state(self, key: str, model: Any, optimizer: Any = None) -> None:
+        self.seen[key] = {n: v.clone() for n, v in model.state_dict().items()}
+        if optimizer is not None:
+            states = optimizer.state_dict()["state"]
+            self.seen[f"{key} optimizer"] = {
+                f"{position}.{name}": torch.as_tensor(value).clone()
+                for position, state in states.items()
+                for name, value in state.items()
+            }
+
+    def note(self, key: str, value: Any) -> None:
+        self.seen[key] = value
+
+
+class RankLab(PlainLab):
+    """One rank of mpxla; replicas divide the batch."""
+
+    def __init__(self, **config: Any):
+        import mpxla as smp
+
+        super().__init__()
+        self.smp = smp
+        smp.init({"microbatches": 2, **config})
+
+    def model(self, kind: Callable[[], nn.Module], seed: int) -> Any:
+        torch.manual_seed(seed)
+        return self.smp.DistributedModel(kind())
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> Any:
+        return self.smp.DistributedOptimizer(inner)
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.smp.step(function)
+
+    def data(self, width: int, seed: int) -> torch.Tensor:
+        whole = super().data(width, seed)
+        if self.smp.pp_rank() > 0:
+            return torch.zeros(BATCH // self.smp.dp_size(), 0)
+        return whole.chunk(self.smp.dp_size())[self.smp.dp_rank()]
+
+    def mean(self, value: Any) -> float:
+        own = value.reduce_mean().item()
+        return sum(self.smp.allgather(own, self.smp.DP_GROUP)) / self.smp.dp_size()
+
+    def note_gradients(self, key: str, model: Any) -> None:
+        if self.smp.state.cfg.shard_optimizer_state:
+            return  # they are in pieces on their owners
+        found = dict(model.local_named_parameters()) if model.partitioned else {}
+        self.seen[key] = {n: p.grad if p.grad is None else p.grad.cpu() for n, p in found.items()}
+
+    def note_state(self, key: str, model: Any, optimizer: Any = None) -> None:
+        super().note_state(key, model, optimizer)
+
+
+# --- scenarios ----------------------------------------------------------------------------------
+
+
+def gan(lab: PlainLab) -> None:
+    """Two optimizers, alternating steps; the generator's step gives the critic gradients too."""
+    g, d = lab.model(Generator, 1), lab.model(Critic, 2)
+    of_g = lab.optimizer(torch.optim.Adam(g.parameters(), lr=0.01))
+    of_d = lab.optimizer(torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9))
+
+    @lab.step
+    def judge(g, d, z, x):
+        loss = d(g(z).detach()).square().mean() + (d(x) - 1).square().mean()
+        d.backward(loss)
+        return loss
+
+    @lab.step
+    def forge(g, d, z):
+        loss = (d(g(z)) - 1).square().mean()
+        g.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(3):
+        of_d.zero_grad()
+        losses.append(lab.mean(judge(g, d, lab.data(4, number), lab.data(3, 50 + number))))
+        lab.note_gradients(f"g after judge {number}", g)
+        of_d.step()
+        of_g.zero_grad()
+        losses.append(lab.mean(forge(g, d, lab.data(4, 100 + number))))
+        lab.note_gradients(f"g after forge {number}", g)
+        lab.note_gradients(f"d after forge {number}", d)
+        of_g.step()
+    d.requires_grad_(False)
+    of_g.zero_grad()
+    losses.append(lab.mean(forge(g, d, lab.data(4, 7))))
+    lab.note_gradients("d frozen", d)
+    of_g.step()
+    lab.note("losses", losses)
+    lab.note_state("g", g, of_g)
+    lab.note_state("d", d, of_d)
+
+
+def distillation(lab: PlainLab) -> None:
+    """The teacher is frozen and evaluates; it is placed by a step of its own."""
+    teacher, student = lab.model(Generator, 1), lab.model(Generator, 2)
+    teacher.eval()
+    teacher.requires_grad_(False)
+    optimizer = lab.optimizer(torch.optim.Adam(student.parameters(), lr=0.01))
+
+    @lab.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    @lab.step
+    def imitate(student, x):
+        with torch.no_grad():
+            target = teacher(x)
+        loss = (student(x) - target).square().mean()
+        student.backward(loss)
+        return loss
+
+    losses = [lab.mean(evaluate(teacher, lab.data(4, 5)))]
+    for number in range(3):
+        optimizer.zero_grad()
+        losses.append(lab.mean(imitate(student, lab.data(4, number))))
+        optimizer.step()
+    losses.append(lab.mean(evaluate(student, lab.data(4, 5))))
+    lab.note("losses", losses)
+    lab.note_gradients("teacher gradients", teacher)
+    lab.note_state("teacher", teacher)
+    lab.note_state("student", student, optimizer)
+
+
+def actor_and_critic(lab: PlainLab) -> None:
+    """One loss over both, two optimizers, norms of each and of both; steps of one in between."""
+    actor, critic = lab.model(Generator, 1), lab.model(Critic, 2)
+    of_actor = lab.optimizer(torch.optim.Adam(actor.parameters(), lr=0.01))
+    of_critic = lab.optimizer(torch.optim.Adam(critic.parameters(), lr=0.02))
+
+    @lab.step
+    def learn(x, y):
+        value = critic(y)
+        loss = (actor(x).mean(1, keepdim=True) * value.detach()).mean() + value.square().mean()
+        actor.backward(loss)
+        return loss
+
+    @lab.step
+    def rate(y):
+        loss = (critic(y) - 1).square().mean()
+        critic.backward(loss)
+        return loss
+
+    losses, norms = [], []
+    for number in range(3):
+        of_actor.zero_grad()
+        of_critic.zero_grad()
+        losses.append(lab.mean(learn(lab.data(4, number), lab.data(3, 50 + number))))
+        losses.append(lab.mean(rate(lab.data(3, 70 + number))))  # adds to the critic's alone
+        norms.append(lab.clip([critic], 0.05))
+        lab.note_gradients(f"actor {number}", actor)
+        lab.note_gradients(f"critic {number}", critic)
+        norms.append(lab.clip([actor, critic], 0.01))
+        of_actor.step()
+        of_critic.step()
+    lab.note("losses", losses)
+    lab.note("norms", norms)
+    lab.note_state("actor", actor, of_actor)
+    lab.note_state("critic", critic, of_critic)
+
+
+def one_optimizer(lab: PlainLab) -> None:
+    """Models are first used alone, so data flows back between stages when they are joined."""
+    g, d = lab.model(Generator, 1), lab.model(Critic, 2)
+    optimizer = lab.optimizer(torch.optim.Adam([*g.parameters(), *d.parameters()], lr=0.01))
+
+    @lab.step
+    def shape(z):
+        loss = g(z).square().mean()
+        g.backward(loss)
+        return loss
+
+    @lab.step
+    def rate(x):
+        loss = (d(x) - 1).square().mean()
+        d.backward(loss)
+        return loss
+
+    @lab.step
+    def both(z, x):
+        g.backward((d(g(z)) - 1).square().mean())
+        loss = d(x).square().mean()
+        d.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(2):
+        optimizer.zero_grad()
+        losses.append(lab.mean(shape(lab.data(4, number))))
+        optimizer.step()
+    for number in range(2):
+        optimizer.zero_grad()
+        losses.append(lab.mean(rate(lab.data(3, number))))
+        losses.append(lab.mean(both(lab.data(4, 20 + number), lab.data(3, 30 + number))))
+        lab.note_gradients(f"g {number}", g)
+        optimizer.step()
+    lab.note("losses", losses)
+    lab.note_state("g", g, optimizer)
+    lab.note_state("d", d)
+
+
+class Shared(nn.Module):
+    """A head on an encoder, which is given."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def shared_encoder(lab: PlainLab) -> None:
+    """Two models have an encoder in common, which the optimizer of the critic trains."""
+    torch.manual_seed(4)
+    encoder = Generator()
+    actor = lab.model(lambda: Shared(encoder), 1)
+    critic = lab.model(lambda: Shared(encoder), 2)
+    heads = [p for name, p in actor.named_parameters() if "head" in name]
+    of_actor = lab.optimizer(torch.optim.Adam(heads, lr=0.01))
+    of_critic = lab.optimizer(torch.optim.Adam(critic.parameters(), lr=0.02))
+
+    @lab.step
+    def rate(x):
+        loss = (critic(x) - 1).square().mean()
+        critic.backward(loss)
+        return loss
+
+    @lab.step
+    def learn(x):
+        loss = (actor(x) * critic(x)).mean() + critic(x).square().mean()
+        critic.backward(loss)
+        return loss
+
+    losses, norms = [], []
+    for number in range(4):
+        of_actor.zero_grad()
+        of_critic.zero_grad()
+        losses.append(lab.mean((rate if number < 2 else learn)(lab.data(4, number))))
+        lab.note_gradients(f"critic {number}", critic)
+        norms.append(lab.clip([critic], 0.5) if number < 2 else lab.clip([actor, critic], 0.5))
+        of_critic.step()
+        if number > 1:
+            of_actor.step()
+    lab.note("losses", losses)
+    lab.note("norms", norms)
+    lab.note_state("actor", actor, of_actor)
+    lab.note_state("critic", critic, of_critic)
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (gan, distillation, actor_and_critic, one_optimizer, shared_encoder)
+}
+
+
+def run_plainly(name: str) -> dict[str, Any]:
+    """What a scenario shows in plain PyTorch."""
+    lab = PlainLab()
+    SCENARIOS[name](lab)
+    return lab.seen
+
+
+def run_on_rank(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What a scenario shows on one rank."""
+    lab = RankLab(**config)
+    SCENARIOS[name](lab)
+    return lab.seen

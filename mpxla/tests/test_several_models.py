@@ -1,0 +1,63 @@
+"""Several distributed models in one session, against plain PyTorch."""
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+from mpxla.tests.several import SCENARIOS, run_on_rank, run_plainly
+
+pytestmark = pytest.mark.ranks
+
+STAGES = {"pipeline_parallel_degree": 2}
+REPLICAS = {"ddp": True}
+SHARDED = {"ddp": True, "shard_optimizer_state": True}
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def compare(name, world_size, config):
+    expected = run_plainly(name)
+    results = run_ranks(run_on_rank, world_size, name, config)
+    for rank, seen in enumerate(results):
+        for key, found in seen.items():
+            where = f"{key} on rank {rank}"
+            if not isinstance(found, dict):
+                assert found == pytest.approx(expected[key], rel=1e-4), where
+                continue
+            for part, value in found.items():
+                wanted = expected[key][part]
+                assert (value is None) == (wanted is None), f"{part}, {where}"
+                if value is not None:
+                    text = f"{part}, {where}: {value} instead of {wanted}"
+                    torch.testing.assert_close(value, wanted, **CLOSE, msg=text)
+    for key, wanted in expected.items():  # nothing is missing on all ranks
+        if isinstance(wanted, dict) and key in results[0]:
+            assert {part for seen in results for part in seen[key]} == set(wanted), key
+    return results
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_on_two_stages(name):
+    compare(name, 2, STAGES)
+
+
+@pytest.mark.parametrize("name", ["gan", "one_optimizer"])
+def test_over_replicas_that_divide_updates(name):
+    compare(name, 2, SHARDED)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "config"),
+    [
+        ("actor_and_critic", 1, {}),
+        *(pytest.param(name, 1, {}, marks=slow) for name in SCENARIOS if name[0] != "a"),
+        *(pytest.param(name, 2, REPLICAS, marks=slow) for name in SCENARIOS),
+        *(pytest.param(name, 2, SHARDED, marks=slow) for name in ("distillation",)),
+        *(pytest.param(name, 4, {**STAGES, **REPLICAS}, marks=slow) for name in SCENARIOS),
+        *(pytest.param(name, 4, {**STAGES, **SHARDED}, marks=slow) for name in SCENARIOS),
+    ],
+)
+def test_in_other_worlds(name, world_size, config):
+    compare(name, world_size, config)
