@@ -162,7 +162,7 @@ class ModelState:
 def _release_parameters(module: nn.Module) -> None:
     """Lets go of what modules have computed of their parameters, which keeps those from moving.
 
-    `torch.nn.utils.weight_norm` leaves the first weight that way, and makes it anew in each forward.
+    `torch.nn.utils.weight_norm` leaves the first weight that way; each forward makes it anew.
     """
     for part in module.modules():
         for name, value in vars(part).items():

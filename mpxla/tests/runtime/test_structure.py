@@ -107,7 +107,7 @@ def test_classes_that_are_not_imported_are_not_looked_for():
 
 
 def make(*args, **kwargs):
-    return sign("step", [(args, kwargs)], None, Identities())[0]
+    return sign("step", [(args, kwargs)], ("", ""), Identities())[0]
 
 
 @pytest.mark.parametrize(
