@@ -299,7 +299,8 @@ def test_operator_without_lowering():
 
 @smp.step
 def turn(model, x):
-    model.backward(torch.cross(model(x), x[:, :3], dim=1).square().mean())
+    # Nobody calls this by itself; of those that people use, each has a replacement.
+    model.backward(torch.ops.aten.silu_backward(model(x), x[:, :3]).square().mean())
 
 
 def use_an_operator_without_derivative():
@@ -310,7 +311,7 @@ def test_operator_without_derivative():
     check(
         use_an_operator_without_derivative,
         LoweringError,
-        r"^stage 0: aten::cross in the step function has no derivative on XLA devices, so that",
+        r"^stage 0: aten::silu_backward in the step function has no derivative on XLA devices, so",
         world_size=1,
     )
 
