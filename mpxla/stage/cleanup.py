@@ -16,7 +16,13 @@ from mpxla.graph.stepgraph import is_random
 __all__ = ["is_view", "replace_call", "simplify"]
 
 _aten = torch.ops.aten
-_NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default)
+_NOTHING = (
+    _aten.alias.default,
+    _aten.alias_copy.default,
+    _aten.detach.default,
+    _aten.detach_copy.default,
+    _aten.lift_fresh_copy.default,
+)
 _UNDEFINED = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 _VIEWS = frozenset(
     {

@@ -18,7 +18,6 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.stage.compile import Executable
-from mpxla.stage.device import current_device
 from mpxla.tests.sweep.local import LocalStep, StepValues
 from mpxla.tests.sweep.samples import Case
 
@@ -66,13 +65,14 @@ class Call(nn.Module):
     def __init__(self, case: Case):
         super().__init__()
         self._case = case
+        self.function = case.function  # a module's parameters are the model's
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(self._case.arguments)
         rest = iter(tensors)
         filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         value, arguments, keywords = pytree.tree_unflatten(filled, spec)
-        result = self._case.process(self._case.function(value, *arguments, **keywords))
+        result = self._case.process(self.function(value, *arguments, **keywords))
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
@@ -249,4 +249,4 @@ def _first_lines(error: BaseException) -> str:
 def _forget_pending() -> None:
     """Drops what a failed trace has left behind, and the ticket that a failed program kept."""
     Executable._next_ticket = None
-    torch_xla._XLAC._clear_pending_irs(str(current_device()))
+    torch_xla._XLAC._clear_pending_irs("xla:0")

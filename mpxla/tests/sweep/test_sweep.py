@@ -1,0 +1,42 @@
+"""torch's operator samples in compiled steps: right, on the host, or refused with a reason."""
+
+import pytest
+
+from mpxla.tests.sweep.operators import Status
+from mpxla.tests.sweep.samples import operator_names
+from mpxla.tests.sweep.table import SAMPLES, TABLE, by_operator, sweep, table
+
+pytestmark = pytest.mark.ranks
+
+FAST = """
+    _softmax_backward_data add addbmm amax as_strided bucketize cat clamp cumsum diff einsum expand
+    gather index_put kthvalue linalg.norm linalg.pinv log_softmax logsumexp masked_fill matmul
+    max.reduction_with_dim nn.functional.binary_cross_entropy nn.functional.conv2d
+    nn.functional.cross_entropy nn.functional.embedding nn.functional.gelu
+    nn.functional.interpolate.bilinear nn.functional.pad.circular nn.functional.smooth_l1_loss
+    nn.functional.scaled_dot_product_attention norm prod roll scatter_add sort topk tril unfold
+    where
+""".split()
+
+
+def bugs(outcomes):
+    return [
+        f"{outcome.case}: {outcome.text}"
+        for outcome in outcomes
+        if outcome.status in (Status.RAW, Status.WRONG)
+    ]
+
+
+def test_some_operators():
+    outcomes = list(sweep(FAST, 1))
+    assert not bugs(outcomes)
+    assert {outcome.status for outcome in outcomes} <= {Status.PASSED}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_all_operators_and_the_page_about_them():
+    outcomes = list(sweep(operator_names(), SAMPLES))
+    assert not bugs(outcomes)
+    page = table(by_operator(outcomes), SAMPLES)
+    assert TABLE.read_text() == page, f"python -m mpxla.tests.sweep.table writes {TABLE} anew"
