@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, overrides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
@@ -72,7 +73,7 @@ class _Traced:
         except DifferentiatesInsideError:
             module = self._trace(stand_ins, self._joint, is_composed=False)
         if _has_writes(module.graph):
-            functional = torch.func.functionalize(self._joint)
+            functional = dispatch_functionalize(self._joint)
             module = self._trace(stand_ins, functional, is_composed=False)
         self.graph = module.graph
         for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:

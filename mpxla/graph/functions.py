@@ -71,6 +71,7 @@ def operator_of(function: TracedFunction) -> Callable[[Sequence[torch.Tensor]], 
     _library.define(f"{key}(Tensor[] inputs) -> Tensor[]", tags=tags)
     operator = getattr(torch.ops.mpxla_functions, key).default
     _library.impl(key, _forward_alone(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mpxla_functions::{key}", _shapes(function), lib=_library)
     _library.impl(key, _with_gradient_flags(function, operator), "Autograd")
     _functions[operator] = function
     return operator
@@ -81,6 +82,13 @@ def _forward_alone(function: TracedFunction) -> Callable[..., list[torch.Tensor]
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [value.clone() for value in module(*inputs)[: len(function.results)]]
+
+    return run
+
+
+def _shapes(function: TracedFunction) -> Callable[..., list[torch.Tensor]]:
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in function.results]
 
     return run
 

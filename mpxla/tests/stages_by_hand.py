@@ -44,7 +44,7 @@ def run_in_stages(
     loss_of: Callable[..., Any],
     batch: Mapping[str, Any],
     num_stages: int = 2,
-    memory_weight: float = 0.8,
+    memory_weight: float = 0.0,
 ) -> Outcome:
     """The same step, captured and cut into stages.
 

@@ -13,11 +13,8 @@ from mpxla.tests.models_ordinary import MODELS, loss_of
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 4
-TRAINED = ("mixtral", "function_setting_up")
-SAMPLE = (
-    "causal", "deepseek_v3", "mamba", "masked", "mixtral", "pooled", "rwkv",
-    *(name for name in MODELS if name.startswith("function")),
-)  # fmt: skip
+TRAINED = ("mixtral", "functions")
+SAMPLE = ("causal", "mamba", "masked", "pooled")
 
 
 def built(name):
@@ -33,7 +30,9 @@ def compared(names):
     for name in names:
         model, batch = built(name)
         plain = run_plainly(model, loss_of, batch)
-        found[name] = differences(plain, run_in_stages(model, loss_of, batch))
+        # What a stage saves is looked at where cuts weigh memory.
+        staged = run_in_stages(model, loss_of, batch, memory_weight=0.8 * (name == "mamba"))
+        found[name] = differences(plain, staged)
     return found
 
 
@@ -44,7 +43,7 @@ def test_one_step_in_two_stages():
 
 @pytest.mark.slow
 def test_one_step_of_further_models_in_two_stages():
-    names = tuple(set(MODELS) - set(SAMPLE))
+    names = tuple(set(MODELS) - {*SAMPLE, *TRAINED})
     (found,) = run_ranks(compared, 1, names, timeout_s=600)
     assert found == dict.fromkeys(names, "")
 

@@ -84,7 +84,7 @@ def clear_by_optimizer(model, leaves):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (change, r"applies Doubled, .* changes an argument in place at .*hooks\.py:\d+: .* clone"),
+        (change, r"applies Doubled, .* changes an argument in place at .*hooks\.py:\d+: .*clone"),
         (hook, r"^register_hook\(\) was called in a step function at .* call no hooks\. Change"),
         (retain, r"^retain_grad\(\) was called in a step function at .*"),
         (clip, r"The gradient of a tensor is used in a step function at .*hooks\.py:\d+: nn\.util"),
