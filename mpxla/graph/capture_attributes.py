@@ -1,25 +1,28 @@
-"""Which plain attributes of modules a step function reads while it is captured, and changes.
+"""Which plain values outside of its arguments a step function reads while it is captured.
 
-Their values become part of the program. What was read is remembered, so that a later change is
-noticed; what `forward` itself changes would change once per capture only: a warning says so.
-This module must not know what is done with what was read.
+Attributes of modules and of other objects that it is given or names, its globals and its closure:
+their values become part of the program. What was read is remembered, so that a later change is
+noticed; attributes that the step itself changes would change once per capture only: a warning says
+so. This module must not know what is done with what was read.
 """
 
 import contextlib
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.reach import direct_places
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["AttributeLog", "Read", "attributes_noted"]
+__all__ = ["AttributeLog", "Read", "attributes_noted", "outside_values"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -27,31 +30,27 @@ _CONTAINERS = (list, tuple)
 _MOST_ELEMENTS = 64
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MISSING = object()
+_MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
+"""CPython's flags of types."""
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """An attribute that a step read.
+    """A value that a step read.
 
     Attributes:
-        owner: the table of the module's attributes.
-        key: its name there.
-        name: its name for the user.
+        name: for the user.
         value: what it was; of a list a copy.
+        now: gives what it is.
     """
 
-    owner: dict[str, Any]
-    key: str
     name: str
     value: Any
-
-    def now(self) -> Any:
-        """What the attribute is."""
-        return self.owner.get(self.key, _MISSING)
+    now: Callable[[], Any]
 
     def is_same(self) -> bool:
         """Whether it is what it was."""
-        now, value = self.owner.get(self.key, _MISSING), self.value
+        now, value = self.now(), self.value
         # 1, 1.0 and True are equal for Python and make different programs.
         return now is value or (type(now) is type(value) and bool(now == value))
 
@@ -76,7 +75,7 @@ class AttributeLog:
         if place in self.first or place in self.written or id(owner) not in self.names:
             return
         if key not in _OF_TORCH and _is_plain(value):
-            self.first[place] = list(value) if type(value) is list else value
+            self.first[place] = _copied(value)
 
     def note_write(self, owner: dict[str, Any], key: str) -> None:
         """Notes a write, with the line."""
@@ -89,7 +88,7 @@ class AttributeLog:
         found: list[Read] = []
         for (owner_id, key), value in self.first.items():
             name, owner = self.names[owner_id]
-            read = Read(owner, key, f"{name}.{key}", value)
+            read = Read(f"{name}.{key}", value, partial(owner.get, key, _MISSING))
             if (owner_id, key) not in self.written:
                 found.append(read)
             elif not read.is_same():
@@ -103,6 +102,10 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, *_FUNCTIONS))
 
 
+def _copied(value: Any) -> Any:
+    return list(value) if type(value) is list else value
+
+
 def _warn(name: str, line: str) -> None:
     warn_once(
         f"changed attribute {name}",
@@ -113,19 +116,52 @@ def _warn(name: str, line: str) -> None:
 
 
 @contextlib.contextmanager
-def attributes_noted(model: nn.Module) -> Generator[AttributeLog]:
+def attributes_noted(
+    model: nn.Module, objects: Sequence[tuple[str, Any]] = ()
+) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
     Args:
         model: whose modules count.
+        objects: other objects that count, with their names.
     """
-    names = {
-        id(vars(module)): (f"model.{path}" if path else "model", vars(module))
-        for path, module in model.named_modules()
-    }
-    log = AttributeLog(names)
-    kind: Any = nn.Module
+    found = [(f"model.{path}" if path else "model", m) for path, m in model.named_modules()]
+    found = [
+        (f"{name}.{path}" if path else name, m)
+        for name, value in objects
+        if isinstance(value, nn.Module)
+        for path, m in value.named_modules()
+    ] + found
+    others = [(name, value) for name, value in objects if _has_attributes(value)]
+    log = AttributeLog({id(vars(v)): (name, vars(v)) for name, v in (*others, *found)})
+    with contextlib.ExitStack() as stack:
+        for kind in {nn.Module, *(type(value) for _, value in others)}:
+            stack.enter_context(_class_noted(kind, log))
+        yield log
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object of a class of Python code whose attributes are plain to look at."""
+    kind = type(value)
+    is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *_FUNCTIONS))
+    own_access = kind.__getattribute__ is object.__getattribute__
+    is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
+    return bool(is_open) and own_access and not is_other and hasattr(value, "__dict__")
+
+
+def outside_values(function: Callable[..., Any]) -> tuple[list[Read], list[tuple[str, Any]]]:
+    """Plain globals and closed-over values of a function, and the other objects among them."""
+    found = direct_places(function)
+    plain = [p for p in found if _is_plain(p.value) and not isinstance(p.value, _FUNCTIONS)]
+    reads = [Read(p.name, _copied(p.value), p.get) for p in plain]
+    return reads, [(p.name, p.value) for p in found if not _is_plain(p.value)]
+
+
+@contextlib.contextmanager
+def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
+    """Notes what is read and written of the objects of a class."""
     set_attribute = kind.__setattr__
+    own_set = vars(kind).get("__setattr__")
 
     def get(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -143,7 +179,10 @@ def attributes_noted(model: nn.Module) -> Generator[AttributeLog]:
 
     kind.__getattribute__, kind.__setattr__ = get, set_noted
     try:
-        yield log
+        yield
     finally:
         del kind.__getattribute__
-        kind.__setattr__ = set_attribute
+        if own_set is None:
+            del kind.__setattr__
+        else:
+            kind.__setattr__ = own_set

@@ -8,6 +8,7 @@ second is an error. This module must not know how a step is captured.
 import contextlib
 import io
 import random
+import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -41,9 +42,9 @@ def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Gene
     reached = [(place.name, place.value) for place in places(function, model)]
     own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
     before, around = [_state(generator) for _, generator in own], _global_state()
-    with _functions_noted() as found:
+    with _functions_noted() as (found, elsewhere):
         yield
-    if not found and around != _global_state():
+    if not (found or elsewhere) and around != _global_state():
         found.append("a function of random or numpy.random")
     changed = zip(own, before, strict=True)
     found += [f"the generator {name}" for (name, g), state in changed if state != _state(g)]
@@ -57,27 +58,40 @@ def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Gene
 
 
 @contextlib.contextmanager
-def _functions_noted() -> Generator[list[str]]:
-    """Collects the calls of functions that draw; those imported by name are not seen."""
+def _functions_noted() -> Generator[tuple[list[str], list[str]]]:
+    """Collects the calls of functions that draw; those imported by name are not seen.
+
+    Those of other threads, which load data meanwhile, go to the second list.
+    """
     found: list[str] = []
+    elsewhere: list[str] = []
+    own = threading.get_ident()
+
+    def note(name: str) -> None:
+        if threading.get_ident() != own:
+            elsewhere.append(name)
+        elif current_recorder() is not None:
+            found.append(f"{name}{at_user_line()}")
+
     undo: list[tuple[Any, str, Any]] = []
     for name, module in _DRAWING.items():
         for key in module.__all__:
             function = getattr(module, key)
             if callable(function) and not isinstance(function, type) and key not in _NOT_DRAWING:
                 undo.append((module, key, function))
-                setattr(module, key, _noting(f"{name}.{key}", function, found))
+                setattr(module, key, _noting(f"{name}.{key}", function, note))
     try:
-        yield found
+        yield found, elsewhere
     finally:
         for module, key, function in undo:
             setattr(module, key, function)
 
 
-def _noting(name: str, function: Callable[..., Any], found: list[str]) -> Callable[..., Any]:
+def _noting(
+    name: str, function: Callable[..., Any], note: Callable[[str], None]
+) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if current_recorder() is not None:
-            found.append(f"{name}{at_user_line()}")
+        note(name)
         return function(*args, **kwargs)
 
     return noted
@@ -136,9 +150,12 @@ def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generat
     """
     loader: Any = DataLoader
     original = loader.__iter__
+    own = threading.get_ident()
     exchanged = [place for place in places(function, model) if _is_iterator(place.value)]
 
     def refuse(self: Any) -> Any:
+        if threading.get_ident() != own or current_recorder() is None:
+            return original(self)  # a thread that loads data meanwhile
         raise _refusal(f"a {type(self).__name__}")
 
     try:

@@ -4,6 +4,7 @@ Its closure, the globals that it names, the attributes of objects of these, and 
 model's modules. This module must not know what is looked for.
 """
 
+import dis
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Place", "places"]
+__all__ = ["Place", "direct_places", "places"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Place:
 
     Attributes:
         name: for the user.
-        value: what is there.
+        value: what was there when it was found.
+        get: gives what is there.
         put: puts another value there.
     """
 
     name: str
     value: Any
+    get: Callable[[], Any]
     put: Callable[[Any], None]
 
 
@@ -38,11 +41,16 @@ def places(function: Callable[..., Any], model: nn.Module) -> list[Place]:
         function: of the user's; may be a method or a partial.
         model: whose modules it calls.
     """
-    direct = list(_of_function(function, set()))
+    direct = direct_places(function)
     inside = [part for place in direct for part in _attributes(place.name, place.value)]
     for path, module in model.named_modules():
         inside += _of_table(f"model.{path}" if path else "model", vars(module))
     return [*direct, *inside]
+
+
+def direct_places(function: Callable[..., Any]) -> list[Place]:
+    """The closure and the globals of a function and of the user's functions among them."""
+    return list(_of_function(function, set()))
 
 
 def _of_function(function: Any, seen: set[int]) -> Iterator[Place]:
@@ -74,7 +82,7 @@ def _of_function(function: Any, seen: set[int]) -> Iterator[Place]:
 
 def _names(code: CodeType) -> Iterator[str]:
     """Global names that a function and those inside it use."""
-    yield from code.co_names
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
@@ -88,11 +96,14 @@ def _is_assigned(cell: CellType) -> bool:
 
 
 def _of_cell(name: str, cell: CellType) -> Place:
-    return Place(name, cell.cell_contents, lambda new: setattr(cell, "cell_contents", new))
+    def put(new: Any) -> None:
+        cell.cell_contents = new
+
+    return Place(name, cell.cell_contents, lambda: cell.cell_contents, put)
 
 
 def _of_key(name: str, table: dict[str, Any], key: str) -> Place:
-    return Place(name, table[key], lambda new: table.__setitem__(key, new))
+    return Place(name, table[key], lambda: table.get(key), lambda new: table.update({key: new}))
 
 
 def _of_table(name: str, table: dict[str, Any]) -> list[Place]:

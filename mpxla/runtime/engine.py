@@ -377,6 +377,8 @@ class StepEngine:
     def _reason(self, signature: Signature) -> str:
         """Why a call needs a new program."""
         change = self._plans.model_change(signature, self._watch.look())
+        if change is not None and self._pp_rank == 0:
+            self._numbers.count_outside(signature.function, change)
         if change is not None:
             return change
         if self._pp_rank == 0:

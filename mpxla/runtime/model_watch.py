@@ -37,7 +37,7 @@ class ModelView:
         hooks: (module's index, kind, number of the function) of everything that runs around or in
             place of a `forward`; index -1 for hooks on all modules.
         paths: name of every module, in the captured view only.
-        reads: what `forward` read, in the captured view only.
+        reads: what the step read outside of its arguments, in the captured view only.
     """
 
     modes: str

@@ -72,6 +72,18 @@ class NumberPolicy:
                     f"equal (`__eq__`) or the same object in every call.",
                 )
 
+    def count_outside(self, function: str, change: str) -> None:
+        """Counts what a new program is for that is no argument, and warns when it happens again."""
+        what = change.partition(" changed ")[0]
+        self._changes[function, what] += 1
+        if self._changes[function, what] == 2:
+            warn_once(
+                f"recompilation {function} {what}",
+                f"step function {function.rpartition('.')[2]} was compiled again because {change}, "
+                f"for the second time. Every new value compiles again. Pass a number that changes "
+                f"to the step function as an argument.",
+            )
+
 
 def _is_float(leaf: object) -> bool:
     return isinstance(leaf, PlainValue) and isinstance(leaf.value, float)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.capture import capture_step
-from mpxla.graph.capture_attributes import Read, attributes_noted
+from mpxla.graph.capture_attributes import Read, attributes_noted, outside_values
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
     iterators_refused,
@@ -23,7 +23,7 @@ from mpxla.runtime.states import ModelStates
 __all__ = ["Traced", "trace"]
 
 Traced = tuple[Signature, StepGraph, list[Read]]
-"""The signature that a graph serves, the graph, and what the function read of the model."""
+"""The signature that a graph serves, the graph, and what the function read outside."""
 
 
 def trace(
@@ -72,6 +72,8 @@ def _trace(
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
     model = states.module
+    reads, others = outside_values(function)
+    others += [(f"argument {path}", value) for path, value in objects.items()]
 
     def run(leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fill(signature, leaves, given)
@@ -81,7 +83,7 @@ def _trace(
         torch.set_grad_enabled(signature.grad_enabled),
         iterators_refused(function, model),
         random_numbers_noted(function, model),
-        attributes_noted(model) as log,
+        attributes_noted(model, others) as log,
     ):
         step = capture_step(run, model, signature.tensor_leaves, states.current_names())
-    return signature, step, log.reads()
+    return signature, step, [*reads, *log.reads()]

@@ -1,6 +1,7 @@
 """What a captured step would ignore is noticed: the model's own changes between and in steps."""
 
 import re
+from argparse import Namespace
 
 import pytest
 import torch
@@ -205,3 +206,108 @@ def test_state_that_forward_changes_is_warned_of():
     assert "the step function reads and changes model.first.calls at " in warnings[0]
     assert ": self.calls += 1. It is captured once per program" in warnings[0]
     assert sum("compiled" in line for line in lines) == 1
+
+
+# Values that a step function reads outside of its arguments and of the model.
+
+factor = 2.0
+criterion = nn.SmoothL1Loss(beta=1.0)
+settings = Namespace(scale=1.0, unread=0)
+
+
+def helper(y):
+    return y * factor
+
+
+def read_outside(model, x, options):
+    loss = criterion(helper(model(x)), x) * settings.scale * options.weight
+    return loss * COUNTED.rate
+
+
+class Counted:
+    rate, unread = 1.0, 0
+
+    def __init__(self):
+        self.rate = 3.0
+
+
+COUNTED = Counted()
+
+
+def closure():
+    power = 1
+
+    def function(model, x):
+        return model(x) ** power
+
+    def change(value):
+        nonlocal power
+        power = value
+
+    return function, change
+
+
+def change_outside(place, options):
+    """One change a call; the last changes nothing that is read."""
+    global factor
+    if place == 1:
+        factor = 3.0
+    elif place == 2:
+        criterion.beta = 0.1
+    elif place == 3:
+        settings.scale = 0.5
+    elif place == 4:
+        options.weight = 4.0
+    elif place == 5:
+        COUNTED.rate = 7.0
+    elif place == 6:
+        settings.unread = options.unread = COUNTED.unread = 1
+
+
+def read_all(call, call_power):
+    global factor
+    factor, criterion.beta, settings.scale, COUNTED.rate = 2.0, 1.0, 1.0, 3.0
+    options = Namespace(weight=1.0, unread=0)
+    found = []
+    for place in range(7):
+        change_outside(place, options)
+        found.append(call(read_outside, options))
+    function, change = closure()
+    for value in (1, 2):
+        change(value)
+        found.append(call_power(function))
+    return found
+
+
+def read_captured():
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(raw_model())
+
+    def call(function, *more):
+        with logged() as lines:
+            value = smp.step(function)(model, inputs(), *more).outputs[0].cpu()
+        return value, [line for line in lines if "compiled" in line]
+
+    return read_all(call, call)
+
+
+def test_values_outside_of_the_arguments_are_noticed():
+    plain = raw_model()
+    expected = read_all(lambda f, o: f(plain, inputs(), o), lambda f: f(plain, inputs()))
+    (found,) = run_ranks(read_captured, 1)
+    for (value, _), wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted.detach(), rtol=1e-5, atol=1e-6)
+    reasons = [lines[0] if lines else "" for _, lines in found]
+    patterns = [
+        r"\(first call\)",
+        r"\(factor changed from 2\.0 to 3\.0\)",
+        r"\(criterion\.beta changed from 1\.0 to 0\.1\)",
+        r"\(settings\.scale changed from 1\.0 to 0\.5\)",
+        r"\(argument \[0\]\[2\]\.weight changed from 1\.0 to 4\.0\)",
+        r"\(COUNTED\.rate changed from 3\.0 to 7\.0\)",
+        r"^$",
+        r"\(first call\)",
+        r"\(power changed from 1 to 2\)",
+    ]
+    for pattern, reason in zip(patterns, reasons, strict=True):
+        assert re.search(pattern, reason), (pattern, reason)
