@@ -5,6 +5,7 @@ and `GradientReducer`.
 """
 
 import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
@@ -20,6 +21,7 @@ from mpxla.graph.partition_report import format_report
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.parallel.contents import PartitionedModule
+from mpxla.parallel.copies import DistributedCopy, lending
 from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, GradientReducer, ReductionOptions
@@ -97,6 +99,7 @@ class DistributedModel(PartitionedModule):
         delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__(module)
         self._optimizers: list[Any] = []
+        self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
         self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._step_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -141,6 +144,22 @@ class DistributedModel(PartitionedModule):
         pipeline = session.topology.pp_group(session.rank)
         self.gradient_norm = GradientNorm(self._reducer, pipeline, session.topology.world_group())
         return self._reducer
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedCopy:
+        """A copy with values of its own on the same ranks, for evaluation. See `copies`."""
+        return DistributedCopy(self, memo)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks that share the model."""
+        return current().topology.pp_size
+
+    def _living_copies(self) -> list[DistributedCopy]:
+        found = [(reference, reference()) for reference in self.copies]
+        self.copies = [reference for reference, copy in found if copy is not None]
+        return [copy for _, copy in found if copy is not None]
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -341,6 +360,9 @@ class DistributedModel(PartitionedModule):
         return self._optimizers[0] if self._optimizers else None
 
     def _when_placed(self) -> None:
+        local = self.tensors.local_names
+        for copy in self._living_copies():
+            copy.follow(local or frozenset(), current().device)
         for optimizer in self._optimizers:
             optimizer.keep_local()
         if not self._is_single:
@@ -357,7 +379,11 @@ class DistributedModel(PartitionedModule):
         if self._is_single and self._partition_hooks:
             self._run_partition_hooks()
         is_first = self._engine.first_cut is None
-        result = self._engine.call(rule, args, kwargs)
+        copy, args, kwargs = lending(self, args, kwargs)
+        with contextlib.nullcontext() if copy is None else copy.lent():
+            result = self._engine.call(rule, args, kwargs, is_lent=copy is not None)
+        for other in self._living_copies():
+            other.settle()
         if is_first and current().rank == 0:
             get_logger().info("%s", self.partition_report())
         for hook in list(self._step_hooks.values()):

@@ -91,8 +91,20 @@ class StepEngine:
         self.first_cut: CutStep | None = None
         self.is_tracing = False
 
-    def call(self, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        rule: SplitRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        is_lent: bool = False,
+    ) -> Any:
         """Runs one call of a step function. Every rank of the pipeline must call it.
+
+        Args:
+            rule: the function.
+            args: its arguments.
+            kwargs: likewise.
+            is_lent: whether the model has the values of a copy, which cannot be trained.
 
         Raises:
             StepError: the call cannot be carried out; raised on all ranks of the pipeline.
@@ -106,6 +118,10 @@ class StepEngine:
                 with self._session.progress.busy():
                     runner = self._build(signature, rule.function, objects)
                 seed = self._agree_on_seed(runner.plan)
+            if is_lent and runner.plan.cut.step.is_training:
+                text = f"{name} calls backward and was called with a copy of the distributed model"
+                advice = "Copies are for evaluation; train the model itself."
+                raise _announced(StepError(f"{text}{at_user_line()}. {advice}"))
             return self._run(runner, signature, tensors, seed)
         except (PeerFailure, _Announced):
             raise
