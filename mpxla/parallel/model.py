@@ -5,6 +5,7 @@ A facade: what it does is done by `PartitionedModule` (parameters and buffers by
 """
 
 import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -19,6 +20,7 @@ from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
 from mpxla.parallel.contents import PartitionedModule
+from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
@@ -95,6 +97,7 @@ class DistributedModel(PartitionedModule):
         delay_all_models(False)  # by the configuration key; the model is there now
         super().__init__(module)
         self._optimizers: list[Any] = []
+        self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
         self._partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._step_hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -119,6 +122,22 @@ class DistributedModel(PartitionedModule):
             self._engine.adopt_single_stage(self.label)
             if session.topology.dp_size > 1:
                 self._plain_backward = PlainBackward(self._reducer)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedCopy:
+        """A copy with values of its own on the same ranks, for evaluation. See `copies`."""
+        return DistributedCopy(self, memo)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks that share the model."""
+        return current().topology.pp_size
+
+    def _living_copies(self) -> list[DistributedCopy]:
+        found = [(reference, reference()) for reference in self.copies]
+        self.copies = [reference for reference, copy in found if copy is not None]
+        return [copy for _, copy in found if copy is not None]
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -308,6 +327,9 @@ class DistributedModel(PartitionedModule):
         return self._optimizers[0] if self._optimizers else None
 
     def _when_placed(self) -> None:
+        local = self.tensors.local_names
+        for copy in self._living_copies():
+            copy.follow(local or frozenset(), current().device)
         for optimizer in self._optimizers:
             optimizer.keep_local()
         if not self._is_single:
@@ -326,6 +348,8 @@ class DistributedModel(PartitionedModule):
 
     def end_step(self) -> None:
         """Called at the end of every step call that uses this model."""
+        for copy in self._living_copies():
+            copy.settle()
         for hook in list(self._step_hooks.values()):
             hook(self, self.first_optimizer())
 

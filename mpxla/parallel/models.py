@@ -17,6 +17,7 @@ from mpxla.graph.partition_report import format_report
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.parallel.combined import ModelReducers
+from mpxla.parallel.copies import lending
 from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
@@ -179,7 +180,12 @@ class Models:
         for model in self:
             model.begin_step()
         known = set(self.engine.first_cuts)
-        result = self.engine.call(rule, args, kwargs)
+        copies, args, kwargs = lending(args, kwargs)
+        with contextlib.ExitStack() as stack:
+            for copy in copies:
+                stack.enter_context(copy.lent())
+            lent = {copy.original.label for copy in copies}
+            result = self.engine.call(rule, args, kwargs, lent)
         new = [cut for label, cut in self.engine.first_cuts.items() if label not in known]
         if new and self._session.rank == 0:
             get_logger().info("%s", cut_report(new[0]))  # one step cut all of them

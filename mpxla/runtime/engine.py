@@ -6,7 +6,7 @@ rank runs its list of actions; gradients and results are collected.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -138,8 +138,20 @@ class StepEngine:
         """The first step that was cut."""
         return next(iter(self.first_cuts.values()), None)
 
-    def call(self, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        rule: SplitRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        lent: Set[str] = frozenset(),
+    ) -> Any:
         """Runs one call of a step function. Every rank of the pipeline must call it.
+
+        Args:
+            rule: the function.
+            args: its arguments.
+            kwargs: likewise.
+            lent: labels of models that have the values of a copy, which cannot be trained.
 
         Raises:
             StepError: the call cannot be carried out; raised on all ranks of the pipeline.
@@ -152,6 +164,8 @@ class StepEngine:
                 with self._session.progress.busy("capture and compilation"):
                     call.plan = self._build(call.signature, rule.function, call.objects)
                 self._agree_to_start(call, call.plan)
+            if lent:
+                self._refuse_training(name, call.plan, lent)
             return self._run(call.plan, call.tensors, call.seed)
         except (PeerFailure, _Announced):
             raise
@@ -159,6 +173,13 @@ class StepEngine:
             if error is not self._known_to_all:
                 self._session.report_failure(f"step function {name}", error)
             raise
+
+    def _refuse_training(self, name: str, plan: Plan, lent: Set[str]) -> None:
+        trained = {p for stage in plan.runner.plan.cut.stages for p in stage.trained}
+        if not self._states.owners(trained).isdisjoint(lent):
+            text = f"{name} calls backward and was called with a copy of the distributed model"
+            advice = "Copies are for evaluation; train the model itself."
+            raise _announced(StepError(f"{text}{at_user_line()}. {advice}"))
 
     def _run(self, plan: Plan, tensors: list[list[torch.Tensor]], seed: int) -> Any:
         runner, signature = plan.runner, plan.signature

@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 
 from mpxla.errors import ConfigError
-from mpxla.parallel.elementwise import check_elementwise
+from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +33,28 @@ class NormedDescent(SignDescent):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+class Lamb(SignDescent):
+    """Scales every update by the norm of its parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=float(group["lr"] * p.norm() / (p.grad.norm() + 1e-6)))
+
+
+class ClippingLamb(Lamb):
+    """Clips by the norm of all gradients first, if it is large."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / max(norm.item() / 20.0, 1.0))
 
 
 def parameters():
@@ -69,3 +91,19 @@ def test_the_trial_leaves_the_optimizer_alone():
     optimizer.step()
     assert calls == ["hook"]
     scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        *((optim.Adafactor, False), (SignDescent, False), (NormedDescent, False), (Lamb, False)),
+        (ClippingLamb, True),
+    ],
+)
+def test_optimizers_that_mix_parameters_are_found(kind, expected):
+    mine = parameters()
+    before = [p.detach().clone() for p in mine]
+    state = torch.get_rng_state()
+    assert mixes_parameters(kind(mine, lr=0.1)) is expected
+    assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)

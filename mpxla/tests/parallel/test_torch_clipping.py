@@ -1,6 +1,7 @@
 """Torch's clipping functions on parameters of the model, and on others."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import mpxla as smp
 from mpxla.errors import MpxlaError
 from mpxla.testing import run_ranks
+from mpxla.tests.clients import logged
 from mpxla.tests.parallel.test_norms import Tied, batch, loss_of
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +51,14 @@ def clip_in_other_ways(config):
     except MpxlaError as error:
         found["divided"] = str(error)
     held = [p.grad for p in model.parameters() if p.grad is not None]
-    found["held"] = get_total_norm(held).item()
+    with logged() as lines:
+        found["held"] = get_total_norm(held).item()
+        found["held, inf"] = get_total_norm(held, float("inf")).item()
+        found["weights"] = get_total_norm(model.local_parameters()).item()
+        found["others"] = get_total_norm([p.grad for p in other.parameters()]).item()
+        found["all"] = list(lines)
+        get_total_norm(held[:1])
+        found["one only"] = list(lines)
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
     optimizer.step()
     smp.step(loss_of)(model, batch())
@@ -65,6 +74,8 @@ def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
     plain(batch()).square().sum().backward()
     norm = clip_grad_norm_(plain.parameters(), 1e9).item()
     middle = plain.middle.weight.grad.norm().item()
+    largest = get_total_norm([p.grad for p in plain.parameters()], float("inf")).item()
+    weights = get_total_norm(plain.parameters()).item()
     nn.utils.clip_grad_value_(plain.parameters(), 0.01)
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     for found, state in run_ranks(clip_in_other_ways, world_size, config):
@@ -73,6 +84,17 @@ def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
             assert found[key] == pytest.approx(norm, rel=1e-5), key
         assert found["one"] == pytest.approx(middle, rel=1e-5)
         assert found["none"] == 0.0
+        assert found["others"] == pytest.approx(math.sqrt(6.0))
+        (warning,) = found["one only"]
+        assert re.search(r"was given \d tensors at \S*test_torch_clipping\.py:\d+: .*", warning)
+        if "shard_optimizer_state" in config:
+            assert "gradients are on their owners only. The result is the norm of" in warning
+        else:
+            assert found["all"] == [], "all that a rank holds"
+            assert found["held"] == pytest.approx(norm, rel=1e-5)
+            assert found["held, inf"] == pytest.approx(largest, rel=1e-5)
+            assert found["weights"] == pytest.approx(weights, rel=1e-5)
+            assert "they are not all that this rank holds" in warning
         assert "2 of the 7 parameters to clip are not the distributed model's" in found["mixed"]
         assert "norm_type is 0.0; use a positive order" in found["order"]
         if "shard_optimizer_state" in config:
@@ -121,6 +143,60 @@ def _count(transport, name, calls):
 )
 def test_clipping_costs_one_small_collective_and_no_reading_back(config):
     for calls, num_compiled, num_read in run_ranks(count_what_it_costs, 2, config):
-        assert calls == [("all_gather", 1)]
+        announced = [("send_many", 1)]  # by the first rank: that all clip now
+        assert calls in ([("all_gather", 1)], [*announced, ("all_gather", 1)])
         assert num_compiled == 0
         assert num_read == 0
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of every parameter by its norm; its state is empty."""
+
+    limit = None
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 1.0
+        if self.limit is not None:
+            norm = torch.stack([p.grad.norm() for p in held]).norm()
+            scale = (self.limit / norm).clamp(max=1.0)
+        for p in held:
+            p.sub_(p.grad * scale * (0.1 * p.norm() / (p.grad.norm() + 1e-6)))
+
+
+class ClippingLamb(Lamb):
+    limit = 0.5
+
+
+def train_by_norms():
+    smp.init({"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0})
+    raw = Tied()
+    model = smp.DistributedModel(raw)
+    smp.set_partition(raw.middle, 1)
+    with logged() as lines:
+        optimizer = smp.DistributedOptimizer(Lamb(model.parameters()))
+        before = list(lines)
+        smp.DistributedOptimizer(ClippingLamb(Tied().parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        smp.step(loss_of)(model, batch())
+        optimizer.step()
+    return before, lines, model.state_dict()
+
+
+def test_norms_of_parameters_are_right_and_global_ones_are_warned_of():
+    plain = Tied()
+    optimizer = Lamb(plain.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(batch()).square().sum().backward()
+        optimizer.step()
+    for before, lines, state in run_ranks(train_by_norms, 2):
+        assert before == []
+        assert "ClippingLamb updates a parameter by the values of others too" in lines[0]
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

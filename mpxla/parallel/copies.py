@@ -1,0 +1,240 @@
+"""Copies of the distributed model, as `copy.deepcopy` makes them: for averages of its weights.
+
+A copy holds the same parameters and buffers on the same ranks, with values of its own. It computes
+on the programs of its model: while a step function is called with the copy, model and copy exchange
+their values.
+
+    averaged = torch.optim.swa_utils.AveragedModel(model)      # makes a copy
+    averaged.update_parameters(model)                          # local values only
+    evaluate(averaged, x)                                      # a step function without backward
+"""
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from mpxla.comm.transport import Group
+from mpxla.errors import MpxlaError, StepError
+from mpxla.graph.capture import current_recorder
+from mpxla.graph.user_code import at_user_line
+from mpxla.parallel.contents import PartitionedModule
+from mpxla.runtime.state import load_into
+from mpxla.stage.delayed import is_delayed
+from mpxla.stage.device import make_ready
+
+if TYPE_CHECKING:
+    from mpxla.parallel.model import DistributedModel
+
+__all__ = ["DistributedCopy", "lending"]
+
+_MARK = "passes_over_absent"
+_SETTINGS = ("n_averaged", "use_buffers", "avg_fn", "multi_avg_fn")
+"""What `AveragedModel.update_parameters` reads beside parameters and buffers (torch 2.9)."""
+
+
+class DistributedCopy(PartitionedModule):
+    """What `copy.deepcopy(model)` gives: the model with values of its own, without training.
+
+    Args:
+        source: the model.
+        memo: of `copy.deepcopy`.
+    """
+
+    def __init__(self, source: "DistributedModel | DistributedCopy", memo: dict[int, Any]):
+        if any(is_delayed(tensor) for tensor in source.module.state_dict().values()):
+            raise MpxlaError(
+                f"the model was copied{at_user_line()} before it had values "
+                f"(smp.delay_param_initialization): copy it after the first step."
+            )
+        super().__init__(copy.deepcopy(source.module, memo))
+        self.training = source.training
+        original = source.original if isinstance(source, DistributedCopy) else source
+        # A reference that is no submodule.
+        self.__dict__["_original"] = weakref.ref(original)
+        if original.partitioned:
+            self.tensors.local_names = original.tensors.local_names
+        original.copies.append(weakref.ref(self))
+        self._register_load_state_dict_pre_hook(self._adapt)
+        _average_what_is_here()
+        self.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedCopy":
+        return DistributedCopy(self, memo)
+
+    @property
+    def original(self) -> "DistributedModel":
+        """The model that this is a copy of."""
+        original = self.__dict__["_original"]()
+        if original is None:
+            raise MpxlaError("the distributed model that this is a copy of does not exist any more")
+        return original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the copied module, outside of step functions and with one stage only.
+
+        Raises:
+            StepError: called in a step function that did not get the copy as an argument, or with
+                several stages outside of one.
+        """
+        if current_recorder() is not None:
+            raise StepError(
+                f"a copy of the distributed model was called in a step function{at_user_line()} "
+                f"that did not get it as an argument of its own. Pass the copy (or the "
+                f"AveragedModel) in the place of the model: evaluate(averaged, x)."
+            )
+        if self.original.num_stages > 1:
+            raise StepError(
+                f"a copy of the distributed model was called outside a step function"
+                f"{at_user_line()}, and its parts live on different ranks: pass it to a function "
+                f"decorated with @smp.step. (torch.optim.swa_utils.update_bn calls models by "
+                f"itself; use AveragedModel(model, use_buffers=True), which averages statistics.)"
+            )
+        return self.module(*args, **kwargs)
+
+    def together(self, what: str, ranks: Group) -> contextlib.AbstractContextManager[None]:
+        """As that of the model."""
+        return self.original.together(what, ranks)
+
+    def settle(self) -> None:
+        """Starts pending computation of values, which would become more with every update."""
+        make_ready([*self.parameters(), *self.buffers()])
+
+    def follow(self, local_names: frozenset[str], device: torch.device) -> None:
+        """Called when the model is placed."""
+        self.tensors.place(local_names, device)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As that of the model; also as part of the state dict of a module around the copy."""
+        destination = kwargs.pop("destination", None)
+        prefix, _ = kwargs.pop("prefix", ""), kwargs.pop("keep_vars", None)
+        full = super().state_dict(*args, **kwargs)
+        if destination is None:
+            return {prefix + name: value for name, value in full.items()}
+        destination.update({prefix + name: value for name, value in full.items()})
+        return destination
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a full state dict of the plain model."""
+        result = load_into(self.module, state_dict, strict)
+        self.settle()
+        return result
+
+    def _adapt(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Lets a module around the copy load it by the names of the plain model."""
+        own = self.module.state_dict(keep_vars=True)
+        for name, target in own.items():
+            if prefix + name in state_dict:
+                value = state_dict.pop(prefix + name)
+                absent = target.is_meta and value.shape == target.shape
+                state_dict[f"{prefix}module.{name}"] = torch.empty_like(target) if absent else value
+
+    @contextlib.contextmanager
+    def lent(self) -> Generator[None]:
+        """While this lasts, the model has the values and modes of this copy, and the other way."""
+        original = self.original
+        modes = [(module, module.training) for module in original.module.modules()]
+        self._exchange()
+        for (module, _), own in zip(modes, self.module.modules(), strict=True):
+            module.training = own.training
+        try:
+            yield
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            self._exchange()
+
+    def _exchange(self) -> None:
+        theirs, own = self.original.tensors, self.tensors
+        for name, parameter in theirs.parameters.items():
+            other = own.parameters[name]
+            parameter.data, other.data = other.data, parameter.data
+        mine = own.buffers
+        for name, buffer in theirs.buffers.items():
+            if buffer.is_meta == mine[name].is_meta:
+                theirs.set_buffer(name, mine[name])
+                own.set_buffer(name, buffer)
+
+
+def lending(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[DistributedCopy], list[Any], dict[str, Any]]:
+    """The copies that a step function is called with, and arguments with models in their places.
+
+    Raises:
+        StepError: it is called with several copies of one model, or with that model as well.
+    """
+    values = [*args, *kwargs.values()]
+    copies = list({id(c): c for c in map(_copy_in, values) if c is not None}.values())
+    originals = [id(copy.original) for copy in copies]
+    if len(set(originals)) < len(copies) or not set(originals).isdisjoint(map(id, values)):
+        raise StepError(
+            f"a step function was called{at_user_line()} with a copy of the distributed model "
+            f"and with another one, or with the model itself. It runs the programs of the model on "
+            f"the values of one of them: call it once for each."
+        )
+
+    def exchanged(value: Any) -> Any:
+        found = _copy_in(value)
+        return value if found is None else found.original
+
+    return (
+        copies,
+        [exchanged(value) for value in args],
+        {name: exchanged(value) for name, value in kwargs.items()},
+    )
+
+
+def _copy_in(value: Any) -> DistributedCopy | None:
+    inner: nn.Module | Any = value.module if isinstance(value, AveragedModel) else value
+    return inner if isinstance(inner, DistributedCopy) else None
+
+
+# --- torch's averages ---------------------------------------------------------------------------
+
+
+def _average_what_is_here() -> None:
+    """Lets `AveragedModel` pass over parameters of other ranks. Once in a process.
+
+    They have no values, which functions that average (`get_swa_multi_avg_fn`, torch 2.9) read.
+    """
+    original = AveragedModel.update_parameters
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        if not isinstance(self.module, DistributedCopy):
+            return original(self, model)
+        parameters = _here(self.module.parameters(), model.parameters())
+        buffers = _here(self.module.buffers(), model.buffers())
+        own, others = (
+            SimpleNamespace(
+                parameters=functools.partial(list, [pair[side] for pair in parameters]),
+                buffers=functools.partial(list, [pair[side] for pair in buffers]),
+            )
+            for side in (0, 1)
+        )
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        # `n_averaged` is counted in place.
+        view = SimpleNamespace(module=own, parameters=own.parameters, **settings)
+        original(cast(Any, view), cast(Any, others))
+        self.module.settle()
+
+    setattr(update_parameters, _MARK, True)
+    AveragedModel.update_parameters = update_parameters
+
+
+def _here(
+    own: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(a, b) for a, b in zip(own, others, strict=True) if not a.is_meta]
