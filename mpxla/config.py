@@ -136,7 +136,7 @@ class Config:
     disk or data loader that does not answer is. Give it more than the longest time for which a
     rank may sleep while others wait for it."""
     init_timeout_s: float = key(120.0, number(above=0))
-    """Extension. How many seconds `smp.init` waits for ranks that have not started."""
+    """Extension. How many seconds `smp.init` waits for ranks that have not called it."""
     check_indices: str = key("inputs", switch_or_word("all", "off", "inputs"))
     """Extension. Ids beyond a table and labels beyond the classes are errors: `inputs` looks at
     those that follow from inputs of a step, before it runs, unless they are on an accelerator; True

@@ -230,14 +230,13 @@ def check(work, stopped, folder):
     assert f"PeerFailure: no action completed for 3 s (stall_timeout_s): rank {stopped} is" in text
     assert "is silent: its process gives no sign of life, so it is stopped (SIGSTOP)" in text
     assert re.search(rf" {stopped} +\d+ s +\(silent\)", text), text
-    assert f"Look at the output of rank {stopped}" in text or "was busy outside mpxla" in text
     return text
 
 
 def test_stopped_while_the_other_is_at_a_barrier(tmp_path):
     text = check(at_barrier, 1, tmp_path)
     assert "rank 1: barrier with rank 1" in text
-    assert "last test_freezes.py:" in text and "stop_self" in text
+    assert "last test_freezes.py:" in text and "Look at the output of rank 1" in text
 
 
 def test_rank_0_stopped_while_the_other_is_in_a_step(tmp_path):
