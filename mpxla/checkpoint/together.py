@@ -137,7 +137,8 @@ class StoreExchange:
             while not self._store.check([key]):  # blocking would keep others from the store
                 failure = self._failure()
                 if failure is not None:
-                    raise PeerFailure(f"{failure.text}. A checkpoint was being saved then.")
+                    text = failure.text if failure.text.endswith("\n") else f"{failure.text}. "
+                    raise PeerFailure(f"{text}A checkpoint was being saved then.")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
             return self._store.get(key)

@@ -176,7 +176,8 @@ class LifelineServer:
     def _is_over(self) -> bool:
         if self._stop_at == float("inf"):
             return False
-        if self._failure is not None or len(self._ended) == self._world_size:
+        has_everybody_left = len(self._ended) == self._world_size and not self._there()
+        if self._failure is not None or has_everybody_left:
             return True
         # Who has fallen silent is waited for until that is a failure.
         return time.monotonic() >= self._stop_at and not self._silent(_NOTICEABLE_S)
@@ -263,10 +264,10 @@ class LifelineServer:
         silent = self._silent(longest_silence_s(self._timeout_s))
         for member in self._there():
             row = {**_UNTOLD, **member.row}
-            row["idle_s"] += now - max(member.heard, self._absence.until)
             if member in silent:
+                rows.pop(member.rank, None)
                 last[member.rank] = {**row, "idle_s": now - member.heard}
-            else:
+            elif not member.said_bye:
                 rows[member.rank] = row
         if self._failure is None and len(rows) + len(last) == self._world_size:
             found = explain_stall(rows, self._world_size, self._timeout_s, silent=last)
@@ -279,7 +280,9 @@ class LifelineServer:
                 self._send(member, told)  # one that is stopped would not take it
 
     def _there(self) -> list[_Member]:
-        return [m for m in self._members if m.rank is not None and not m.said_bye]
+        """Ranks that are not done: who has said bye hangs up at once, and rank 0 after all."""
+        known = [m for m in self._members if m.rank is not None]
+        return [m for m in known if m.rank != 0 or not m.said_bye]
 
     def _silent(self, for_s: float) -> list[_Member]:
         """Members of which nothing was heard for so long, although they should be."""

@@ -15,23 +15,15 @@ This file knows no tensors, and actions only as texts.
 """
 
 import contextlib
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
+
+from mpxla.comm.whereabouts import Whereabouts
 
 __all__ = ["LEFT", "UNKNOWN", "Progress", "explain_stall"]
 
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = (
-    _PACKAGE,
-    "<",
-    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 _TITLES = ("rank", "since", "now", "next", "waits for", "where")
 _SILENT = "(silent)"
 LEFT: dict[str, Any] = {
@@ -64,7 +56,7 @@ class Progress:
         self._actions: Sequence[Any] = ()
         self._describe: Callable[[Any], str] = str
         self._index = 0
-        self._owner = threading.main_thread()
+        self._whereabouts = Whereabouts(threading.main_thread())
 
     def begin(self, actions: Sequence[Any], describe: Callable[[Any], str]) -> None:
         """The step's actions begin.
@@ -141,7 +133,7 @@ class Progress:
             "next": self._text(self._index + 1) if self.is_running else "",
             "waits_for": list(waits_for),
             "what": what,
-            "where": self._where(),
+            "where": self._whereabouts.find(),
         }
 
     def _now(self) -> str:
@@ -150,26 +142,6 @@ class Progress:
     def _text(self, index: int) -> str:
         actions = self._actions
         return self._describe(actions[index]) if index < len(actions) else "end of the step"
-
-    def _where(self) -> str:
-        """The user's line that the main thread is in, or the innermost one."""
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        frame = innermost = frames.get(self._owner.ident or 0)
-        while frame is not None and not _is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        return _place(frame or innermost)
-
-
-def _place(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
-
-
-def _is_users(filename: str) -> bool:
-    """Whether a file belongs to the script; mpxla's own tests play that part as well."""
-    return not filename.startswith(_LIBRARIES) or filename.startswith(f"{_PACKAGE}/tests/")
 
 
 def explain_stall(

@@ -341,9 +341,12 @@ class Inbox:
         try:
             value = posted.unpack(payload)
         except Exception as error:  # fewer bytes than its specs say
-            what = f"unpacking {posted.handle.what} of {payload.numel()} bytes"
-            self._watch.report(what, error)
-            posted.handle.set_error(error)
+            wrong = RankMismatch(
+                f"rank {self._watch.rank} cannot unpack {posted.handle.what}: {error}. Install the "
+                f"same version of mpxla on every host."
+            )
+            posted.handle.set_error(wrong)
+            self._watch.report("", wrong)
         else:
             posted.handle.set_result(value)
 

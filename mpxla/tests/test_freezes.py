@@ -62,6 +62,7 @@ def prepare(replicas=False, **further):
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
     train(model, torch.ones(4, 4))
+    smp.barrier()  # nobody needs a message of this step any more
     return model, optimizer
 
 
@@ -216,7 +217,7 @@ def errors_of(work, stopped, folder, world_size=2):
     killer.start()
     results = run_ranks_unpooled(one_rank, world_size, work, stopped, str(folder), timeout_s=240)
     killer.join(10)
-    assert results[stopped].exit_code == -signal.SIGKILL
+    assert results[stopped].exit_code == -signal.SIGKILL, [result.stderr for result in results]
     others = [result for rank, result in enumerate(results) if rank != stopped]
     assert [result.exit_code for result in others] == [1] * len(others), others[0].stderr
     stopped_at = float(re.search(r"stops at (\S+)", results[stopped].stdout)[1])
@@ -228,15 +229,14 @@ def check(work, stopped, folder):
     (text,) = errors_of(work, stopped, folder)
     assert f"PeerFailure: no action completed for 3 s (stall_timeout_s): rank {stopped} is" in text
     assert "is silent: its process gives no sign of life, so it is stopped (SIGSTOP)" in text
-    assert re.search(rf"\n  {stopped} +\d+ s +\(silent\)", text), text
-    assert f"Look at the output of rank {stopped}" in text or "was busy outside mpxla" in text
+    assert re.search(rf" {stopped} +\d+ s +\(silent\)", text), text
     return text
 
 
 def test_stopped_while_the_other_is_at_a_barrier(tmp_path):
     text = check(at_barrier, 1, tmp_path)
     assert "rank 1: barrier with rank 1" in text
-    assert "last test_freezes.py:" in text and "stop_self" in text
+    assert "last test_freezes.py:" in text and "Look at the output of rank 1" in text
 
 
 def test_rank_0_stopped_while_the_other_is_in_a_step(tmp_path):

@@ -1,5 +1,7 @@
 """A step that one rank does not come to ends on all ranks with the table of what they do."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -78,29 +80,104 @@ def test_saving_on_one_rank_ends_the_job(tmp_path, what, name):
         assert name in text and "save_alone" in text
 
 
-def save_slowly(file):
-    """One rank takes long to write, which is no stall."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "stall_timeout_s": 1.0})
+def work_alone(file, kind):
+    """Rank 1 takes long for something that rank 0 waits for."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "stall_timeout_s": STALL_S})
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
     train(model, torch.ones(4, 4))
+    long = WORKS[kind] if smp.rank() == 1 else lambda _: None
     original = save.save_object
 
-    def slow(*args):
-        if smp.rank() == 1:
-            time.sleep(1.5)
+    def save_long(*args):
+        long(file / "scratch")
         return original(*args)
 
-    save.save_object = slow
     try:
-        smp.save_checkpoint(file, "slow", model=model)
+        if "disk" in kind:
+            save.save_object = save_long
+            is_late = kind == "a stuck disk in the background"
+            smp.save_checkpoint(file, "long", model=model, asynchronous=is_late)
+            if is_late:
+                smp.save_checkpoint(file, "longer", model=model)
+        else:
+            long(file / "scratch")
+            smp.barrier()
+    except smp.PeerFailure as error:
+        (file / "given up").touch()
+        return str(error)
     finally:
         save.save_object = original
-    smp.resume_from_checkpoint(file)
 
 
-def test_a_slow_disk_is_waited_for(tmp_path):
-    run_ranks(save_slowly, 2, str(tmp_path), timeout_s=60)
-    assert (tmp_path / "newest").read_text() == "slow\n"
+def until_late():
+    """Turns for clearly longer than the timeout."""
+    end = time.monotonic() + 2.5 * STALL_S
+    while time.monotonic() < end:
+        yield
+
+
+def compute(file):
+    for _ in until_late():
+        sum(range(1000))
+
+
+def write(file):
+    for _ in until_late():
+        file.write_bytes(bytes(1_000_000))
+        time.sleep(0.05)
+
+
+def have_it_done(file):
+    """As `aws s3 cp` would: by a process that computes."""
+    text = f"import time; e = time.monotonic() + {2.5 * STALL_S}\nwhile time.monotonic() < e: pass"
+    subprocess.run([sys.executable, "-c", text], check=True)
+
+
+def hang(file):
+    """As on a disk, lock or socket that does not answer, until the other rank has given up."""
+    while not (file.parent / "given up").exists():
+        time.sleep(0.05)
+
+
+STALL_S = 2.0
+WORKS = {
+    "an evaluation": compute,
+    "a download": write,
+    "a child process": have_it_done,
+    "a slow disk": write,
+    "a hanging loader": hang,
+    "a stuck disk": hang,
+    "a stuck disk in the background": hang,
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "an evaluation",
+        "a slow disk",
+        pytest.param("a download", marks=pytest.mark.slow),
+        pytest.param("a child process", marks=pytest.mark.slow),
+    ],
+)
+def test_what_makes_progress_is_waited_for(tmp_path, kind):
+    assert run_ranks(work_alone, 2, tmp_path, kind, timeout_s=120) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("a stuck disk in the background", "rank 1: its part of a checkpoint"),
+        pytest.param("a stuck disk", "smp.save_checkpoint", marks=pytest.mark.slow),
+        pytest.param("a hanging loader", "barrier with rank 1", marks=pytest.mark.slow),
+    ],
+)
+def test_what_makes_no_progress_ends_the_job(tmp_path, kind, what):
+    for text in run_ranks(work_alone, 2, tmp_path, kind, timeout_s=120):
+        assert "no action completed for 2 s (stall_timeout_s)" in text
+        assert "rank 1 waits for nobody and does not come; it is in test_stall.py:" in text
+        assert "where it neither computes nor moves files" in text
+        assert what in text
 
 
 def test_a_rank_that_is_only_late_is_waited_for():
