@@ -206,6 +206,7 @@ def _background_exchange(session: Session, token: str) -> StoreExchange:
         f"mpxla_checkpoint/{token}",
         session.rank,
         session.env.world_size,
+        session.transport.seal,
         (lambda: None) if lifeline is None else (lambda: lifeline.failure),
     )
     if lifeline is not None:

@@ -14,12 +14,14 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import Store
 
 from mpxla.comm.handle import Wait
+from mpxla.comm.seal import Seal
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group
 from mpxla.errors import CheckpointError, PeerFailure
 
 __all__ = ["Exchange", "ObjectExchange", "StoreExchange", "together"]
 
+_CHANNEL = "checkpoint"
 _POLL_S = 0.002
 _SLOWEST_POLL_S = 0.05
 T = TypeVar("T")
@@ -82,6 +84,7 @@ class StoreExchange:
         prefix: of the keys; a new one for every exchange.
         rank: this rank.
         world_size: number of ranks.
+        seal: of the session; others can write to the store too.
         failure: tells of a rank that died, or None.
     """
 
@@ -91,10 +94,12 @@ class StoreExchange:
         prefix: str,
         rank: int,
         world_size: int,
+        seal: Seal,
         failure: Callable[[], Any] = lambda: None,
     ):
         self.rank, self.world_size = rank, world_size
         self._store, self._prefix = store, prefix
+        self._seal = seal
         self._failure = failure
         self._round = 0
         self.wait: Wait | None = None
@@ -104,11 +109,17 @@ class StoreExchange:
         """See `Exchange`.
 
         Raises:
+            MpxlaError: somebody else has written to the store.
             PeerFailure: a rank died meanwhile.
         """
         keys = [f"{self._prefix}/{self._round}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        values = [json.loads(self._wait_for(key, rank)) for rank, key in enumerate(keys)]
+        world = tuple(range(self.world_size))
+        sealed = self._seal.wrap(json.dumps(value).encode(), _CHANNEL, world)
+        self._store.set(keys[self.rank], sealed.hex())
+        values = []
+        for rank, key in enumerate(keys):
+            found = bytes.fromhex(self._wait_for(key, rank).decode())
+            values.append(json.loads(self._seal.unwrap(found, _CHANNEL, rank, world)))
         if self._round > 0:  # all ranks are in this round, so they have read the one before
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")

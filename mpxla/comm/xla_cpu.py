@@ -103,13 +103,14 @@ class CpuRunner:
         waits = [self._host.recv(None, rank, _CHANNEL) for rank in others]
         for rank, wait in zip(others, waits, strict=True):
             wait.what = what
-            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            header = self._host.seal.close(data, _CHANNEL, (rank,))
-            self._host.send_many([header, data], rank, _CHANNEL)
+            sealed = self._host.seal.wrap(text.encode(), _CHANNEL, (rank,))
+            message = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+            self._host.send(message, rank, _CHANNEL)
         arrived = [wait.result() for wait in waits]
         for rank, sealed in zip(others, arrived, strict=True):
-            data = self._host.seal.open(sealed, _CHANNEL, rank, (self._host.rank,))
-            other = bytes(as_memory(data)).decode()
+            here = (self._host.rank,)
+            data = self._host.seal.unwrap(bytes(as_memory(sealed)), _CHANNEL, rank, here)
+            other = data.decode()
             if other != text:
                 raise RankMismatch(
                     f"rank {self._host.rank} {purpose}, but rank {rank} came to {other}. Run the "

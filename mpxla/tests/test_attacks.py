@@ -1,5 +1,6 @@
 """Somebody who can reach the ports of a job, and does not know its secret."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -47,15 +48,33 @@ def listening_sockets():
     return found
 
 
+def inodes_of(process):
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    folder = Path(f"/proc/{process}/fd")
+    with contextlib.suppress(OSError):  # it has ended
+        for descriptor in folder.iterdir():
+            with contextlib.suppress(OSError):
+                link = os.readlink(descriptor)
+                if link.startswith("socket:["):
+                    found.add(link.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
 def own_listening_addresses():
     """Addresses, as digits, at which this process listens."""
-    links = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            links.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except OSError:  # the descriptor of the listing itself
-            continue
-    return sorted(a for a, _, inode in listening_sockets() if f"socket:[{inode}]" in links)
+    own = inodes_of("self")
+    return sorted(address for address, _, inode in listening_sockets() if inode in own)
+
+
+def descendants(process):
+    """The processes that a process has started, and those that they have started."""
+    found = set()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):
+            for child in (thread / "children").read_text().split():
+                found |= {child, *descendants(child)}
+    return found
 
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -76,15 +95,18 @@ def pester(port):
 
 @contextmanager
 def attacker():
-    """Talks to every port that is opened on this host meanwhile, as soon as it is there."""
+    """Talks to every port that a rank opens meanwhile, as soon as it is there."""
     known, done, opened = {s[2] for s in listening_sockets()}, threading.Event(), []
     seen = []
 
     def attack():
         while not done.is_set():
             for _, port, inode in listening_sockets():
-                if inode not in known:
-                    known.add(inode)
+                if inode in known:
+                    continue
+                known.add(inode)
+                # Other jobs of this host are left alone.
+                if any(inode in inodes_of(process) for process in descendants(os.getpid())):
                     seen.append(port)
                     opened.extend(pester(port))
             time.sleep(0.002)

@@ -20,11 +20,13 @@ from mpxla.checkpoint.commit import partial_tags
 from mpxla.checkpoint.files import FileRecord, save_object
 from mpxla.checkpoint.layout import partial_folder, read_newest
 from mpxla.checkpoint.together import StoreExchange, together
-from mpxla.errors import CheckpointError, PeerFailure
+from mpxla.comm.seal import Seal
+from mpxla.errors import CheckpointError, MpxlaError, PeerFailure
 
 pytestmark = pytest.mark.unit
 
 FACTS = {"about": "all"}
+KEY = b"known to all ranks"
 
 
 class Alone:
@@ -220,7 +222,7 @@ def test_an_error_on_one_rank_is_an_error_on_all():
     store = HashStore()
 
     def work(rank):
-        exchange = StoreExchange(store, "x", rank, 3)
+        exchange = StoreExchange(store, "x", rank, 3, Seal(rank, KEY))
         assert together(exchange, "first", lambda: rank * 10) == [0, 10, 20]
         try:
             together(exchange, "second", lambda: 1 // (rank - 1))
@@ -237,7 +239,7 @@ def test_equal_errors_are_told_once():
 
     def work(rank):
         with pytest.raises(CheckpointError, match=r"^it failed on rank 0, 1: same$"):
-            together(StoreExchange(store, "x", rank, 2), "it", fail)
+            together(StoreExchange(store, "x", rank, 2, Seal(rank, KEY)), "it", fail)
         return True
 
     def fail():
@@ -250,9 +252,18 @@ def test_waiting_for_a_dead_rank_ends():
     class Dead:
         text = "rank 1 died"
 
-    exchange = StoreExchange(HashStore(), "x", 0, 2, lambda: Dead())
+    exchange = StoreExchange(HashStore(), "x", 0, 2, Seal(0, KEY), lambda: Dead())
     with pytest.raises(PeerFailure, match=r"rank 1 died\. A checkpoint was being saved then"):
         exchange.allgather(1)
+
+
+def test_what_strangers_write_to_the_store_is_not_believed():
+    store = HashStore()
+    forged = Seal(1, b"a guess").wrap(b'{"value": 1}', "checkpoint", (0, 1))
+    for text in (forged.hex(), b'{"value": 1}'.hex()):
+        store.set("x/0/1", text)
+        with pytest.raises(MpxlaError, match="do not come from rank 1 of this job"):
+            StoreExchange(store, "x", 0, 2, Seal(0, KEY)).allgather(1)
 
 
 # --- flushing -----------------------------------------------------------------------------------
@@ -299,7 +310,7 @@ def save_for_ever(path, store_file, rank, first):
     number = first
     while True:
         number += 1
-        exchange = StoreExchange(store, f"save{number}", rank, 2)
+        exchange = StoreExchange(store, f"save{number}", rank, 2, Seal(rank, KEY))
         tag, token = f"t{number % 3}", str(number)  # tags come again: replacing is met as well
         if rank == 0:
             commit.prepare(path, tag, token)
