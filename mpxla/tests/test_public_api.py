@@ -67,7 +67,7 @@ SIGNATURES = {
     "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
     "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
     "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
-    "weights_only=True",
+    "weights_only=True, model=None",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
