@@ -14,7 +14,7 @@ import torch
 
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.graph.capture import capture_step
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.control import ControlChannel
@@ -99,6 +99,7 @@ class StepEngine:
         self._plans: dict[tuple[Any, ...], PlanRunner] = {}
         self._known: list[Signature] = []
         self._functions: dict[str, Identities] = {}
+        self._model_counts: dict[str, int] = {}
         self._objects = Identities()
         self.first_cuts: dict[str, CutStep] = {}
         self.last_run: StepRun | None = None
@@ -145,6 +146,15 @@ class StepEngine:
         except BaseException as error:
             self._session.report_failure(f"step function {name}", error)
             raise
+
+    def _reason(self, signature: Signature) -> str:
+        """Why a call needs a new program."""
+        count = len(self._members)
+        before = self._model_counts.get(signature.function, count)
+        self._model_counts[signature.function] = count
+        if before != count:  # their flags are part of every signature
+            return "another model was made since"
+        return describe_change(signature, self._known)
 
     def _run(
         self,
@@ -238,7 +248,7 @@ class StepEngine:
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
     ) -> PlanRunner:
         started = time.perf_counter()
-        reason = describe_change(signature, self._known)
+        reason = self._reason(signature)
         cut = self._cut_together(signature, function, objects)
         used = self._models_of(cut)
         new = [label for label in used if not self._states[label].is_placed]
@@ -307,7 +317,17 @@ class StepEngine:
                 )
         finally:
             self.is_tracing = False
+        step = self._without_other_models(step)
         return self._cut_captured(step, self.placement.ranks, self._measure(step))
+
+    def _without_other_models(self, step: StepGraph) -> StepGraph:
+        """The step without the parameters and buffers of models that it does not use."""
+        labels = self._states.labels
+        if len(labels) == 1:
+            return step
+        used = self._states.owners(step.names_in_use())
+        others = [label for label in labels if label not in used]
+        return without_inputs(step, {n for one in others for n in self._states.names_of(one)})
 
     def _cut_captured(
         self,
