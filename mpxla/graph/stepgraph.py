@@ -6,8 +6,8 @@ knows how it was captured or how it will be cut.
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "is_random",
     "module_path",
     "place",
+    "without_inputs",
 ]
 
 
@@ -108,6 +109,13 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     is_training: bool
 
+    def names_in_use(self) -> set[str]:
+        """Parameters and buffers that some node reads or that the step changes."""
+        inputs = zip(self.placeholders, self.inputs, strict=True)
+        held = (InputKind.PARAMETER, InputKind.BUFFER)
+        read = {role.name for node, role in inputs if node.users and role.kind in held}
+        return read | {role.name for role in self.outputs if role.kind is OutputKind.BUFFER}
+
     @property
     def placeholders(self) -> list[fx.Node]:
         """Placeholder nodes, in the order of `inputs`."""
@@ -118,6 +126,23 @@ class StepGraph:
         """Nodes that the graph returns, in the order of `outputs`."""
         (output,) = [node for node in self.graph.nodes if node.op == "output"]
         return list(cast(Sequence[fx.Node], output.args[0]))
+
+
+def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
+    """A step without its inputs of some names, which no node reads; its graph is changed in place.
+
+    Args:
+        step: the captured step.
+        names: of parameters and buffers.
+    """
+    kept: list[InputRole] = []
+    for node, role in zip(step.placeholders, step.inputs, strict=True):
+        if role.name in names:
+            assert not node.users, f"{role.name} is read"
+            step.graph.erase_node(node)
+        else:
+            kept.append(role)
+    return replace(step, inputs=tuple(kept))
 
 
 def module_path(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
@@ -112,6 +112,7 @@ class StepEngine:
         self._watch = ModelWatch(lambda: self._states.module)
         self._numbers = NumberPolicy()
         self._functions: dict[str, Identities] = {}
+        self._model_counts: dict[str, int] = {}
         self._objects = Identities()
         self.first_cuts: dict[str, CutStep] = {}
         self.last_run: StepRun | None = None
@@ -397,6 +398,11 @@ class StepEngine:
 
     def _reason(self, signature: Signature) -> str:
         """Why a call needs a new program."""
+        count = len(self._members)
+        before = self._model_counts.get(signature.function, count)
+        self._model_counts[signature.function] = count
+        if before != count:  # their flags are part of every signature
+            return "another model was made since"
         change = self._plans.model_change(signature, self._watch.look())
         if change is not None and self._pp_rank == 0:
             self._numbers.count_outside(signature.function, change)
@@ -442,7 +448,7 @@ class StepEngine:
             signature, step, reads = trace(signature, function, objects, self._states)
         finally:
             self.is_tracing = False
-        config = self._session.config
+        step, config = self._without_other_models(step), self._session.config
         if config.check_indices == "all":
             step = with_extremes(step)
         if not (config.auto_partition or config.load_partition):
@@ -458,6 +464,15 @@ class StepEngine:
             path = self._states.path(label)
             pins.update(member.pins(f"model.{path}" if path else "model"))
         return pins
+
+    def _without_other_models(self, step: StepGraph) -> StepGraph:
+        """The step without the parameters and buffers of models that it does not use."""
+        labels = self._states.labels
+        if len(labels) == 1:
+            return step
+        used = self._states.owners(step.names_in_use())
+        others = [label for label in labels if label not in used]
+        return without_inputs(step, {n for one in others for n in self._states.names_of(one)})
 
     def _cut_captured(
         self,

@@ -1,5 +1,6 @@
 """What scripts do with several models besides training: placement, hooks, checkpoints, errors."""
 
+import logging
 import re
 
 import pytest
@@ -128,6 +129,56 @@ def test_names_of_models_do_not_meet():
     results = run_ranks(use_names_that_look_alike, 2)
     for position, wanted in enumerate((1.0, 2.0)):
         assert wanted in [result[position] for result in results]
+
+
+def make_a_model_later(config, is_delayed):
+    """Returns what is held, gradients, and the lines of the log about compiling."""
+    smp.init({"microbatches": 2, "delayed_parameter_initialization": is_delayed, **config})
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mpxla").addHandler(handler)
+    torch.manual_seed(1)
+    raw_g, raw_d = Generator(), Critic()
+    g = smp.DistributedModel(raw_g)
+    z = torch.ones(4, 4)
+    draw(g, z)
+    g.zero_grad()
+    d = smp.DistributedModel(raw_d)
+    draw(g, z)
+    rate = smp.step(lambda d, x: [d.backward(loss := d(x).square().mean()), loss][1])
+    rate(d, torch.ones(4, 3))
+    for model in (g, d):
+        model.zero_grad()
+    forge(g, d, z)
+    logging.getLogger("mpxla").removeHandler(handler)
+    held = [sorted(n for n, _ in model.local_named_parameters()) for model in (g, d)]
+    named = [dict(model.local_named_parameters()) for model in (g, d)]
+    gradients = [{n: p.grad.cpu() for n, p in found.items()} for found in named]
+    reasons = [line for line in lines if line.startswith("compiled step function draw")]
+    return held, gradients, reasons, d.partition_report()
+
+
+@pytest.mark.parametrize("is_delayed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_may_be_made_after_steps_with_another(tmp_path, is_delayed):
+    """The partition file is that of the first step; it is followed when both are there again."""
+    config = {**STAGES, "partition_file": str(tmp_path / "partition.json")}
+    results = run_ranks(make_a_model_later, 2, config, is_delayed)
+    torch.manual_seed(1)
+    g, d = Generator(), Critic()
+    (d(g(torch.ones(4, 4))) - 1).square().mean().backward()
+    for (of_g, of_d), gradients, reasons, report in results:
+        assert len(of_g) + len(of_d) > 0
+        assert "another model was made since" in reasons[1], reasons
+        sizes = re.findall(r"(\d+) \(\d+ B\)", report)
+        assert sum(map(int, sizes)) == 4, "the parameters of this model alone"
+        for module, found in zip((g, d), gradients, strict=True):
+            for name, value in found.items():
+                expected = module.get_parameter(name).grad
+                torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
+    if not is_delayed:
+        again = run_ranks(make_a_model_later, 2, {**config, "load_partition": True}, False)
+        assert [result[0] for result in again] == [result[0] for result in results]
 
 
 # Checkpoints.

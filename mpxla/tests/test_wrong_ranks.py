@@ -129,6 +129,33 @@ def test_different_modes():
     assert first[0] == "PeerFailure"
 
 
+def differ_in_number_of_models():
+    model = made()
+    if smp.rank() == 1:
+        smp.DistributedModel(Net())
+    train(model, batch())
+
+
+def test_different_numbers_of_models():
+    first, _ = check(
+        differ_in_number_of_models, RankMismatch, r"make the same models on all of them", at=[1]
+    )
+    assert first[0] == "PeerFailure"
+
+
+def differ_in_the_second_model():
+    made()
+    train(smp.DistributedModel(Net(6 + 2 * smp.rank())), batch())
+
+
+def test_different_second_models():
+    check(
+        differ_in_the_second_model,
+        RankMismatch,
+        r"have another model or script.*\n  model_2\.first\.weight: float32\[6, 5\] on rank 0\n",
+    )
+
+
 def differ_in_what_is_trained():
     model = made()
     if smp.rank() == 1:

@@ -109,15 +109,6 @@ def test_optimizer_before_model():
     )
 
 
-def two_models():
-    made()
-    smp.DistributedModel(Net())
-
-
-def test_second_model():
-    check(two_models, MpxlaError, r"second smp\.DistributedModel .* Put all networks into one mod")
-
-
 def wrap_other_things():
     smp.init(TWO)
     early = [
