@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
@@ -55,6 +55,7 @@ from mpxla.graph.stepgraph import (
     OutputRole,
     ResultLeaf,
     StepGraph,
+    module_path,
 )
 from mpxla.graph.user_code import at_user_line, explain
 
@@ -354,6 +355,14 @@ class _Annotator(fx.Interpreter):
     """Stores every node's fake result, with its `requires_grad`, in `meta["val"]`."""
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except DynamicOutputShapeException as error:
+            where = module_path(n) or "the step function"
+            raise CaptureError(
+                f"The shape of what {n.target} in {where} gives depends on values. A step is "
+                f"compiled once for fixed shapes: use a mask, torch.where or a fixed number of "
+                f"elements (torch.topk, nonzero_static) there."
+            ) from error
         n.meta["val"] = result
         return result

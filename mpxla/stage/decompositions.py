@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table, get_decompositions
 
+from mpxla.stage.arithmetic import ARITHMETIC
 from mpxla.stage.linear_algebra import FACTORIZATIONS, SOLVERS
 from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
 from mpxla.stage.order import ORDER_STATISTICS
@@ -137,18 +138,6 @@ def _grid_sampler(tensor: torch.Tensor, grid: torch.Tensor, *settings: Any) -> t
     flat = tensor.dim() == 4
     function = _torchs(_aten.grid_sampler_2d.default) if flat else _aten.grid_sampler.default
     return function(tensor, grid, *settings)
-
-
-def _signbit(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor < 0) | ((tensor == 0) & (1 / tensor < 0))
-
-
-def _copysign(tensor: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    return torch.where(_signbit(signs), -tensor.abs(), tensor.abs())
-
-
-def _exp2(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.pow(2.0, tensor)
 
 
 def _std(
@@ -304,6 +293,30 @@ def lacks_derivative(target: Any) -> bool:
     return is_composed and has_kernel(name, "XLA") and not has_kernel(name, "AutogradXLA")
 
 
+def _register_composed() -> None:
+    """Gives composed operators that lack a derivative their replacement wherever they are called.
+
+    Operators of a captured graph are replaced by name; but `diagflat`, say, calls `diag` itself.
+    Tracing looks such calls up here (torch does so only while it traces).
+    """
+    names = (
+        _aten.cross.default,
+        _aten.diag.default,
+        _aten.inverse.default,
+        _aten.logdet.default,
+        _aten.qr.default,
+        _aten.std.default,
+        _aten.std.dim,
+        _aten.svd.default,
+        _aten.vdot.default,
+    )
+    for operator in names:
+        if torch._C.DispatchKey.AutogradXLA not in operator.py_kernels:
+            operator.py_impl(torch._C.DispatchKey.AutogradXLA)(REPLACEMENTS[operator])
+
+
+_register_composed()
+
 _NO_KERNEL = (
     _aten._addmm_activation.default,
     _aten._chunk_cat.default,
@@ -312,14 +325,10 @@ _NO_KERNEL = (
     _aten._upsample_nearest_exact2d.default,
     _aten._upsample_nearest_exact3d.default,
     _aten.addmv.default,
-    _aten.aminmax.default,
-    _aten.bucketize.Scalar,
-    _aten.bucketize.Tensor,
     _aten.col2im.default,
     _aten.heaviside.default,
     _aten.huber_loss.default,
     _aten.huber_loss_backward.default,
-    _aten.hypot.default,
     _aten.im2col.default,
     _aten.isin.Scalar_Tensor,
     _aten.isin.Tensor_Scalar,
@@ -354,10 +363,8 @@ _NO_KERNEL = (
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy.default: _copy,
     _aten.fill.Tensor: _fill,
+    **ARITHMETIC,
     **FACTORIZATIONS,
-    _aten.copysign.Tensor: _copysign,
-    _aten.exp2.default: _exp2,
-    _aten.signbit.default: _signbit,
     _aten.digamma.default: digamma,
     _aten.lgamma.default: lgamma,
     _aten.polygamma.default: polygamma,
