@@ -123,6 +123,20 @@ def _kl_div(
     return (points, points.mean(), points.sum())[reduction]
 
 
+def _with_a_dimension(operator: Any) -> Callable[..., torch.Tensor]:
+    """Also for tensors without dimensions, whose dimension 0 torch_xla does not find."""
+
+    def call(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if tensor.dim():
+            return operator(tensor, *arguments, **keywords)
+        row = [
+            a.reshape(1) if isinstance(a, torch.Tensor) and not a.dim() else a for a in arguments
+        ]
+        return operator(tensor.reshape(1), *row, **keywords).reshape(())
+
+    return call
+
+
 def _cross(left: torch.Tensor, right: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if dim is None:
         dim = next(d for d, size in enumerate(left.shape) if size == 3)
@@ -245,7 +259,16 @@ def _embedding_bag(
     return result, bag, sizes, sizes
 
 
+_NEED_A_DIMENSION = (
+    _aten.index_add.default,
+    _aten.index_copy.default,
+    _aten.index_fill.int_Scalar,
+    _aten.index_select.default,
+    _aten.logsumexp.default,
+)
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    **{operator: _with_a_dimension(operator) for operator in _NEED_A_DIMENSION},
     **ORDER_STATISTICS,
     **POOLINGS,
     **SOLVERS,

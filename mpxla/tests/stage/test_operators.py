@@ -111,7 +111,12 @@ CASES = {
     "clamp_by_wider_tensor": (lambda x: torch.clamp_max(x[0], x * 0.5), (3, 4)),
     "diagflat": (torch.diagflat, (3,)),
     "vecdot": (lambda x: torch.linalg.vecdot(x[0], x[1]), (2, 4)),
-    "aminmax": (lambda x: [*torch.aminmax(x), *torch.aminmax(x, dim=1)], (3, 4)),
+    "aminmax": (lambda x: [*torch.aminmax(x.detach()), x.sum()], (3, 4)),
+    "avg_pool_with_padding_counted": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+        (2, 3, 8, 7),
+    ),
+    "one_element": (lambda x: x[0].index_select(0, torch.tensor([0])) + x[1].logsumexp(0), (2,)),
     "bucketize": (lambda x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5)), (3, 4)),
     "count_nonzero": (lambda x: [torch.count_nonzero(x.relu()), x.sum()], (3, 4)),
     "hypot": (lambda x: torch.hypot(x, x.flip(0)), (3, 4)),
