@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table, get_decompositions
 
+from mpxla.stage.arithmetic import ARITHMETIC
 from mpxla.stage.linear_algebra import FACTORIZATIONS, SOLVERS
 from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
 from mpxla.stage.order import ORDER_STATISTICS
@@ -134,6 +135,20 @@ def _kl_div(
     return (points, points.mean(), points.sum())[reduction]
 
 
+def _with_a_dimension(operator: Any) -> Callable[..., torch.Tensor]:
+    """Also for tensors without dimensions, whose dimension 0 torch_xla does not find."""
+
+    def call(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if tensor.dim():
+            return operator(tensor, *arguments, **keywords)
+        row = [
+            a.reshape(1) if isinstance(a, torch.Tensor) and not a.dim() else a for a in arguments
+        ]
+        return operator(tensor.reshape(1), *row, **keywords).reshape(())
+
+    return call
+
+
 def _cross(left: torch.Tensor, right: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if dim is None:
         dim = next(d for d, size in enumerate(left.shape) if size == 3)
@@ -149,18 +164,6 @@ def _grid_sampler(tensor: torch.Tensor, grid: torch.Tensor, *settings: Any) -> t
     flat = tensor.dim() == 4
     function = _torchs(_aten.grid_sampler_2d.default) if flat else _aten.grid_sampler.default
     return function(tensor, grid, *settings)
-
-
-def _signbit(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor < 0) | ((tensor == 0) & (1 / tensor < 0))
-
-
-def _copysign(tensor: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    return torch.where(_signbit(signs), -tensor.abs(), tensor.abs())
-
-
-def _exp2(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.pow(2.0, tensor)
 
 
 def _std(
@@ -268,7 +271,16 @@ def _embedding_bag(
     return result, bag, sizes, sizes
 
 
+_NEED_A_DIMENSION = (
+    _aten.index_add.default,
+    _aten.index_copy.default,
+    _aten.index_fill.int_Scalar,
+    _aten.index_select.default,
+    _aten.logsumexp.default,
+)
+
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    **{operator: _with_a_dimension(operator) for operator in _NEED_A_DIMENSION},
     **ORDER_STATISTICS,
     **POOLINGS,
     **SOLVERS,
@@ -312,14 +324,10 @@ _NO_KERNEL = (
     _aten._upsample_nearest_exact2d.default,
     _aten._upsample_nearest_exact3d.default,
     _aten.addmv.default,
-    _aten.aminmax.default,
-    _aten.bucketize.Scalar,
-    _aten.bucketize.Tensor,
     _aten.col2im.default,
     _aten.heaviside.default,
     _aten.huber_loss.default,
     _aten.huber_loss_backward.default,
-    _aten.hypot.default,
     _aten.im2col.default,
     _aten.isin.Scalar_Tensor,
     _aten.isin.Tensor_Scalar,
@@ -354,10 +362,8 @@ _NO_KERNEL = (
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy.default: _copy,
     _aten.fill.Tensor: _fill,
+    **ARITHMETIC,
     **FACTORIZATIONS,
-    _aten.copysign.Tensor: _copysign,
-    _aten.exp2.default: _exp2,
-    _aten.signbit.default: _signbit,
     _aten.digamma.default: digamma,
     _aten.lgamma.default: lgamma,
     _aten.polygamma.default: polygamma,

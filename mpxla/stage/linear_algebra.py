@@ -86,6 +86,13 @@ def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True) -> torch.Tens
     return x.squeeze(-1) if is_vector else x
 
 
+def _solve_ex(
+    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    info = torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
+    return _solve(a, b, left=left), info
+
+
 def _inverse(a: torch.Tensor) -> torch.Tensor:
     return _aten.linalg_inv_ex.default(a)[0]
 
@@ -142,6 +149,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_inv.default: _inverse,
     _aten.linalg_slogdet.default: _slogdet,
     _aten.linalg_solve.default: _solve,
+    _aten.linalg_solve_ex.default: _solve_ex,
     _aten.logdet.default: _logdet,
     _aten.qr.default: _qr,
     _aten.slogdet.default: _slogdet,
@@ -186,6 +194,23 @@ def _cholesky_ex(
     return (factor.mT if upper else factor), failed
 
 
+def _cholesky(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    found = _cholesky_ex(a, upper)
+    return found if found is NotImplemented else found[0]
+
+
+def _cholesky_solve(b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """X of L L^T X = B."""
+    lower = factor.mT if upper else factor
+    return _solve_triangular(lower.mT, _solve_triangular(lower, b, upper=False), upper=True)
+
+
+def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    size = factor.shape[-1]
+    unit = torch.eye(size, dtype=factor.dtype, device=factor.device)
+    return _cholesky_solve(unit, factor, upper)
+
+
 def _pinv(
     a: torch.Tensor,
     *,
@@ -193,6 +218,8 @@ def _pinv(
     rtol: torch.Tensor | None = None,
     hermitian: bool = False,
 ) -> torch.Tensor:
+    if hermitian:  # only the lower triangle counts
+        a = a.tril() + a.tril(-1).mT
     left, values, right = _aten._linalg_svd.default(a, False, True)
     largest = values[..., :1]
     if rtol is None:
@@ -212,6 +239,9 @@ def _checked(*_: Any, **__: Any) -> None:
 
 FACTORIZATIONS: dict[Any, Callable[..., Any]] = {
     _aten._linalg_check_errors.default: _checked,
+    _aten.cholesky.default: _cholesky,
+    _aten.cholesky_inverse.default: _cholesky_inverse,
+    _aten.cholesky_solve.default: _cholesky_solve,
     _aten.linalg_cholesky_ex.default: _cholesky_ex,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     _aten.linalg_solve_triangular.default: _solve_triangular,

@@ -134,6 +134,37 @@ def _adaptive_avg_pool(num_dims: int, original: Any) -> Callable[..., torch.Tens
     return pool
 
 
+def _avg_pool(num_dims: int, original: Any) -> Callable[..., torch.Tensor]:
+    """What the device's derivative lacks, as sums by a product for each dimension."""
+
+    def pool(
+        x: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: Sequence[int] = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> torch.Tensor:
+        if not (ceil_mode and count_include_pad) and divisor_override is None:
+            rest = (ceil_mode, count_include_pad)
+            return original(x, kernel_size, stride, padding, *rest)
+        settings = (kernel_size, stride or kernel_size, padding)
+        rows = zip(x.shape[-num_dims:], *(_wide(s, num_dims) for s in settings), strict=True)
+        for dim, (size, kernel, step, gap) in enumerate(rows, start=-num_dims):
+            window = (size, kernel, step, gap, 1, ceil_mode, x.device)
+            positions, is_inside = _strided_windows(*window)
+            places = torch.arange(size, device=x.device)
+            shares = (positions[:, :, None] == places).any(1).to(x.dtype)
+            if divisor_override is None:
+                counts = positions < size + gap if count_include_pad else is_inside
+                shares = shares / counts.sum(1, keepdim=True)
+            x = (x.movedim(dim, -1) @ shares.mT).movedim(-1, dim)
+        return x if divisor_override is None else x / divisor_override
+
+    return pool
+
+
 def _max_unpool(num_dims: int) -> Callable[..., torch.Tensor]:
     def unpool(
         x: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int], *_: Any
@@ -158,6 +189,8 @@ POOLINGS: dict[Any, Callable[..., Any]] = {
     _aten.adaptive_avg_pool1d.default: _adaptive_avg_pool(1, _aten.adaptive_avg_pool1d.default),
     _aten.adaptive_avg_pool2d.default: _adaptive_avg_pool(2, _aten.adaptive_avg_pool2d.default),
     _aten.adaptive_avg_pool3d.default: _adaptive_avg_pool(3, _aten.adaptive_avg_pool3d.default),
+    _aten.avg_pool2d.default: _avg_pool(2, _aten.avg_pool2d.default),
+    _aten.avg_pool3d.default: _avg_pool(3, _aten.avg_pool3d.default),
     _aten.max_unpool2d.default: _max_unpool(2),
     _aten.max_unpool3d.default: _max_unpool(3),
 }

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 LABELS = torch.tensor([[1, 2, -1, 0], [0, -1, 1, 1], [3, 2, 1, 0]])
 BAG, STARTS = torch.tensor([0, 1, 2, 3, 4, 4]), torch.tensor([0, 2, 3])
-GROUP = 11
+GROUP = 13
 SENTENCES = torch.tensor([[1, 2, 2], [3, 1, 0]])
 
 
@@ -106,6 +106,20 @@ CASES = {
         lambda x: (torch.quantile(x, 0.3), torch.quantile(x, torch.tensor([0.1, 0.5]), dim=1)),
         (3, 5),
     ),
+    "cholesky_inverse": (lambda x: torch.cholesky_inverse(x.tril() + 3 * torch.eye(4)), (2, 4, 4)),
+    "addmm_scaled": (lambda x: torch.addmm(x[0], x, x, beta=0.5, alpha=2.0), (4, 4)),
+    "clamp_by_wider_tensor": (lambda x: torch.clamp_max(x[0], x * 0.5), (3, 4)),
+    "diagflat": (torch.diagflat, (3,)),
+    "vecdot": (lambda x: torch.linalg.vecdot(x[0], x[1]), (2, 4)),
+    "aminmax": (lambda x: [*torch.aminmax(x.detach()), x.sum()], (3, 4)),
+    "avg_pool_with_padding_counted": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+        (2, 3, 8, 7),
+    ),
+    "one_element": (lambda x: x[0].index_select(0, torch.tensor([0])) + x[1].logsumexp(0), (2,)),
+    "bucketize": (lambda x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5)), (3, 4)),
+    "count_nonzero": (lambda x: [torch.count_nonzero(x.relu()), x.sum()], (3, 4)),
+    "hypot": (lambda x: torch.hypot(x, x.flip(0)), (3, 4)),
     "cross": (lambda x: torch.cross(x, x.flip(0), dim=-1), (2, 3)),
 }
 
@@ -155,11 +169,11 @@ DRAWS = {
     "exponential": lambda x: torch.empty_like(x).exponential_(),
     "uniform": lambda x: torch.empty_like(x).uniform_(),
     "normal": lambda x: torch.empty_like(x).normal_(),
-    "log_normal": lambda x: torch.empty_like(x).log_normal_(),
+    "log_normal": lambda x: torch.empty_like(x).log_normal_(0, 0.1),
     "cauchy": lambda x: torch.empty_like(x).cauchy_(0, 0.01),
     "bernoulli": lambda x: torch.empty_like(x).bernoulli_(0.5),
     "rand": torch.rand_like,
-    "randint": lambda x: torch.randint_like(x, 10),
+    "randint": lambda x: torch.randint_like(x.detach(), 10),
     "multinomial": lambda x: torch.multinomial(x.detach(), 40).float() / 40,
     "gumbel_softmax": lambda x: F.gumbel_softmax(x.detach()),
     "generator": lambda x: torch.randn(40, generator=torch.Generator().manual_seed(1)),

@@ -37,9 +37,10 @@ _HEAD = """# Operators
 
 Generated: `PJRT_DEVICE=CPU python -m mpxla.tests.sweep.table`
 
-torch's own samples of each operator (`torch.testing._internal.common_methods_invocations`, float32,
-{samples} of each, on one and on two stages), captured, compiled, run and differentiated, against plain
-PyTorch. Random values are compared in shape and dtype only. An operator counts as its worst sample.
+torch's own samples of each operator (`torch.testing._internal.common_methods_invocations`, float32;
+{samples} of each, on one and on two stages), captured, compiled, run and differentiated, against
+plain PyTorch. Random values are compared in shape and dtype only. An operator counts as its worst
+sample.
 """
 
 
