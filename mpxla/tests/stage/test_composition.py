@@ -9,6 +9,16 @@ from mpxla.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 
+@torch.library.custom_op("mpxla_test::halves", mutates_args=())
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a user, in NumPy: it cannot be traced."""
+    return torch.from_numpy(x.detach().cpu().numpy() * 0.5)
+
+
+halves.register_fake(torch.empty_like)
+halves.register_autograd(lambda context, gradient: halves(gradient))
+
+
 def symmetric(h):
     return h @ h.T + 4 * torch.eye(4)
 
@@ -61,6 +71,7 @@ SAMPLES = {
     "median": lambda h: h.nanmedian() + h.median(0).values * h,
     "cells": lambda h: torch.bucketize(h.detach(), torch.tensor([-1.0, 0, 1])) * h,
     "pooled": lambda h: F.adaptive_max_pool2d(image(h), (3, 4)),
+    "of_a_user": lambda h: halves(h.exp()),
     "lgamma": lambda h: torch.lgamma(h.exp()) + torch.polygamma(1, h.exp()),
 }
 ON_DEVICE = ("std", "svd", "max_pool3d", "cummax", "unpool")
