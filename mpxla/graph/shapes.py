@@ -2,6 +2,8 @@
 
 `ctc_loss` with lengths in tensors saves a table as wide as the longest target, which is a value.
 The widest that the shape of the targets allows is as good: what is beyond a target is never read.
+The residuals of `linalg.lstsq` are there or not, depending on ranks of matrices; with the usual
+driver of the CPU they never are.
 """
 
 import contextlib
@@ -41,4 +43,21 @@ def _ctc_loss(
     return log_probs.new_empty((count,)), log_probs.new_empty((count, num_steps, width))
 
 
-_RULES = {_aten._ctc_loss.Tensor: _ctc_loss}
+def _lstsq(
+    mode: Any,
+    operator: Any,
+    matrix: torch.Tensor,
+    right: torch.Tensor,
+    rcond: float | None = None,
+    *,
+    driver: str | None = None,
+) -> Any:
+    if driver not in (None, "gelsy") or right.dim() != matrix.dim():
+        return NotImplemented
+    *batch, _, width = matrix.shape
+    solution = right.new_empty((*batch, width, right.shape[-1]))
+    rank = matrix.new_empty(batch, dtype=torch.int64)
+    return solution, matrix.new_empty((0,)), rank, matrix.new_empty((0,))
+
+
+_RULES = {_aten._ctc_loss.Tensor: _ctc_loss, _aten.linalg_lstsq.default: _lstsq}

@@ -2,9 +2,9 @@
 
 Keys of the XLA device are dispatched below autograd. Where torch_xla has a kernel of its own for an
 operator without derivative (`std`, `svd`, `cross`), autograd would pass over its parts and leave
-gradients at zero; where it has a derivative of its own (`max_pool2d`, `max_pool3d`), that is for
-real tensors and fails on the fake ones of a trace. So while a stage is traced, such operators are
-composed as PyTorch does it, wherever they are called from.
+gradients at zero; where it has a derivative of its own (`max_pool3d`, dilated `max_pool2d`), that
+one is for real tensors and fails on the fake ones of a trace. So while a stage is traced, such
+operators are composed as PyTorch does it, wherever they are called from.
 
 Operators that the device has no code for will run on the host. A few (`_embedding_bag`) save other
 values there than elsewhere, so that they are traced as on the host.
@@ -31,14 +31,16 @@ _KEPT = ("aten::_", "aten::empty", "aten::silu_backward")
 
 
 @contextlib.contextmanager
-def composed_derivatives() -> Iterator[None]:
+def composed_derivatives(is_differentiated: bool = True) -> Iterator[None]:
     """Composes what PyTorch composes, under `enable_python_dispatcher`, on tensors of XLA.
+
+    Without differentiation only what fails otherwise is composed.
 
     Puts kernels into PyTorch's Python table of kernels, which only that dispatcher reads, and takes
     them out again.
     """
     added: list[OpOverload] = []
-    for op in _composed():
+    for op in _composed(is_differentiated):
         if _KEY not in op.py_kernels:
             op.py_kernels[_KEY] = _composition(op)
             op._dispatch_cache.clear()
@@ -53,15 +55,30 @@ def composed_derivatives() -> Iterator[None]:
 
 def _composition(op: OpOverload) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if op is torch.ops.aten.max_pool2d.default and not _is_dilated(*args, **kwargs):
+            return op._op_dk(
+                _KEY, *args, **kwargs
+            )  # torch_xla's derivative, which needs no indices
         return op.decompose(*args, **kwargs)
 
     return run
 
 
-def _composed() -> list[OpOverload]:
+def _is_dilated(
+    image: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> bool:
+    return any(size != 1 for size in pytree.tree_leaves(dilation))
+
+
+def _composed(is_differentiated: bool) -> list[OpOverload]:
     """Operators that PyTorch composes and for which torch_xla has a kernel."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
-    own = {*registered("XLA"), *registered("AutogradXLA")}
+    own = {*registered("AutogradXLA"), *(registered("XLA") if is_differentiated else ())}
     names = sorted(own & set(registered("CompositeImplicitAutograd")))
     names = [n for n in names if n.startswith("aten::") and not n.startswith(_KEPT)]
     overloads = [name.removeprefix("aten::").partition(".") for name in names]

@@ -151,7 +151,7 @@ def _as_traced(seed: int | None) -> Iterator[None]:
         stack.enter_context(torch.autocast("cpu", enabled=False))
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
         yield
 
 

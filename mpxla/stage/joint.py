@@ -42,7 +42,7 @@ def trace_alone(
     """
     mode = _fake_mode()
     arguments = _fake(mode, inputs, device)
-    with torch.no_grad(), mode, _dispatched():
+    with torch.no_grad(), mode, _dispatched(is_differentiated=False):
         module = make_fx(function, decomposition_table=DECOMPOSITIONS)(*arguments)
     return module if _is_functional(module) else _trace_functional(function, arguments, False)
 
@@ -95,7 +95,7 @@ def trace_joint(
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
         mode,
-        _dispatched(),
+        _dispatched(is_differentiated=True),
     ):
         module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(arguments, seeds)
     if not _is_functional(module):
@@ -105,10 +105,10 @@ def trace_joint(
 
 
 @contextlib.contextmanager
-def _dispatched() -> Iterator[None]:
+def _dispatched(is_differentiated: bool) -> Iterator[None]:
     """How operators find their kernels while they are traced."""
     with (
-        composed_derivatives(),
+        composed_derivatives(is_differentiated),
         host_shapes(),
         static_shapes(),
         enable_python_dispatcher(),
@@ -143,7 +143,7 @@ def _is_functional(module: fx.GraphModule) -> bool:
 def _trace_functional(
     function: _Function, arguments: list[torch.Tensor], is_joint: bool
 ) -> fx.GraphModule:
-    with torch.set_grad_enabled(is_joint), _dispatched():
+    with torch.set_grad_enabled(is_joint), _dispatched(is_joint):
         return aot_export_joint_simple(
             function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
         )

@@ -24,12 +24,9 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["fallbacks", "has_code", "learn", "needs_host"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
-_OWN_KERNELS = (
-    "XLA",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-    "CompositeImplicitAutograd",
-)
+_COMPOSED = ("XLA", "CompositeImplicitAutograd")
+_EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_TORCHS = ("aten::", "prims::", "xla::")
 
 # Results of earlier trials, by operator and specs of its arguments: why the device cannot run it
 # (empty where it can), and whether that was found by compiling too.
@@ -46,9 +43,14 @@ def needs_host(node: fx.Node) -> bool:
 
 
 def has_code(op: OpOverload) -> bool:
-    """Whether the device can run an operator, for some arguments at least."""
+    """Whether the device can run an operator, for some arguments at least.
+
+    What others have registered for all devices alike is a box that nobody can look into: it may
+    read values, which a lazy trace would take for constants.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has_kernel(op.name(), key) for key in _OWN_KERNELS)
+    keys = (*_COMPOSED, *_EXPLICIT) if op.name().startswith(_TORCHS) else _COMPOSED
+    return any(has_kernel(op.name(), key) for key in keys)
 
 
 def learn(nodes: Iterable[fx.Node], device: torch.device, by_compiling: bool) -> list[fx.Node]:

@@ -13,6 +13,7 @@ from mpxla.testing import run_ranks
 from mpxla.tests.models import classify, labelled, mlp
 from mpxla.tests.parity import Case, Plain, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
+from mpxla.tests.stage.single import differences
 
 pytestmark = pytest.mark.ranks
 
@@ -121,6 +122,13 @@ def test_programs_tell_their_host_operators(odd):
     assert len(named["stage 0 forward"]) == 1 and named["stage 0 forward"][0].endswith("i0")
     assert named["stage 0 backward"] == ("aten::special_i1",)
     assert "piece 2 of 3 on the host: " in text and "torch.ops.aten." in text
+
+
+def test_shapes_that_depend_on_values_are_refused():
+    text = r"^aten::\w+ in model \(\S*single.py:\d+: return self.function.* depends on values "
+    for function in (lambda h: h[h > 0], lambda h: h.sum() + h.detach().unique().sum()):
+        with pytest.raises(smp.CaptureError, match=rf"{text}\(aten\.\w+.*torch.nonzero_static"):
+            differences(function)
 
 
 # --- a failed step leaves the process usable ----------------------------------------------------

@@ -1,0 +1,71 @@
+"""One stage, lowered, compiled and run once without a session, next to plain PyTorch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+__all__ = ["differences"]
+
+
+class _Model(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], width: int):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+def differences(
+    function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] = (4, 6)
+) -> tuple[list[float], tuple[str, ...]]:
+    """Runs a function of a linear layer's result forward and backward, both ways.
+
+    Returns:
+        How far loss and gradient of the weight are off, relative to their largest element, and the
+        operators that ran on the host.
+    """
+    from mpxla.runtime.plan import _compile_stage
+    from mpxla.stage.device import current_device, to_device
+
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = _Model(function, shape[-1])
+    lowered, constants = _lowered(model, x)
+    loss = model(x).float().sum()
+    loss.backward()
+    known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
+    stage = _compile_stage(lowered, current_device(), False)
+    spec = lowered.spec
+    values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
+    values += [x for _ in spec.inputs]
+    zeros = [torch.zeros(s.shape) for s in lowered.backward_inputs[: lowered.num_accumulators]]
+    *arguments, one = to_device([*values, *zeros, torch.ones(())], current_device())
+    arguments, accumulators = arguments[: len(values)], arguments[len(values) :]
+    outputs = stage.forward(arguments)
+    kept = outputs[len(outputs) - lowered.num_saved :]
+    saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
+    gradients = stage.backward([*accumulators, *saved, one])
+    weight = gradients[spec.trained.index("linear.weight")].cpu()
+    pairs = ((outputs[0].cpu(), loss.detach()), (weight, model.linear.weight.grad))
+    errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).item() for a, b in pairs]
+    return errors, (*stage.forward.host_operators, *stage.backward.host_operators)
+
+
+def _lowered(model, x):
+    from mpxla.config import Config
+    from mpxla.graph.capture import capture_step, current_recorder
+    from mpxla.runtime.plan import cut_step
+    from mpxla.stage.lower import lower_stage
+
+    def step(leaves):
+        loss = model(*leaves).float().sum()
+        current_recorder().backward(loss, None)
+        return loss
+
+    names = {name: name for name, _ in model.named_parameters()}
+    graph = capture_step(step, model, [x], names)
+    config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
+    cut = cut_step(graph, config, {}, None)
+    return lower_stage(cut.stages[0], True, torch.device("xla:0")), graph.constants
