@@ -28,6 +28,7 @@ from mpxla.graph.capture_hooks import (
     own_backwards_captured,
     refuse_gradient_hooks,
 )
+from mpxla.graph.capture_labels import unlabelled_samples_counted
 from mpxla.graph.capture_modes import (
     StepSemantics,
     assigned_buffers_written,
@@ -227,6 +228,7 @@ def capture_step(
         unchecked_distributions(),
         attributes_named_by_keywords(),
         experts_of_all_tokens(),
+        unlabelled_samples_counted(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
