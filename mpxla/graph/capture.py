@@ -33,6 +33,7 @@ from mpxla.graph.capture_hooks import (
     own_backwards_captured,
     refuse_gradient_hooks,
 )
+from mpxla.graph.capture_labels import unlabelled_samples_counted
 from mpxla.graph.capture_modes import (
     StepSemantics,
     assigned_buffers_written,
@@ -252,6 +253,7 @@ def capture_step(
         attributes_named_by_keywords(),
         static_shapes(),
         experts_of_all_tokens(),
+        unlabelled_samples_counted(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
