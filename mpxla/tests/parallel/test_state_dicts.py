@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import CheckpointError
-from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states
+from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
 from mpxla.testing import run_ranks
 
 Pair = namedtuple("Pair", "left right")
@@ -79,3 +79,11 @@ def test_partial_optimizer_states_have_to_be_those_of_all_ranks():
     assert merged["state"] == {0: {"step": 1}, 2: {"step": 1}}, "nothing ever trained parameter 1"
     with pytest.raises(CheckpointError, match=r"none is of 1 parameters .* \(positions \[2\]"):
         merge_optimizer_states([first, first])
+
+
+@pytest.mark.unit
+def test_names_of_parameters_go_with_them():
+    groups = [{"params": [0, 1], "param_names": ["a", "b"]}, {"params": [2], "param_names": ["c"]}]
+    picked = pick_optimizer_state({"state": {1: {"x": 1}}, "param_groups": groups}, [[1], []])
+    assert [g["param_names"] for g in picked["param_groups"]] == [["b"], []]
+    assert picked["state"] == {0: {"x": 1}}
