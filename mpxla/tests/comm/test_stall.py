@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from mpxla.comm import lifeline_server, pulse
-from mpxla.comm.handle import FailureWatch, Handle, Wait
+from mpxla.comm.handle import Failure, FailureWatch, Handle, Wait
 from mpxla.comm.stall import LEFT, Progress, explain_stall
 from mpxla.comm.whereabouts import Whereabouts
 from mpxla.errors import PeerFailure
@@ -136,7 +136,11 @@ def watched(world_size, stall_timeout_s, **options):
     with lifelines(world_size, stall_timeout_s=stall_timeout_s, **options) as lines:
         for line in lines:
             line._progress = line._pulse._progress = next(progresses)
-        yield lines
+        try:
+            yield lines
+        finally:
+            for line in lines:
+                line.noticed.set()
 
 
 def test_ranks_that_wait_for_each_other_end_with_the_table():
@@ -258,6 +262,17 @@ def test_nobody_leaves_unheard_by_a_rank_0_that_is_stopped(monkeypatch):
         assert stopped.wait(60)
         with pytest.raises(PeerFailure, match="rank 0 is silent"):
             lines[1].close()
+
+
+def test_who_leaves_after_a_silence_that_nothing_was_raised_for_fails():
+    with watched(2, 1000.0) as lines:
+        lines[1]._fail_alone(Failure(0, "rank 0 is silent"))
+        with pytest.raises(PeerFailure, match="rank 0 is silent"):
+            lines[1].close()
+    with watched(2, 1000.0) as lines:
+        lines[1]._fail_alone(Failure(0, "rank 0 is silent"))
+        lines[1].noticed.set()
+        lines[1].close()
 
 
 BAD_MESSAGES = [b"no json\n", b"[1]\n", b"{}\n", b'{"type": "bye"}\n', b'{"type": "other"}\n']
