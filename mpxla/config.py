@@ -135,7 +135,7 @@ class Config:
     disk or data loader that does not answer is. Give it more than the longest time for which a
     rank may sleep while others wait for it."""
     init_timeout_s: float = key(120.0, number(above=0))
-    """Extension. How many seconds `smp.init` waits for ranks that have not started."""
+    """Extension. How many seconds `smp.init` waits for ranks that have not called it."""
 
     sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
     """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""

@@ -136,17 +136,16 @@ class Lifeline(FailureWatch):
                 hearing of each other. It stays longer for one that has fallen silent.
 
         Raises:
-            PeerFailure: A rank fell silent meanwhile.
+            PeerFailure: A rank fell silent, and nothing has been raised for that yet.
         """
         if self._connection is None or self._closed.is_set() or os.getpid() != self._pid:
             return
-        was_failing = self._failure is not None
-        if not was_failing:
+        if self._failure is None:
             self._take_leave()
         self._release(linger_s)
         if self._failure is None:
             atexit.unregister(self._end_even_if_stuck)
-        elif not was_failing and self._is_abandoned:
+        elif self._is_abandoned and not self.noticed.is_set():
             self.check()
 
     def _take_leave(self) -> None:

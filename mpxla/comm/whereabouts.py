@@ -7,7 +7,6 @@ stacks are read as text, which holds nothing.
 """
 
 import faulthandler
-import os
 import re
 import sysconfig
 import tempfile
@@ -30,16 +29,12 @@ class Whereabouts:
     """Looks after one thread."""
 
     def __init__(self, thread: threading.Thread) -> None:
-        """Opens a file for the texts.
+        """Looks nowhere yet.
 
         Args:
             thread: whose place is asked for.
         """
         self._thread = thread
-        self._file = tempfile.TemporaryFile()
-
-    def __del__(self) -> None:
-        self._file.close()
 
     def find(self) -> str:
         """The user's line that the thread is in, or the innermost one; empty if it has ended."""
@@ -51,11 +46,10 @@ class Whereabouts:
 
     def _stack(self) -> Iterator[re.Match[str]]:
         """Frames of the thread, the innermost first."""
-        self._file.seek(0)
-        self._file.truncate()
-        faulthandler.dump_traceback(self._file)
-        size = os.fstat(self._file.fileno()).st_size
-        text = os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
         _, _, rest = text.partition(f" 0x{self._thread.ident or 0:016x} ")
         for line in rest.splitlines()[1:]:
             frame = _FRAME.fullmatch(line)

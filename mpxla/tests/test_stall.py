@@ -155,7 +155,7 @@ WORKS = {
     "kind",
     [
         "an evaluation",
-        "a slow disk",
+        pytest.param("a slow disk", marks=pytest.mark.slow),
         pytest.param("a download", marks=pytest.mark.slow),
         pytest.param("a child process", marks=pytest.mark.slow),
     ],

@@ -1,5 +1,6 @@
 """What is said when nothing moves: who waits for whom, who is silent, and when nothing is wrong."""
 
+import re
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -7,8 +8,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from mpxla.comm import lifeline_server, pulse
-from mpxla.comm.handle import FailureWatch, Handle, Wait
+from mpxla.comm.handle import Failure, FailureWatch, Handle, Wait
 from mpxla.comm.stall import LEFT, Progress, explain_stall
+from mpxla.comm.whereabouts import Whereabouts
 from mpxla.errors import PeerFailure
 from mpxla.tests.comm.test_lifeline import await_that, lifelines
 
@@ -134,7 +136,11 @@ def watched(world_size, stall_timeout_s, **options):
     with lifelines(world_size, stall_timeout_s=stall_timeout_s, **options) as lines:
         for line in lines:
             line._progress = line._pulse._progress = next(progresses)
-        yield lines
+        try:
+            yield lines
+        finally:
+            for line in lines:
+                line.noticed.set()
 
 
 def test_ranks_that_wait_for_each_other_end_with_the_table():
@@ -258,6 +264,17 @@ def test_nobody_leaves_unheard_by_a_rank_0_that_is_stopped(monkeypatch):
             lines[1].close()
 
 
+def test_who_leaves_after_a_silence_that_nothing_was_raised_for_fails():
+    with watched(2, 1000.0) as lines:
+        lines[1]._fail_alone(Failure(0, "rank 0 is silent"))
+        with pytest.raises(PeerFailure, match="rank 0 is silent"):
+            lines[1].close()
+    with watched(2, 1000.0) as lines:
+        lines[1]._fail_alone(Failure(0, "rank 0 is silent"))
+        lines[1].noticed.set()
+        lines[1].close()
+
+
 BAD_MESSAGES = [b"no json\n", b"[1]\n", b"{}\n", b'{"type": "bye"}\n', b'{"type": "other"}\n']
 
 
@@ -299,3 +316,51 @@ def test_a_fault_of_the_pulse_is_a_failure_of_the_job():
         lines[1]._pulse._current_wait = None
         await_that(lambda: all(line.failure for line in lines))
         assert "rank 1 cannot give signs of life: TypeError" in lines[0].failure.text
+
+
+def wait_in_a_place(event, ready):
+    ready.set()
+    event.wait()
+
+
+def test_the_place_of_a_thread_is_the_users_line():
+    event, ready = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_in_a_place, args=(event, ready))
+    whereabouts = Whereabouts(thread)
+    assert whereabouts.find() == "", "it has not begun"
+    thread.start()
+    ready.wait()
+    assert re.fullmatch(r"test_stall\.py:\d+ wait_in_a_place", whereabouts.find())
+    event.set()
+    thread.join()
+
+
+class Droppable:
+    """Tells which thread has dropped it, as torch's tensors must not be by another one."""
+
+    dropped_by = ()
+
+    def __del__(self):
+        type(self).dropped_by += (threading.current_thread(),)
+
+
+def hold_and_drop():
+    held = Droppable()
+    return sum(range(200)) + (held is None)
+
+
+def test_who_looks_for_a_thread_holds_none_of_its_variables():
+    whereabouts, over = Whereabouts(threading.current_thread()), threading.Event()
+
+    def look():
+        while not over.is_set():
+            whereabouts.find()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        hold_and_drop()
+    over.set()
+    looking.join()
+    assert set(Droppable.dropped_by) == {threading.current_thread()}
