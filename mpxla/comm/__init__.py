@@ -7,6 +7,7 @@
                    programs), xla_queue.py (their order), xla_device.py and xla_cpu.py with relay.py
                    (what runs them), recorder.py (the proof of the order)
     objects.py     objects on top of any transport, each message with its seal (seal.py)
+    codec.py       what mpxla says to itself as data, which runs no code where it is read
     secret.py      the key that all ranks of a session share; handshake.py proves it on connections
     addresses.py   where sockets listen
     lifeline.py    who is alive, and stall.py: what all are doing when nothing moves

@@ -37,16 +37,17 @@ from mpxla.errors import MpxlaError
 __all__ = ["DATA", "STATE", "can_travel", "find_class", "register"]
 
 _SIZE_BYTES = 8
-_T = TypeVar("_T", bound=type)
+_T = TypeVar("_T")
 _registered: dict[str, type] = {}
 _NUMPY_KINDS = "biufcSUmM"
 
 
-def register(kind: _T) -> _T:
+def register(kind: type[_T]) -> type[_T]:
     """Lets a class of mpxla travel, by its fields. For frozen dataclasses and named tuples."""
     name = kind.__qualname__
     assert _registered.get(name, kind) is kind, f"two classes {name} travel"
-    assert dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"), f"{name} has no fields"
+    has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    assert has_fields, f"{name} has no fields"
     _registered[name] = kind
     return kind
 

@@ -115,8 +115,7 @@ class Objects:
             What every rank passed, in the order of `ranks`.
         """
         ranks = tuple(ranks)
-        data = self._form.dump(obj, f"allgather with ranks {ranks}")
-        own = pack([self._seal.close(data, self._channel, ranks), data])
+        own = self._sealed(obj, ranks)
         # Size and first bytes together: most objects need no second exchange.
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         block[:8] = torch.tensor([own.numel()]).view(torch.uint8)
@@ -137,6 +136,11 @@ class Objects:
     def barrier(self, ranks: Group) -> None:
         """Returns when every rank of `ranks` has called it."""
         self._transport.barrier(ranks).result()
+
+    def _sealed(self, obj: Any, ranks: Group) -> torch.Tensor:
+        """What this rank contributes to an exchange."""
+        data = self._form.dump(obj, f"allgather with ranks {ranks}")
+        return pack([self._seal.close(data, self._channel, ranks), data])
 
     def _deliver(self, data: torch.Tensor, receivers: Group) -> None:
         receipts = []
