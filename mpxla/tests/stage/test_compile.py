@@ -5,6 +5,9 @@ import torch
 from torch import fx, nn
 
 import mpxla as smp
+from mpxla.stage.compile import compile_graph
+from mpxla.stage.device import current_device, to_device
+from mpxla.stage.spec import TensorSpec
 from mpxla.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -183,3 +186,25 @@ def test_every_program_waits_for_the_one_before():
     ((before, after, num_results),) = run_ranks(run_in_order, 1)
     assert after == before + 2
     assert num_results == 2
+
+
+class First(torch.nn.Module):
+    def forward(self, a, b):
+        return [(a - b) + a]
+
+
+class Second(torch.nn.Module):
+    def forward(self, a, b):
+        return [(a - b) + b]
+
+
+def test_programs_that_differ_in_places_of_arguments_only_are_not_confused():
+    """torch_xla 2.9 gives them one hash, and would run the first for both."""
+    spec, device = TensorSpec((2,), torch.float32), current_device()
+    a, b = to_device([torch.tensor([10.0, 20.0]), torch.tensor([1.0, 2.0])], device)
+    programs = [
+        compile_graph(kind.__name__, kind(), [spec, spec], device) for kind in (First, Second)
+    ]
+    again = compile_graph("again", Second(), [spec, spec], device)
+    results = [program([a, b])[0].cpu().tolist() for program in (*programs, again)]
+    assert results == [[19.0, 38.0], [10.0, 20.0], [10.0, 20.0]]
