@@ -81,6 +81,8 @@ class PendingCheckpoint:
             self._thread.join()
         error, self._error = self._error, None
         if error is not None:
+            if self._watch is not None:
+                self._watch.notice(error)
             raise error
 
 

@@ -263,6 +263,7 @@ class LifelineServer:
         rows, last = {rank: LEFT for rank in self._ended}, {}
         silent = self._silent(longest_silence_s(self._timeout_s))
         for member in self._there():
+            assert member.rank is not None, "it has said hello"
             row = {**_UNTOLD, **member.row}
             if member in silent:
                 rows.pop(member.rank, None)

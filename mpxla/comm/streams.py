@@ -231,7 +231,7 @@ class Inbox:
         self._posted: dict[str, deque[Posted]] = {}
         self._kept: dict[str, deque[tuple[_Envelope, torch.Tensor]]] = {}
         self._is_over = False
-        self._over_error: BaseException | None = None
+        self._over_error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"mpxla-recv-{src}", daemon=True)
         self.thread.start()
 
