@@ -134,7 +134,9 @@ def test_arrays_come_as_they_went():
 
 
 @pytest.mark.parametrize(
-    "value", [Odd(), Number(3), defaultdict(list), print, Odd, object(), MpxlaError("x")], ids=repr
+    "value",
+    [Odd(), Number(3), defaultdict(list), print, Odd, object(), MpxlaError("x")],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_other_values_are_refused_by_their_place(value):
     assert not can_travel(value)
