@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpxla.schedule.action import Op, format_schedule, parse_schedule
@@ -48,6 +48,7 @@ COSTS = st.builds(
 
 @settings(max_examples=250, deadline=None)
 @given(pipelines(), NAMES, st.booleans(), COSTS)
+@example(((0, 1, 2, 0, 1, 2), set(), set(), 3, 3), "interleaved", True, Costs(1, 1, 0, 0))
 def test_schedules_run_and_keep_their_bounds(pipeline, name, training, costs):
     placement, forward, backward, num_microbatches, active = pipeline
     num_stages = len(placement)
@@ -71,10 +72,16 @@ def test_schedules_run_and_keep_their_bounds(pipeline, name, training, costs):
     assert counts[Op.SEND_BACKWARD] == counts[Op.RECV_BACKWARD] == crossing[1] * training
     assert counts[Op.REDUCE] == num_stages * training
 
+    # Looped stages run in Megatron's order where it fits, whose bound is that of the user alone.
+    num_ranks = max(placement) + 1
+    is_looped = placement == tuple(stage % num_ranks for stage in range(num_stages))
+    is_lapped = is_looped and num_stages > num_ranks > 1 and num_microbatches % num_ranks == 0
+    is_tight = name == "interleaved" and not (is_lapped and num_stages % num_ranks == 0)
+
     assert loose.stage_peaks == strict.stage_peaks
     for stage, peak in enumerate(strict.stage_peaks):
         bound = min(active, num_microbatches) if training else 1
-        assert peak <= (min(bound, num_stages - stage) if name == "interleaved" else bound)
+        assert peak <= (min(bound, num_stages - stage) if is_tight else bound)
     for rank, peak in enumerate(strict.rank_peaks):
         assert peak <= sum(strict.stage_peaks[s] for s in range(num_stages) if placement[s] == rank)
 
