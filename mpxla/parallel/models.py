@@ -155,7 +155,7 @@ class Models:
         """
         session, line = self._session, at_user_line()
         try:
-            self.engine.meet(what, line)
+            self.engine.calls.meet(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
                 self._rounds.attendance.meet(what, line)
             yield

@@ -1,4 +1,4 @@
-"""One call of a step function, on every rank: announce, plan, run, collect.
+"""One call of a step function, on every rank: agree, plan, run, collect.
 
 Phases of a call: the first pipeline rank splits its inputs and announces the call's signature; all
 ranks find or build the plan of that signature (a model's first plan places its parameters); each
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
+from mpxla.errors import PeerFailure, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
@@ -20,37 +20,24 @@ from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
-from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.calls import AnnouncedError, Calls, as_announced
 from mpxla.runtime.executor import StepRun
-from mpxla.runtime.identity import Identities
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.microbatch import SplitRule, split_arguments
-from mpxla.runtime.model_watch import ModelView, ModelWatch
-from mpxla.runtime.number_policy import NumberPolicy
+from mpxla.runtime.microbatch import SplitRule
 from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import (
     CutStep,
-    StepPlan,
     compile_stages,
     cut_step,
     describe_plan,
     schedule_step,
 )
-from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.seeds import draw_seed
-from mpxla.runtime.signature import (
-    Signature,
-    describe_change,
-    local_objects,
-    portable,
-    received,
-    sign,
-    with_constants,
-)
+from mpxla.runtime.signature import Signature
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.tracing import trace
@@ -91,6 +78,7 @@ class StepEngine:
         reducers: reductions of gradients over replicas.
 
     Attributes:
+        calls: how the ranks agree on calls, and the plans that are known.
         placement: where parameters and buffers live.
         first_cuts: the first step that used a model, by the model's label.
         last_run: the last call on this rank.
@@ -107,13 +95,7 @@ class StepEngine:
         self._link = link
         self._reducers = reducers
         self.placement = Placement(session, self._states, link, reducers)
-        self._control = ControlChannel(session.transport, self._group)
-        self._plans = Plans()
-        self._watch = ModelWatch(lambda: self._states.module)
-        self._numbers = NumberPolicy()
-        self._functions: dict[str, Identities] = {}
-        self._model_counts: dict[str, int] = {}
-        self._objects = Identities()
+        self.calls = Calls(session, lambda: self._states.module)
         self.first_cuts: dict[str, CutStep] = {}
         self.last_run: StepRun | None = None
         self.last_used: tuple[str, ...] = ()
@@ -160,15 +142,15 @@ class StepEngine:
         """
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
         try:
-            call = self._agree(name, rule, args, kwargs)
+            call = self.calls.agree(name, rule, args, kwargs)
             if call.plan is None:
                 with self._session.progress.busy("capture and compilation"):
                     call.plan = self._build(call.signature, rule.function, call.objects)
-                self._agree_to_start(call, call.plan)
+                self.calls.agree_to_start(call, call.plan)
             if lent:
                 self._refuse_training(name, call.plan, lent)
             return self._run(call.plan, call.tensors, call.seed)
-        except (PeerFailure, _Announced):
+        except (PeerFailure, AnnouncedError):
             raise
         except BaseException as error:
             if error is not self._known_to_all:
@@ -180,7 +162,7 @@ class StepEngine:
         if not self._states.owners(trained).isdisjoint(lent):
             text = f"{name} calls backward and was called with a copy of the distributed model"
             advice = "Copies are for evaluation; train the model itself."
-            raise _announced(StepError(f"{text}{at_user_line()}. {advice}"))
+            raise as_announced(StepError(f"{text}{at_user_line()}. {advice}"))
 
     def _run(self, plan: Plan, tensors: list[list[torch.Tensor]], seed: int) -> Any:
         runner, signature = plan.runner, plan.signature
@@ -196,147 +178,8 @@ class StepEngine:
             recorder.end_step()
         problem = runner.problem_of_results(signature.function, count)
         if problem is not None:
-            raise _announced(StepError(problem))  # all ranks of the pipeline see it
+            raise as_announced(StepError(problem))  # all ranks of the pipeline see it
         return returned
-
-    # --- meet ---------------------------------------------------------------------------------
-
-    def meet(self, what: str, line: str) -> None:
-        """Before something that the ranks of a pipeline do together outside of steps.
-
-        The first rank announces it as it announces steps, so that all see who does something else.
-
-        Args:
-            what: the call, as in "model.state_dict()".
-            line: the user's, as `at_user_line` gives it.
-
-        Raises:
-            RankMismatch: the first rank of the pipeline does something else.
-        """
-        if self._pp_rank == 0:
-            self._control.announce((_MEETING, what, line))
-            return
-        with self._session.progress.meeting(what):
-            kind, announced, *rest = self._control.follow()
-        if announced == what:
-            return
-        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
-        raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
-
-    # --- announce -------------------------------------------------------------------------------
-
-    def _agree(
-        self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> "_Call":
-        """The call as the first pipeline rank sees it, on all ranks."""
-        if self._pp_rank > 0:
-            return self._follow(name, args, kwargs)
-        view = self._watch.look()
-        try:
-            count = self._session.config.microbatches
-            parts = split_arguments(rule, args, kwargs, count)
-            number = self._functions.setdefault(name, Identities()).number(rule.function)
-            call = self._sign(_title(name, number), parts, view)
-        except MpxlaError as error:
-            self._control.announce(("error", name, type(error), str(error)))
-            raise _announced(error) from None
-        if call.plan is None:
-            self._control.announce(("new", name, portable(call.signature)))
-            return call
-        problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
-        if problem is not None:
-            self._control.announce(("error", name, StepError, problem))
-            raise _announced(StepError(problem))
-        call.seed = self._draw_seed(call.plan.runner.plan)
-        self._plans.use(call.plan.number)
-        self._control.announce(("known", name, call.plan.number, call.seed))
-        return call
-
-    def _sign(self, title: str, parts: Sequence[Any], view: ModelView) -> "_Call":
-        """Describes a call, with floats that have changed before as inputs, and finds its plan."""
-        flags = view.modes, view.trainable
-
-        def described() -> _Call:
-            inputs = self._numbers.inputs(title)
-            signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
-            return _Call(signature, tensors, objects, self._plans.find(signature, view))
-
-        call = described()
-        if call.plan is None and self._numbers.learn(call.signature, self._known()):
-            call = described()
-        return call
-
-    def _known(self) -> list[Signature]:
-        """Signatures of all plans."""
-        return [plan.signature for plan in self._plans]
-
-    def _follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Call":
-        kind, announced, *rest = self._control.follow()
-        if kind == _MEETING:
-            first, own = f"{announced}{rest[0]}", f"the step function {name}{at_user_line()}"
-            text = _apart(first, self._session.rank, self._pp_rank, own, announced)
-            raise RankMismatch(text)
-        if announced != name:
-            raise RankMismatch(
-                f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
-                f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
-                f"same step functions in the same order."
-            )
-        if kind == "error":
-            error_type, text = rest
-            raise _announced(error_type(f"{text} (found on pp_rank 0)"))
-        plan = self._plans.use(rest[0]) if kind == "known" else None
-        signature = received(rest[0], args, kwargs) if plan is None else plan.signature
-        view = self._watch.look()
-        if signature.modes != view.modes:
-            raise RankMismatch(
-                f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
-                f"from pp_rank 0. Call model.train() and model.eval() on all ranks, and make the "
-                f"same models on all of them."
-            )
-        if signature.trainable != view.trainable:
-            raise RankMismatch(
-                f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
-                f"differs from pp_rank 0. Freeze the same parameters on all ranks."
-            )
-        change = None if plan is None else plan.view.difference(view)
-        if change is not None:
-            raise RankMismatch(
-                f"{name}: on rank {self._session.rank}, {change} since the step was captured, and "
-                f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
-            )
-        objects = local_objects(args, kwargs)
-        return _Call(signature, [], objects, plan, 0 if plan is None else rest[1])
-
-    def _draw_seed(self, plan: StepPlan) -> int:
-        """A seed for the random operators of one call; 0 where there are none."""
-        return draw_seed() if plan.is_random else 0
-
-    def _agree_to_start(self, call: "_Call", plan: Plan) -> None:
-        """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
-
-        Floats that the capture had to keep as constants are no tensors of the call any more.
-
-        Raises:
-            StepError: the inputs cannot be used; on all ranks of the pipeline.
-        """
-        constants = set(call.signature.numbers) - set(plan.signature.numbers)
-        _, call.tensors = with_constants(call.signature, call.tensors, constants)
-        if constants and self._pp_rank == 0:
-            self._numbers.keep_constant(call.signature.function, constants)
-        checks, step_plan = plan.runner.checks, plan.runner.plan
-        if not (step_plan.is_random or checks.looks_at_inputs):
-            return
-        if self._pp_rank > 0:
-            problem, call.seed = self._control.follow()
-            if problem is not None:
-                raise _announced(StepError(f"{problem} (found on pp_rank 0)"))
-            return
-        problem = checks.problem_of_inputs(plan.signature, call.tensors)
-        call.seed = self._draw_seed(step_plan)
-        self._control.announce((problem, call.seed))
-        if problem is not None:
-            raise _announced(StepError(problem))
 
     # --- plan -----------------------------------------------------------------------------------
 
@@ -344,7 +187,7 @@ class StepEngine:
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
     ) -> Plan:
         started = time.perf_counter()
-        reason = self._reason(signature)
+        reason = self.calls.reason(signature, len(self._members))
         cut, signature, reads = self._cut_together(signature, function, objects)
         used = self._models_of(cut)
         new = [label for label in used if not self._states[label].is_placed]
@@ -371,11 +214,8 @@ class StepEngine:
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(self._session.config.check_indices, cut.step)
-        states, models = self._states, tuple(used)
-        runner = PlanRunner(
-            plan, states, self._link, self._pp_rank, device, reduction, models, checks
-        )
-        view = self._watch.look().captured(states.module, reads)
+        states, link, models = self._states, self._link, tuple(used)
+        runner = PlanRunner(plan, states, link, self._pp_rank, device, reduction, models, checks)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
@@ -383,34 +223,7 @@ class StepEngine:
             reason,
             sum(len(p.programs) for p in plan.programs.values()),
         )
-        found = self._plans.add(signature, view, runner)
-        self._forget_unused()
-        return found
-
-    def _forget_unused(self) -> None:
-        """Lets go of objects and functions that no plan is for any more."""
-        known = self._known()
-        self._objects.keep({number for signature in known for number in signature.objects})
-        titles = {signature.function for signature in known}
-        for name, functions in self._functions.items():
-            functions.keep([n for n in functions.numbers() if _title(name, n) in titles])
-        self._watch.keep([plan.view for plan in self._plans])
-
-    def _reason(self, signature: Signature) -> str:
-        """Why a call needs a new program."""
-        count = len(self._members)
-        before = self._model_counts.get(signature.function, count)
-        self._model_counts[signature.function] = count
-        if before != count:  # their flags are part of every signature
-            return "another model was made since"
-        change = self._plans.model_change(signature, self._watch.look())
-        if change is not None and self._pp_rank == 0:
-            self._numbers.count_outside(signature.function, change)
-        if change is not None:
-            return change
-        if self._pp_rank == 0:
-            self._numbers.count(signature, self._known())
-        return describe_change(signature, self._known())
+        return self.calls.keep(signature, reads, runner)
 
     def _cut_together(
         self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
@@ -488,9 +301,9 @@ class StepEngine:
         if not any(member.measures_times for member in self._members.values()):
             return None
         if self._pp_rank > 0:
-            return self._control.follow()
+            return self.calls.control.follow()
         measured_s = measure_operators(step, self._session.device)
-        self._control.announce(measured_s)
+        self.calls.control.announce(measured_s)
         return measured_s
 
     def _write_decision(self, cut: CutStep) -> None:
@@ -536,51 +349,3 @@ class StepEngine:
         model = self._states.description([label])
         check_agreement(self._session.objects, world, model, "have another model")
         self._settle(dict.fromkeys(self._states.names_of(label), (0,)), [label])
-
-
-_MEETING = "meeting"
-"""Kind of an announcement of what is no step."""
-
-
-@dataclass
-class _Call:
-    """One call of a step function on this rank.
-
-    Attributes:
-        signature: as the first pipeline rank describes it.
-        tensors: tensor leaves of every microbatch, on the first pipeline rank.
-        objects: this rank's own objects among the arguments, by path.
-        plan: what runs it; None until it is captured.
-        seed: from which the seeds of random programs are drawn.
-    """
-
-    signature: Signature
-    tensors: list[list[torch.Tensor]]
-    objects: dict[str, Any]
-    plan: Plan | None
-    seed: int = 0
-
-
-class _Announced(MpxlaError):  # noqa: N818 - named for what happened, not for its kind
-    """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
-
-
-def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
-    """Text of the error of ranks that do not meet."""
-    return (
-        f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
-        f"of a pipeline have to call {what}, since each holds a part of the model: call it "
-        f"outside of `if smp.rank() == 0:`, and use the result on one rank."
-    )
-
-
-def _announced(error: MpxlaError) -> MpxlaError:
-    """The same error, of a class that also is `_Announced`."""
-    own = type(error)
-    kind = cast(Any, type)(own.__name__, (own, _Announced), {"__module__": "mpxla.errors"})
-    return kind(*error.args)
-
-
-def _title(name: str, number: int) -> str:
-    """Tells functions of one name apart."""
-    return name if number == 0 else f"{name}#{number + 1}"

@@ -112,7 +112,7 @@ def pass_other_objects():
         for criterion in (double, negate, double):
             found.append(values_of(step(model, x, Namespace(scale=1.0), criterion)))
         found.append(values_of(step(model, x, Namespace(scale=3.0), double)))
-    return found, len(model._engine._plans)
+    return found, len(model._engine.calls.plans)
 
 
 def test_another_object_is_another_program():
@@ -131,7 +131,7 @@ def make_step(factor):
 def call_functions_of_one_name():
     model, x = made(), column(1, 2)
     found = [values_of(make_step(factor)(model, x)) for factor in (2, 3, 2, 2)]
-    return found, len(model._engine._plans)
+    return found, len(model._engine.calls.plans)
 
 
 def test_functions_of_one_name_are_told_apart():
@@ -153,7 +153,7 @@ def call_methods_of_instances():
     model, x = made(), column(1, 2)
     trainers = [Trainer(2), Trainer(5)]
     found = [values_of(t.step(model, x)) for t in (*trainers, trainers[0])]
-    return found, len(model._engine._plans)
+    return found, len(model._engine.calls.plans)
 
 
 def test_methods_of_several_instances():

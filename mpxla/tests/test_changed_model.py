@@ -142,7 +142,7 @@ def there_and_back():
             evaluate(model, inputs())
             handle.remove()
             evaluate(model, inputs())
-    return [line for line in lines if "compiled" in line], len(model._engine._plans)
+    return [line for line in lines if "compiled" in line], len(model._engine.calls.plans)
 
 
 def test_a_change_that_comes_back_is_known():

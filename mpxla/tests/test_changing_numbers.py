@@ -112,11 +112,11 @@ def scale(model, x, by, _):
 def change_much():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     model = smp.DistributedModel(raw_model())
-    model._engine._plans._limit = 2
+    model._engine.calls.plans._limit = 2
     step = smp.step(scale)
     with logged() as lines:
         values = [step(model, inputs(), by, Options()).concat().mean().item() for by in (1, 2, 1)]
-    kept = len(model._engine._plans), len(model._engine._objects.numbers())
+    kept = len(model._engine.calls.plans), len(model._engine.calls._objects.numbers())
     return values, kept, lines
 
 
@@ -137,7 +137,7 @@ def cycle():
     """Among more programs than are kept, those in use stay, and the ranks agree."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     model = smp.DistributedModel(raw_model())
-    model._engine._plans._limit = 2
+    model._engine.calls.plans._limit = 2
     step = smp.step(lambda model, x, by: model(x) * by)
     found = []
     for by in (1, 2, 1, 3, 1, 2, 3):

@@ -82,8 +82,8 @@ def train_odd():
                 [p.grad.cpu().clone() for p in model.parameters()],
             )
         )
-    (runner,) = model._engine._plans.values()
-    (stage,) = runner.plan.programs.values()
+    (plan,) = model._engine.calls.plans
+    (stage,) = plan.runner.plan.programs.values()
     programs = {program.name: program for program in stage.programs}
     named = {name: program.host_operators for name, program in programs.items()}
     return rows, lines, named, programs["stage 0 forward"].text()

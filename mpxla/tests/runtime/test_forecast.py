@@ -28,7 +28,7 @@ def hold_and_predict(pipeline):
     peak = 0
     save, restore = LiveValues.save, LiveValues.restore
     fixed = {id(p) for p in model.local_parameters()} | {id(b) for b in model.local_buffers()}
-    fixed |= {id(t) for plan in model._engine._plans for t in plan.runner._constants.values()}
+    fixed |= {id(t) for plan in model._engine.calls.plans for t in plan.runner._constants.values()}
 
     def counting_save(values, stage, microbatch, saved):
         nonlocal peak
@@ -49,7 +49,7 @@ def hold_and_predict(pipeline):
         LiveValues.save, LiveValues.restore = save, restore
     found = forecast(model._engine.first_cut, current().config, MachineModel())
     programs = [p.name for p in found.programs if p.rank == smp.pp_rank()]
-    (plan,) = (known.runner for known in model._engine._plans)
+    (plan,) = (known.runner for known in model._engine.calls.plans)
     compiled = [e.name for s in plan.plan.programs.values() for e in s.programs]
     cut = found.cut
     seen = [

@@ -1,0 +1,289 @@
+"""How the ranks of a pipeline agree on one call of a step function.
+
+The first rank owns the inputs: it describes the call, finds the plan for it and announces both. The
+others follow, and check that they do the same. Floats that change become inputs of the program,
+changes of the model and wrong indices are noticed here. This module must not know how a plan is
+made or run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from mpxla.errors import MpxlaError, RankMismatch, StepError
+from mpxla.graph.capture_attributes import Read
+from mpxla.graph.user_code import at_user_line
+from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.identity import Identities
+from mpxla.runtime.microbatch import SplitRule, split_arguments
+from mpxla.runtime.model_watch import ModelView, ModelWatch
+from mpxla.runtime.number_policy import NumberPolicy
+from mpxla.runtime.plan import StepPlan
+from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.signature import (
+    Signature,
+    describe_change,
+    local_objects,
+    portable,
+    received,
+    sign,
+    with_constants,
+)
+from mpxla.session import Session
+
+__all__ = ["AnnouncedError", "Call", "Calls", "as_announced"]
+
+_MEETING = "meeting"
+"""Kind of an announcement of what is no step."""
+
+
+@dataclass
+class Call:
+    """One call of a step function on this rank.
+
+    Attributes:
+        signature: as the first pipeline rank describes it.
+        tensors: tensor leaves of every microbatch, on the first pipeline rank.
+        objects: this rank's own objects among the arguments, by path.
+        plan: what runs it; None until it is captured.
+        seed: from which the seeds of random programs are drawn.
+    """
+
+    signature: Signature
+    tensors: list[list[torch.Tensor]]
+    objects: dict[str, Any]
+    plan: Plan | None
+    seed: int = 0
+
+
+class AnnouncedError(MpxlaError):
+    """Marks an error that all ranks of the pipeline raise; nobody has to be told."""
+
+
+class Calls:
+    """Calls of step functions on one rank, and the plans that they have led to.
+
+    Args:
+        session: configuration, topology and transport.
+        model: gives the user's model, or a container of several.
+
+    Attributes:
+        control: announcements inside the pipeline.
+        plans: what runs each kind of call.
+    """
+
+    def __init__(self, session: Session, model: Callable[[], nn.Module]):
+        group = session.topology.pp_group(session.rank)
+        self._session = session
+        self._model = model
+        self._pp_rank = session.topology.pp_rank(session.rank)
+        self.control = ControlChannel(session.transport, group)
+        self.plans = Plans()
+        self._watch = ModelWatch(model)
+        self._numbers = NumberPolicy()
+        self._functions: dict[str, Identities] = {}
+        self._model_counts: dict[str, int] = {}
+        self._objects = Identities()
+
+    def meet(self, what: str, line: str) -> None:
+        """Before something that the ranks of a pipeline do together outside of steps.
+
+        The first rank announces it as it announces steps, so that all see who does something else.
+
+        Args:
+            what: the call, as in "model.state_dict()".
+            line: the user's, as `at_user_line` gives it.
+
+        Raises:
+            RankMismatch: the first rank of the pipeline does something else.
+        """
+        if self._pp_rank == 0:
+            self.control.announce((_MEETING, what, line))
+            return
+        with self._session.progress.meeting(what):
+            kind, announced, *rest = self.control.follow()
+        if announced == what:
+            return
+        first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
+        raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
+
+    def agree(
+        self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Call:
+        """The call as the first pipeline rank sees it, on all ranks."""
+        if self._pp_rank > 0:
+            return self._follow(name, args, kwargs)
+        view = self._watch.look()
+        try:
+            count = self._session.config.microbatches
+            parts = split_arguments(rule, args, kwargs, count)
+            number = self._functions.setdefault(name, Identities()).number(rule.function)
+            call = self._sign(_title(name, number), parts, view)
+        except MpxlaError as error:
+            self.control.announce(("error", name, type(error), str(error)))
+            raise as_announced(error) from None
+        if call.plan is None:
+            self.control.announce(("new", name, portable(call.signature)))
+            return call
+        problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
+        if problem is not None:
+            self.control.announce(("error", name, StepError, problem))
+            raise as_announced(StepError(problem))
+        call.seed = self._draw_seed(call.plan.runner.plan)
+        self.plans.use(call.plan.number)
+        self.control.announce(("known", name, call.plan.number, call.seed))
+        return call
+
+    def _sign(self, title: str, parts: Sequence[Any], view: ModelView) -> Call:
+        """Describes a call, with floats that have changed before as inputs, and finds its plan."""
+        flags = view.modes, view.trainable
+
+        def described() -> Call:
+            inputs = self._numbers.inputs(title)
+            signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
+            return Call(signature, tensors, objects, self.plans.find(signature, view))
+
+        call = described()
+        if call.plan is None and self._numbers.learn(call.signature, self._known()):
+            call = described()
+        return call
+
+    def _known(self) -> list[Signature]:
+        """Signatures of all plans."""
+        return [plan.signature for plan in self.plans]
+
+    def _follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        kind, announced, *rest = self.control.follow()
+        if kind == _MEETING:
+            first, own = f"{announced}{rest[0]}", f"the step function {name}{at_user_line()}"
+            text = _apart(first, self._session.rank, self._pp_rank, own, announced)
+            raise RankMismatch(text)
+        if announced != name:
+            raise RankMismatch(
+                f"pp_rank 0 calls the step function {announced} while rank {self._session.rank} "
+                f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
+                f"same step functions in the same order."
+            )
+        if kind == "error":
+            error_type, text = rest
+            raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
+        plan = self.plans.use(rest[0]) if kind == "known" else None
+        signature = received(rest[0], args, kwargs) if plan is None else plan.signature
+        view = self._watch.look()
+        if signature.modes != view.modes:
+            raise RankMismatch(
+                f"{name}: the train/eval mode of the model on rank {self._session.rank} differs "
+                f"from pp_rank 0. Call model.train() and model.eval() on all ranks, and make the "
+                f"same models on all of them."
+            )
+        if signature.trainable != view.trainable:
+            raise RankMismatch(
+                f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
+                f"differs from pp_rank 0. Freeze the same parameters on all ranks."
+            )
+        change = None if plan is None else plan.view.difference(view)
+        if change is not None:
+            raise RankMismatch(
+                f"{name}: on rank {self._session.rank}, {change} since the step was captured, and "
+                f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
+            )
+        objects = local_objects(args, kwargs)
+        return Call(signature, [], objects, plan, 0 if plan is None else rest[1])
+
+    def _draw_seed(self, plan: StepPlan) -> int:
+        """A seed for the random operators of one call; 0 where there are none."""
+        return draw_seed() if plan.is_random else 0
+
+    def agree_to_start(self, call: Call, plan: Plan) -> None:
+        """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
+
+        Floats that the capture had to keep as constants are no tensors of the call any more.
+
+        Raises:
+            StepError: the inputs cannot be used; on all ranks of the pipeline.
+        """
+        constants = set(call.signature.numbers) - set(plan.signature.numbers)
+        _, call.tensors = with_constants(call.signature, call.tensors, constants)
+        if constants and self._pp_rank == 0:
+            self._numbers.keep_constant(call.signature.function, constants)
+        checks, step_plan = plan.runner.checks, plan.runner.plan
+        if not (step_plan.is_random or checks.looks_at_inputs):
+            return
+        if self._pp_rank > 0:
+            problem, call.seed = self.control.follow()
+            if problem is not None:
+                raise as_announced(StepError(f"{problem} (found on pp_rank 0)"))
+            return
+        problem = checks.problem_of_inputs(plan.signature, call.tensors)
+        call.seed = self._draw_seed(step_plan)
+        self.control.announce((problem, call.seed))
+        if problem is not None:
+            raise as_announced(StepError(problem))
+
+    def keep(self, signature: Signature, reads: Sequence[Read], runner: PlanRunner) -> Plan:
+        """Keeps a plan, as that of such calls with the model as it is now.
+
+        Args:
+            signature: of the calls.
+            reads: what the step function read of the model.
+            runner: runs the plan.
+        """
+        view = self._watch.look().captured(self._model(), reads)
+        plan = self.plans.add(signature, view, runner)
+        self._forget_unused()
+        return plan
+
+    def _forget_unused(self) -> None:
+        """Lets go of objects and functions that no plan is for any more."""
+        known = self._known()
+        self._objects.keep({number for signature in known for number in signature.objects})
+        titles = {signature.function for signature in known}
+        for name, functions in self._functions.items():
+            functions.keep([n for n in functions.numbers() if _title(name, n) in titles])
+        self._watch.keep([plan.view for plan in self.plans])
+
+    def reason(self, signature: Signature, num_models: int) -> str:
+        """Why a call needs a new program.
+
+        Args:
+            signature: of the call.
+            num_models: how many models there are.
+        """
+        before = self._model_counts.get(signature.function, num_models)
+        self._model_counts[signature.function] = num_models
+        if before != num_models:  # their flags are part of every signature
+            return "another model was made since"
+        change = self.plans.model_change(signature, self._watch.look())
+        if change is not None and self._pp_rank == 0:
+            self._numbers.count_outside(signature.function, change)
+        if change is not None:
+            return change
+        if self._pp_rank == 0:
+            self._numbers.count(signature, self._known())
+        return describe_change(signature, self._known())
+
+
+def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:
+    """Text of the error of ranks that do not meet."""
+    return (
+        f"pp_rank 0 called {first}, while rank {rank} (pp_rank {pp_rank}) called {own}. All ranks "
+        f"of a pipeline have to call {what}, since each holds a part of the model: call it "
+        f"outside of `if smp.rank() == 0:`, and use the result on one rank."
+    )
+
+
+def as_announced(error: MpxlaError) -> MpxlaError:
+    """The same error, of a class that also is `AnnouncedError`."""
+    own = type(error)
+    kind = cast(Any, type)(own.__name__, (own, AnnouncedError), {"__module__": "mpxla.errors"})
+    return kind(*error.args)
+
+
+def _title(name: str, number: int) -> str:
+    """Tells functions of one name apart."""
+    return name if number == 0 else f"{name}#{number + 1}"
