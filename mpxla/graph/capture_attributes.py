@@ -22,7 +22,7 @@ from mpxla.graph.reach import direct_places
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["AttributeLog", "Read", "attributes_noted", "outside_values"]
+__all__ = ["AttributeLog", "Read", "attributes_noted", "kept", "outside_values"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -155,6 +155,16 @@ def outside_values(function: Callable[..., Any]) -> tuple[list[Read], list[tuple
     plain = [p for p in found if _is_plain(p.value) and not isinstance(p.value, _FUNCTIONS)]
     reads = [Read(p.name, _copied(p.value), p.get) for p in plain]
     return reads, [(p.name, p.value) for p in found if not _is_plain(p.value)]
+
+
+def kept(reads: Sequence[Read]) -> list[Read]:
+    """Those whose value the capture itself has not changed; a warning names the others.
+
+    What a step function counts or collects changes with every capture, and would ask for the next.
+    """
+    for read in (read for read in reads if not read.is_same()):
+        _warn(read.name, "")
+    return [read for read in reads if read.is_same()]
 
 
 @contextlib.contextmanager

@@ -73,8 +73,10 @@ class NumberPolicy:
                 )
 
     def count_outside(self, function: str, change: str) -> None:
-        """Counts what a new program is for that is no argument, and warns when it happens again."""
-        what = change.partition(" changed ")[0]
+        """Counts values outside of the arguments that changed, and warns when one does so again."""
+        what, is_value, _ = change.partition(" changed from ")
+        if not is_value:
+            return
         self._changes[function, what] += 1
         if self._changes[function, what] == 2:
             warn_once(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.capture import capture_step
-from mpxla.graph.capture_attributes import Read, attributes_noted, outside_values
+from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
     iterators_refused,
@@ -86,4 +86,4 @@ def _trace(
         attributes_noted(model, others) as log,
     ):
         step = capture_step(run, model, signature.tensor_leaves, states.current_names())
-    return signature, step, [*reads, *log.reads()]
+    return signature, step, [*kept(reads), *log.reads()]

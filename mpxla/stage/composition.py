@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from mpxla.stage.decompositions import CALLED_INSIDE
 from mpxla.stage.trial import has_code
 
 __all__ = ["composed_derivatives", "host_shapes"]
@@ -40,9 +41,12 @@ def composed_derivatives(is_differentiated: bool = True) -> Iterator[None]:
     them out again.
     """
     added: list[OpOverload] = []
-    for op in _composed(is_differentiated):
+    kernels = {op: _composition(op) for op in _composed(is_differentiated)}
+    if is_differentiated:
+        kernels.update(CALLED_INSIDE)
+    for op, kernel in kernels.items():
         if _KEY not in op.py_kernels:
-            op.py_kernels[_KEY] = _composition(op)
+            op.py_kernels[_KEY] = kernel
             op._dispatch_cache.clear()
             added.append(op)
     try:

@@ -33,7 +33,7 @@ from mpxla.stage.pooling import POOLINGS
 from mpxla.stage.special import digamma, lgamma, polygamma, zeta
 from mpxla.stage.spectral import short_time_fourier
 
-__all__ = ["DECOMPOSITIONS", "REPLACEMENTS"]
+__all__ = ["CALLED_INSIDE", "DECOMPOSITIONS", "REPLACEMENTS"]
 
 _aten = torch.ops.aten
 
@@ -315,6 +315,17 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 }
 """Replaced before differentiation, so that the derivative is that of the replacement."""
 
+
+CALLED_INSIDE = tuple(
+    (operator, REPLACEMENTS[operator])
+    for operator in (
+        *(_aten.cross.default, _aten.diag.default, _aten.inverse.default, _aten.logdet.default),
+        *(_aten.qr.default, _aten.std.default, _aten.std.dim, _aten.svd.default),
+        _aten.vdot.default,
+    )
+)
+"""Replacements that do not call what they replace: they also stand where another operator calls it,
+as `diagflat` calls `diag` (see `composition.py`)."""
 
 _NO_KERNEL = (
     _aten._addmm_activation.default,

@@ -113,7 +113,7 @@ def apply_changes(stages):
         with logged() as lines:
             outputs.append(evaluate(model, inputs()).concat().cpu())
             evaluate(model, inputs())
-        reasons.append([line for line in lines if "compiled" in line])
+        reasons.append([line for line in lines if "compiled step function" in line])
     return outputs, reasons
 
 

@@ -74,7 +74,10 @@ SAMPLES = {
     "of_a_user": lambda h: halves(h.exp()),
     "lgamma": lambda h: torch.lgamma(h.exp()) + torch.polygamma(1, h.exp()),
 }
-ON_DEVICE = ("std", "svd", "max_pool3d", "cummax", "unpool")
+ON_DEVICE = (
+    *("std", "svd", "max_pool3d", "cummax", "unpool"),
+    *("cross", "median", "cells", "pooled", "lgamma"),
+)
 
 
 def run_all():

@@ -30,7 +30,7 @@ def bugs(outcomes):
 def test_some_operators():
     outcomes = list(sweep(FAST, 1))
     assert not bugs(outcomes)
-    assert {outcome.status for outcome in outcomes} <= {Status.PASSED}
+    assert {outcome.status for outcome in outcomes} <= {Status.PASSED, Status.HOST}
 
 
 @pytest.mark.slow
