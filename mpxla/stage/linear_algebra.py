@@ -97,6 +97,12 @@ def _inverse(a: torch.Tensor) -> torch.Tensor:
     return _aten.linalg_inv_ex.default(a)[0]
 
 
+def _inv_ex(a: torch.Tensor, *, check_errors: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """With 1 for a singular matrix; torch_xla 2.9 gives the second result the shape of the first."""
+    inverse = _inverse(a)
+    return inverse, inverse.isfinite().all(-1).all(-1).logical_not().to(torch.int32)
+
+
 class _LogDeterminant(torch.autograd.Function):
     """Sign and logarithm of the magnitude; torch's derivative would read an LU decomposition."""
 
@@ -147,6 +153,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.inverse.default: _inverse,
     _aten.linalg_det.default: _det,
     _aten.linalg_inv.default: _inverse,
+    _aten.linalg_inv_ex.default: _inv_ex,
     _aten.linalg_slogdet.default: _slogdet,
     _aten.linalg_solve.default: _solve,
     _aten.linalg_solve_ex.default: _solve_ex,

@@ -76,7 +76,8 @@ SAMPLES = {
 }
 ON_DEVICE = (
     *("std", "svd", "max_pool3d", "cummax", "unpool"),
-    *("cross", "median", "cells", "pooled", "lgamma"),
+    *("cross", "median", "cells", "pooled", "lgamma", "logdet", "slogdet", "solve", "dilated"),
+    *("repeat", "ctc_rows", "ctc_concatenated", "bag", "bag_maximum"),
 )
 
 
