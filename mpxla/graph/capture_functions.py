@@ -6,7 +6,7 @@ of values that torch makes on the way are left out: there are no values yet.
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = ["CAPTURED_FUNCTIONS", "cumulative_batch_norms", "without_generator"]
-
-_LOG_OF_ZERO = -1e30  # finite: differences and derivatives of it are numbers
 
 
 def without_generator(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -93,77 +91,8 @@ def _quantile(
     return values if levels.dim() else values.squeeze(0)
 
 
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor | Sequence[int],
-    target_lengths: torch.Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.ctc_loss`: the sum over all alignments, one time after the other.
-
-    Args:
-        log_probs: [T, N, C] or [T, C].
-        targets: [N, S], or all one after the other.
-        input_lengths: [N], at most T.
-        target_lengths: [N].
-        blank: the class between labels.
-        reduction: over the batch; the mean is one of losses per label.
-        zero_infinity: whether impossible targets cost nothing.
-    """
-    is_single = log_probs.dim() == 2
-    scores = log_probs.unsqueeze(1) if is_single else log_probs
-    times = torch.as_tensor(input_lengths).reshape(-1)
-    counts = torch.as_tensor(target_lengths).reshape(-1)
-    labels = _padded(targets, counts, scores.shape[1])  # [N, S]
-    states = torch.full((labels.shape[0], 2 * labels.shape[1] + 1), blank, dtype=torch.int64)
-    odd = torch.arange(1, states.shape[1], 2)
-    states = states.index_copy(1, odd, labels)  # blank, label, blank, ..., blank
-    can_skip = (states != blank) & (states != states.roll(2, 1))
-    can_skip = can_skip & (torch.arange(states.shape[1]) >= 2)
-    emitted = scores.gather(2, states.expand(scores.shape[0], *states.shape))  # [T, N, states]
-    is_start = torch.arange(states.shape[1]) < 1 + (counts[:, None] > 0)
-    alpha = torch.where(is_start, emitted[0], _LOG_OF_ZERO)
-    for time in range(1, scores.shape[0]):
-        step, skip = _moved(alpha, 1), torch.where(can_skip, _moved(alpha, 2), _LOG_OF_ZERO)
-        new = torch.stack([alpha, step, skip]).logsumexp(0) + emitted[time]
-        alpha = torch.where(time < times[:, None], new, alpha)
-    ends = torch.stack([2 * counts, (2 * counts - 1).clamp_min(0)], 1)
-    final = alpha.gather(1, ends)
-    final = torch.where((ends == 0) & (torch.arange(2) == 1), _LOG_OF_ZERO, final)
-    # torch's gradient is that of probabilities which a softmax before makes add up to one.
-    is_time = torch.arange(scores.shape[0])[:, None] < times
-    total = torch.where(is_time[:, :, None], scores.exp(), 0).sum((0, 2))
-    losses = (total - total.detach()) - final.logsumexp(1)
-    is_possible = losses < -_LOG_OF_ZERO / 2
-    losses = torch.where(is_possible, losses, 0.0 if zero_infinity else torch.inf)
-    if reduction == "mean":
-        return (losses / counts.clamp_min(1)).mean()
-    return losses.sum() if reduction == "sum" else losses.squeeze(0) if is_single else losses
-
-
-def _padded(targets: torch.Tensor, counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Labels as [N, S]; what lies beyond a row's count means nothing."""
-    if targets.dim() == 2:
-        return targets.long()
-    if num_rows == 1:
-        return targets.long().unsqueeze(0)
-    starts = counts.cumsum(0) - counts
-    places = starts[:, None] + torch.arange(targets.shape[0])
-    return targets.long()[places.clamp_max(targets.shape[0] - 1)]
-
-
-def _moved(alpha: torch.Tensor, count: int) -> torch.Tensor:
-    if alpha.shape[1] <= count:
-        return torch.full_like(alpha, _LOG_OF_ZERO)
-    return F.pad(alpha[:, :-count], (count, 0), value=_LOG_OF_ZERO)
-
-
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
-    F.ctc_loss: _ctc_loss,
     torch.quantile: _quantile,
     torch.Tensor.quantile: _quantile,
     torch.nanquantile: functools.partial(_quantile, ignores_nan=True),

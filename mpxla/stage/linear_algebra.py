@@ -98,7 +98,7 @@ def _inverse(a: torch.Tensor) -> torch.Tensor:
 
 
 def _inv_ex(a: torch.Tensor, *, check_errors: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """With 1 for a singular matrix; torch_xla 2.9 gives the second result the shape of the first."""
+    """With 1 for a singular matrix; torch_xla 2.9 gives that number the shape of the matrix."""
     inverse = _inverse(a)
     return inverse, inverse.isfinite().all(-1).all(-1).logical_not().to(torch.int32)
 

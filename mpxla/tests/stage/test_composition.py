@@ -77,7 +77,7 @@ SAMPLES = {
 ON_DEVICE = (
     *("std", "svd", "max_pool3d", "cummax", "unpool"),
     *("cross", "median", "cells", "pooled", "lgamma", "logdet", "slogdet", "solve", "dilated"),
-    *("repeat", "ctc_rows", "ctc_concatenated", "bag", "bag_maximum"),
+    *("repeat", "bag", "bag_maximum"),
 )
 
 
