@@ -308,6 +308,7 @@ def _step_graph(
     free_layouts(graph)
     graph.eliminate_dead_code()
     _annotate(exported.graph_module, inputs, wrapper, canonical_names, fake_mode)
+    _check_objectives(graph, outputs)
     return StepGraph(
         graph=graph,
         inputs=tuple(inputs),
@@ -317,6 +318,21 @@ def _step_graph(
         constants=constants,
         is_training=wrapper.returned.num_objectives > 0,
     )
+
+
+def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
+    """Checks that the graph still leads from every objective to what is trained.
+
+    Each required a gradient when `model.backward` was called with it.
+    """
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    for node, role in zip(cast(Any, output.args[0]), outputs, strict=True):
+        if role.kind is OutputKind.OBJECTIVE and not node.meta["val"].requires_grad:
+            raise CaptureError(
+                f"The value that model.backward was called with has lost its gradient while the "
+                f"step function was captured ({describe(node)}). This is a fault of mpxla or of "
+                f"torch.export; please report it with the step function."
+            )
 
 
 def _changed_argument(exported: torch.export.ExportedProgram, name: str) -> CaptureError:

@@ -115,7 +115,8 @@ class Constants:
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The value of a call, or None: it fails, or depends on random numbers."""
-        with _disable_current_modes(), torch.no_grad():
+        # Modes for functions are off as well: export would record what no_grad does.
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             before = torch.get_rng_state()
             try:
                 args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
