@@ -170,8 +170,10 @@ def _forward_path(node: fx.Node) -> str:
 
 def describe(node: fx.Node) -> str:
     """A node by its operator and where it comes from."""
-    schema = getattr(node.target, "_schema", None)
-    return f"{schema.name if schema is not None else node.target} in {place(node)}"
+    schema, own = (getattr(node.target, name, None) for name in ("_schema", "__name__"))
+    # Where an operator was replaced by a function, that is named after it.
+    name = schema.name if schema is not None else str(own or node.target).strip("_")
+    return f"{name} in {place(node)}"
 
 
 def is_random(node: fx.Node) -> bool:

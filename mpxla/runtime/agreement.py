@@ -34,6 +34,8 @@ def check_agreement(
         RankMismatch: with the first line that differs.
     """
     ranks = tuple(group)
+    if len(ranks) == 1:  # a failure elsewhere is not to overtake one of its own
+        return
     digest = hashlib.blake2b("\n".join(description).encode(), digest_size=16).hexdigest()
     digests = objects.allgather(digest, ranks)
     different = [position for position, text in enumerate(digests) if text != digests[0]]
@@ -81,6 +83,10 @@ def share_error(
         PeerFailure: another rank failed, and this one did not.
     """
     ranks = tuple(group)
+    if len(ranks) == 1:
+        if error is not None:
+            raise error
+        return
     own = None if error is None else f"{type(error).__name__} in {where}: {error}"
     texts = objects.allgather(own, ranks)
     failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]

@@ -249,10 +249,7 @@ class StepEngine:
             error = raised
         if tuple(group) == tuple(self._session.topology.world_group()):
             self._known_to_all = error
-        if len(group) > 1:
-            share_error(self._session.objects, group, error, what)
-        elif error is not None:  # alone, an error of another pipeline does not come before it
-            raise error
+        share_error(self._session.objects, group, error, what)
         return cast(_T, result)
 
     def _cut(

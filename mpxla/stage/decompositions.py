@@ -50,6 +50,8 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
     """Windows of `size` along a dimension, as a new last dimension; by indices."""
+    if tensor.dim() == 0:
+        return tensor.reshape(1)[:size]
     count = (tensor.shape[dimension] - size) // step + 1
     starts = torch.arange(count, device=tensor.device) * step
     index = starts[:, None] + torch.arange(size, device=tensor.device)

@@ -143,8 +143,8 @@ def _count(transport, name, calls):
 )
 def test_clipping_costs_one_small_collective_and_no_reading_back(config):
     for calls, num_compiled, num_read in run_ranks(count_what_it_costs, 2, config):
-        announced = [("send_many", 2)]  # by the first rank, with its seal: that all clip now
-        assert calls in ([("all_gather", 1)], [*announced, ("all_gather", 1)])
+        announced = [name for name, _ in calls[:-1]]  # by the first rank: that all clip now
+        assert announced in ([], ["send_many"]) and calls[-1] == ("all_gather", 1)
         assert num_compiled == 0
         assert num_read == 0
 
