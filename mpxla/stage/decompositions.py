@@ -11,6 +11,7 @@
 - `randperm` does not follow from the device's seed.
 - `copy`, a part of a tensor that was assigned to, has no derivative (that is torch's), and on the
   device it writes into its first argument.
+- `nll_loss` of one sample without a batch ends the process.
 - Group norm and instance norm lose digits where means are large against deviations.
 - `multilabel_margin_loss` counts what follows the end of the targets (that is torch's).
 - `vdot`, `_weight_norm` and the derivative of `index_put` with a mask run on the host.
@@ -372,7 +373,36 @@ _NO_KERNEL = (
 """Operators without a kernel of torch_xla's that torch writes with others."""
 
 
+def _nll_loss(
+    tensor: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+) -> Any:
+    """Of one sample [C], for which torch_xla ends the process; others are left to it."""
+    if tensor.dim() > 1:
+        return NotImplemented
+    rows = tensor.unsqueeze(0), target.reshape(1)
+    loss, total = _aten.nll_loss_forward.default(*rows, weight, reduction, ignored)
+    return loss.reshape(()), total
+
+
+def _nll_loss_backward(
+    gradient: torch.Tensor, tensor: torch.Tensor, target: torch.Tensor, *settings: Any
+) -> Any:
+    if tensor.dim() > 1:
+        return NotImplemented
+    weight, reduction, *rest = settings
+    gradient = gradient.reshape(1) if reduction == 0 else gradient
+    rows = tensor.unsqueeze(0), target.reshape(1)
+    found = _aten.nll_loss_backward.default(gradient, *rows, weight, reduction, *rest)
+    return found.squeeze(0)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.nll_loss_forward.default: _nll_loss,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
     _aten.copy.default: _copy,
     _aten.fill.Tensor: _fill,
     **ARITHMETIC,

@@ -42,12 +42,18 @@ def needs_host(node: fx.Node) -> bool:
     return bool(_tried.get(_key(node), ("", False))[0])
 
 
+_NEVER_TRACED = frozenset({"aten::linalg_ldl_solve"})
+"""torch_xla runs it on the zeros that a trace has for values, where LAPACK ends the process."""
+
+
 def has_code(op: OpOverload) -> bool:
     """Whether the device can run an operator, for some arguments at least.
 
     What others have registered for all devices alike is a box that nobody can look into: it may
     read values, which a lazy trace would take for constants.
     """
+    if op.name() in _NEVER_TRACED:
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = (*_COMPOSED, *_EXPLICIT) if op.name().startswith(_TORCHS) else _COMPOSED
     return any(has_kernel(op.name(), key) for key in keys)
