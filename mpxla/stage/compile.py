@@ -408,14 +408,16 @@ def _compile_whole(
     roots: list[torch.Tensor] = []
     index_of: dict[int, int] = {}
     for value in outputs:
-        passed_on = argument_of_id.get(_xla._xla_get_tensor_id(value))
+        # Python objects for one tensor of torch_xla, such as `t()` of a vector, are one result.
+        tensor_id = _xla._xla_get_tensor_id(value)
+        passed_on = argument_of_id.get(tensor_id)
         if passed_on is not None:
             results.append((passed_on,))
             continue
-        if id(value) not in index_of:
-            index_of[id(value)] = len(roots)
+        if tensor_id not in index_of:
+            index_of[tensor_id] = len(roots)
             roots.append(_as_named(value))
-        results.append(index_of[id(value)])
+        results.append(index_of[tensor_id])
     if is_ordered or salt:
         results.pop()
     if len(roots) == is_ordered:  # nothing to compute but the ticket

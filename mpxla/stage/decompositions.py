@@ -31,7 +31,7 @@ from mpxla.stage.linear_algebra import FACTORIZATIONS, SOLVERS
 from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
 from mpxla.stage.order import ORDER_STATISTICS
 from mpxla.stage.pooling import POOLINGS
-from mpxla.stage.special import digamma, lgamma, polygamma, zeta
+from mpxla.stage.special import digamma, lgamma
 from mpxla.stage.spectral import short_time_fourier
 
 __all__ = ["CALLED_INSIDE", "DECOMPOSITIONS", "REPLACEMENTS"]
@@ -192,6 +192,13 @@ def _cdist(
     return _norm_with_finite_slope(left.unsqueeze(-2) - right.unsqueeze(-3), p)
 
 
+def _pdist(points: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Distances of all pairs of points [N, M], as [N (N - 1) / 2]."""
+    first, second = torch.triu_indices(len(points), len(points), 1, device=points.device)
+    apart = points.index_select(0, first) - points.index_select(0, second)
+    return _norm_with_finite_slope(apart, p)
+
+
 def _norm_with_finite_slope(vectors: torch.Tensor, p: float) -> torch.Tensor:
     """The p-norm over the last dimension; its gradient at zero is zero."""
     if p == 0:
@@ -292,6 +299,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.affine_grid_generator.default: _torchs(_aten.affine_grid_generator.default),
     _aten.cdist.default: _cdist,
     _aten.channel_shuffle.default: _channel_shuffle,
+    _aten.pdist.default: _pdist,
     _aten.copy.default: _copy,
     _aten.histc.default: _histc,
     _aten.index_put.default: _index_put,
@@ -409,8 +417,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **FACTORIZATIONS,
     _aten.digamma.default: digamma,
     _aten.lgamma.default: lgamma,
-    _aten.polygamma.default: polygamma,
-    _aten.special_zeta.default: zeta,
     **get_decompositions(
         [
             *_NO_KERNEL,

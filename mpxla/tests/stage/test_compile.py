@@ -208,3 +208,16 @@ def test_programs_that_differ_in_places_of_arguments_only_are_not_confused():
     again = compile_graph("again", Second(), [spec, spec], device)
     results = [program([a, b])[0].cpu().tolist() for program in (*programs, again)]
     assert results == [[19.0, 38.0], [10.0, 20.0], [10.0, 20.0]]
+
+
+class Turning(torch.nn.Module):
+    def forward(self, a):
+        b = a * 2
+        return [b, b.t(), b.t()]
+
+
+def test_a_view_that_is_the_tensor_itself_is_one_result_with_it():
+    device = current_device()
+    program = compile_graph("turning", Turning(), [TensorSpec((2,), torch.float32)], device)
+    results = program(to_device([torch.tensor([1.0, 2.0])], device))
+    assert [result.cpu().tolist() for result in results] == [[2.0, 4.0]] * 3
