@@ -1,14 +1,15 @@
 """The gamma function's logarithm and its derivatives, which torch_xla 2.9 does not lower.
 
-`lgamma` and `digamma` are Lanczos' approximation with g = 7, as XLA's own client library has it;
-`polygamma` is the zeta function of Hurwitz, by Euler and Maclaurin. Errors are those of float32.
+`lgamma` and `digamma` are Lanczos' approximation with g = 7, as XLA's own client library has it; the
+derivative of `digamma` is the zeta function of Hurwitz, by Euler and Maclaurin. Errors are those of
+float32.
 """
 
 import math
 
 import torch
 
-__all__ = ["digamma", "lgamma", "polygamma", "zeta"]
+__all__ = ["digamma", "lgamma"]
 
 _G = 7.0
 _FIRST = 0.99999999999980993227684700473478
@@ -64,7 +65,7 @@ def digamma(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, -1 / x, values)
 
 
-def zeta(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _zeta(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """sum over k of (x + k) ** -s, for s > 1 and x > 0."""
     total = torch.zeros_like(s * x)
     for k in range(_NUM_TERMS):
@@ -79,18 +80,8 @@ def zeta(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def polygamma(order: int, x: torch.Tensor) -> torch.Tensor:
-    """The derivative of `digamma` of that order, elementwise."""
-    if order == 0:
-        return digamma(x)
-    if order == 1:
-        return _trigamma(x)
-    sign = 1.0 if order % 2 else -1.0
-    return sign * math.factorial(order) * zeta(torch.full_like(x, order + 1), x)
-
-
 def _trigamma(x: torch.Tensor) -> torch.Tensor:
     is_mirrored = x < 0.5
-    values = zeta(torch.full_like(x, 2.0), torch.where(is_mirrored, 1 - x, x))
+    values = _zeta(torch.full_like(x, 2.0), torch.where(is_mirrored, 1 - x, x))
     sine = torch.sin(math.pi * x)
     return torch.where(is_mirrored, (math.pi / sine) ** 2 - values, values)
