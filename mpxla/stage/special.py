@@ -1,6 +1,6 @@
 """The gamma function's logarithm and its derivatives, which torch_xla 2.9 does not lower.
 
-`lgamma` and `digamma` are Lanczos' approximation with g = 7, as XLA's own client library has it; the
+`lgamma` and `digamma` are Lanczos' approximation with g = 7, as XLA's client library has it; the
 derivative of `digamma` is the zeta function of Hurwitz, by Euler and Maclaurin. Errors are those of
 float32.
 """
