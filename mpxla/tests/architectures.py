@@ -10,6 +10,7 @@ configuration is the default one with small numbers in the fields that configura
 import contextlib
 import io
 import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -156,7 +157,8 @@ def outcome(name: str) -> tuple[str, str]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:240]
+    text = " ".join(str(error).split())
+    return re.sub(r"\S*/site-packages/", "", text)[:240]
 
 
 def outcomes(names: list[str], log: Path | None = None) -> dict[str, tuple[str, str]]:
