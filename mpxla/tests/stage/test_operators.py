@@ -81,7 +81,7 @@ CASES = {
     "gaussian_nll_loss": (lambda x: F.gaussian_nll_loss(x, x.flip(0), x.square()), (3, 4)),
     "nll_loss_of_one_sample": (lambda x: F.cross_entropy(x, torch.tensor(2)), (5,)),
     "logaddexp": (lambda x: (torch.logaddexp(x, x.flip(0)), torch.logaddexp2(x, 2 * x)), (3, 4)),
-    "lgamma": (lambda x: (torch.lgamma(x * 5), torch.digamma(x * 5)), (3, 4)),
+    "lgamma": (lambda x: torch.lgamma(x * 5), (3, 4)),
     "grid_sample": (
         lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh() * 1.2, align_corners=False),
         (2, 3, 8, 8),
