@@ -231,14 +231,13 @@ _digests: dict[bytes, bytes] = {}
 """Hash of a graph -> digest of its program; of the process, as torch_xla's own cache is."""
 
 
-def _is_another(graph_hash: bytes, roots: Sequence[torch.Tensor]) -> bool:
+def _is_another(graph_hash: bytes, text: str) -> bool:
     """Whether another program has this hash already, which torch_xla 2.9 would run instead.
 
     Its hash does not say which of several equal arguments stands where: those of `(a - b) + a` and
     `(a - b) + b` are equal.
     """
-    text = _xla._get_xla_tensors_hlo(list(roots)).encode()
-    digest = hashlib.blake2b(text, digest_size=16).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return _digests.setdefault(graph_hash, digest) != digest
 
 
@@ -423,16 +422,15 @@ def _compile_whole(
     if len(roots) == is_ordered:  # nothing to compute but the ticket
         return Executable(name, b"", (), results, len(inputs) - is_ordered, "")
     sources = _program_inputs(roots, argument_of_id)
-    text = _xla._get_xla_tensors_hlo(roots) if keep_text else ""
+    text = _xla._get_xla_tensors_hlo(roots)
     graph_hash = _xla._get_graph_hash(roots)
-    if _is_another(graph_hash, roots):
+    if _is_another(graph_hash, text):
         _recover()
         return _compile_whole(name, *plain, device, keep_text, salt + 1)
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
-    return Executable(
-        name, graph_hash, sources, results, len(inputs) - is_ordered, text, is_ordered
-    )
+    kept, count = text if keep_text else "", len(inputs) - is_ordered
+    return Executable(name, graph_hash, sources, results, count, kept, is_ordered)
 
 
 def _as_named(value: torch.Tensor) -> torch.Tensor:
