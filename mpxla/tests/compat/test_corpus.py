@@ -69,26 +69,30 @@ def outcomes(folder, names):
     import mpxla as smp
     from mpxla.compat.launcher import run_script
 
-    sys.path.append(f"{folder}/installed")
     seen = {}
-    for name in names:
-        try:
-            run_script(Path(folder) / f"{name}.py", [])
-            seen[name] = ""
-        except (CompatError, ConfigError) as error:
-            seen[name] = str(error)
-        finally:
-            if smp.is_initialized():
-                smp.shutdown()
+    with pytest.MonkeyPatch.context() as patch:  # the process serves other tests after this one
+        patch.setattr(sys, "path", [*sys.path, f"{folder}/installed"])
+        for name in names:
+            try:
+                run_script(Path(folder) / f"{name}.py", [])
+                seen[name] = ""
+            except (CompatError, ConfigError) as error:
+                seen[name] = str(error)
+            finally:
+                if smp.is_initialized():
+                    smp.shutdown()
+    for name in [name for name in sys.modules if name.startswith("smdistributed")]:
+        del sys.modules[name]
     return seen
 
 
 def test_the_verdict_is_what_happens(tmp_path, monkeypatch):
     scripts = RUNS | REFUSED
     write(tmp_path, scripts)
+    (seen,) = run_ranks(outcomes, 1, str(tmp_path), list(scripts))
+    # After the ranks, which start with this process's path and serve other tests too.
     monkeypatch.syspath_prepend(tmp_path / "installed")
     assert importlib.machinery.PathFinder.find_spec("smdistributed") is not None
-    (seen,) = run_ranks(outcomes, 1, str(tmp_path), list(scripts))
     for name, text in seen.items():
         findings = check_script(tmp_path / f"{name}.py")
         is_refused = any(finding.is_refused for finding in findings)
