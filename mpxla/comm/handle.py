@@ -136,6 +136,7 @@ class FailureWatch:
         self.rank = rank
         self.world_size = world_size
         self.changed = threading.Condition(threading.RLock())
+        self._telling = threading.RLock()  # held by a thread that fails a handle, see `fail`
         self._stall_warning_s = stall_warning_s
         self._settle_s = settle_s
         self._failure: Failure | None = None
@@ -155,6 +156,11 @@ class FailureWatch:
     def failure(self) -> Failure | None:
         """The first failure of any rank, or None."""
         return self._failure
+
+    def told_failure(self) -> Failure | None:
+        """`failure`, after all ranks have been told of what a handle of this one has failed by."""
+        with self._telling:
+            return self._failure
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a rank has ended in order."""
@@ -192,6 +198,21 @@ class FailureWatch:
             text = f"{text[:_MAX_ERROR_CHARS]} ... ({len(text)} characters)"
         if self._failure is None:
             self._spread(Failure(self.rank, text))
+
+    def fail(self, handle: Handle[Any], where: str, error: BaseException) -> None:
+        """Completes a handle with an error, and tells all ranks of it.
+
+        Whoever waits gets the error at once and may leave the job; it does not say so before the
+        others have heard why, or they would take the job for a script that ended early.
+
+        Args:
+            handle: What cannot be completed.
+            where: As for `report`.
+            error: What happened.
+        """
+        with self._telling:
+            handle.set_error(error)
+            self.report(where, error)
 
     def explain(self, error: BaseException, peers: Iterable[int], what: str) -> PeerFailure:
         """Finds out why a connection broke; called with the error of the broken connection.

@@ -88,8 +88,7 @@ class _Collectives:
         try:
             operand = job.fetch()
         except BaseException as error:  # the other ranks wait for this one: they have to be told
-            job.handle.set_error(error)
-            self._watch.report(f"computing the operand of {job.handle.what}", error)
+            self._watch.fail(job.handle, f"computing the operand of {job.handle.what}", error)
             return
         try:
             job.handle.set_result(job.run(operand, self.group))
@@ -275,7 +274,7 @@ class HostTransport:
         if self._is_closed:
             return
         self._is_closed = True
-        if self.watch.failure is None and dist.is_initialized():
+        if self.watch.told_failure() is None and dist.is_initialized():
             self._flush(timeout_s)
             self._part()
         self._abort()

@@ -140,7 +140,7 @@ class Lifeline(FailureWatch):
         """
         if self._connection is None or self._closed.is_set() or os.getpid() != self._pid:
             return
-        if self._failure is None:
+        if self.told_failure() is None:
             self._take_leave()
         self._release(linger_s)
         if self._failure is None:

@@ -159,8 +159,7 @@ class Outbox:
             specs, payload = layout(tensors), pack(tensors)
         except BaseException as error:  # the receiver waits for this message: it has to be told
             self._broken = error
-            handle.set_error(error)
-            self._watch.report(f"computing a {message.channel!r} message", error)
+            self._watch.fail(handle, f"computing a {message.channel!r} message", error)
             return
         envelope = _Envelope(
             False, self._num_sent, payload.numel(), specs.digest, message.channel, specs.text
@@ -345,8 +344,7 @@ class Inbox:
                 f"rank {self._watch.rank} cannot unpack {posted.handle.what}: {error}. Install the "
                 f"same version of mpxla on every host."
             )
-            posted.handle.set_error(wrong)
-            self._watch.report("", wrong)
+            self._watch.fail(posted.handle, "", wrong)
         else:
             posted.handle.set_result(value)
 

@@ -169,8 +169,7 @@ class ProgramQueue:
         try:
             operands = [None if t is None else self._runner.fetch(t) for t in job.operands]
         except BaseException as error:  # the other ranks wait for this one: they have to be told
-            job.handle.set_error(error)
-            self._watch.report(f"computing the operand of {job.handle.what}", error)
+            self._watch.fail(job.handle, f"computing the operand of {job.handle.what}", error)
             return
         try:
             if job.program is not None:

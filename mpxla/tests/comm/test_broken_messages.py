@@ -1,12 +1,14 @@
 """Any error in a message or a thread that carries it fails the job with a text; nobody hangs."""
 
 import re
+import time
 
 import pytest
 import torch
 
 import mpxla as smp
 from mpxla.comm import streams
+from mpxla.comm.handle import FailureWatch
 from mpxla.comm.host import _Collectives
 from mpxla.errors import PeerFailure
 from mpxla.session import current
@@ -100,6 +102,25 @@ def test_a_broken_message_fails_the_job(fault):
 
 def test_a_broken_message_fails_the_job_wherever_the_receiver_waits():
     check(run_ranks(send_with_a_fault, 2, other_magic, False), FAULTS[other_magic])
+
+
+def leave_while_the_error_is_reported():
+    """Rank 0 has its error before rank 1 can hear of it, and ends at once."""
+    report = FailureWatch.report
+
+    def report_late(watch, where, error):
+        time.sleep(0.5)
+        report(watch, where, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FailureWatch, "report", report_late)
+        outcome = send_with_a_fault(fewer_bytes, True)
+        smp.shutdown()
+    return outcome
+
+
+def test_who_leaves_with_an_error_has_told_the_others():
+    check(run_ranks(leave_while_the_error_is_reported, 2), FAULTS[fewer_bytes])
 
 
 def check(errors, text):
