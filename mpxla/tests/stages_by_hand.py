@@ -4,6 +4,7 @@ What ranks add (messages, schedules, optimizers) is left out, so that many model
 Call it in a process that may touch the XLA device, such as a rank of `run_ranks`.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 
 from mpxla.device.torch_xla.lowering import make_lowering
 
-__all__ = ["Outcome", "differences", "run_in_stages", "run_plainly"]
+__all__ = ["Outcome", "differences", "rounding_errors", "run_in_stages", "run_plainly"]
+
+FACTOR = 4
+"""Times its own rounding error, by which a value may be off where that is much."""
 
 
 @dataclass
@@ -78,27 +82,94 @@ def run_in_stages(
     return Outcome(loss.item(), run.gradients, run.buffers, len(cut.stages))
 
 
-def differences(plain: Outcome, staged: Outcome, tolerance: float = 1e-4) -> str:
+def differences(
+    plain: Outcome,
+    staged: Outcome,
+    tolerance: float = 1e-4,
+    rounding: Mapping[str, float] | None = None,
+) -> str:
     """What differs between two outcomes, in words; empty if nothing does.
 
-    Gradients are compared by their norms. A parameter may have a gradient of zeros in one outcome
+    Values are compared by their norms. A parameter may have a gradient of zeros in one outcome
     and none in the other.
+
+    Args:
+        plain: the right one.
+        staged: the other.
+        tolerance: relative error that is allowed everywhere.
+        rounding: what `rounding_errors` gives; each value may be off by FACTOR times its own, too.
     """
     found: list[str] = []
-    if abs(plain.loss - staged.loss) > tolerance * abs(plain.loss):
-        found.append(f"loss {staged.loss} for {plain.loss}")
-    scale = max((g.norm().item() for g in plain.gradients.values()), default=0.0)
-    for name in dict.fromkeys([*plain.gradients, *staged.gradients]):
-        right, other = plain.gradients.get(name), staged.gradients.get(name)
-        right = torch.zeros_like(other) if right is None else right
-        other = torch.zeros_like(right) if other is None else other
-        off = (other - right).norm().item()
-        # What is zero but for rounding (the bias in front of a norm, say) has no digits.
-        if not off <= tolerance * max(right.norm().item(), 1e-3 * scale):
-            found.append(f"gradient of {name} off by {off:.3g} of {right.norm().item():.3g}")
     if set(plain.buffers) != set(staged.buffers):
         found.append(f"changes {sorted(staged.buffers)} for {sorted(plain.buffers)}")
+    scale = max((g.norm().item() for g in plain.gradients.values()), default=0.0)
+    rights, others = _named(plain), _named(staged)
+    for name in dict.fromkeys([*rights, *others]):
+        off, size = _distance(rights.get(name), others.get(name))
+        # What is zero but for rounding (the bias in front of a norm, say) has no digits.
+        floor = 1e-3 * scale if name.startswith("gradient") else 0.0
+        allowed = max(tolerance * max(size, floor), FACTOR * (rounding or {}).get(name, 0.0))
+        if not off <= allowed:
+            found.append(f"{name} off by {off:.3g} of {size:.3g}")
     return "; ".join(found)
+
+
+def rounding_errors(
+    model: nn.Module, loss_of: Callable[..., Any], batch: Mapping[str, Any]
+) -> dict[str, float]:
+    """How far plain float32 is from float64, by the name of a value; empty if float64 fails.
+
+    A model can be so ill-conditioned that no order of additions gives more digits. The larger of
+    two errors counts, since one can be small by chance: that of the step, and that of the step with
+    every number moved to a neighbor or left alone.
+    """
+    exact = copy.deepcopy(model).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        right = _named(run_plainly(exact, loss_of, _changed(batch, torch.Tensor.double)))
+    except RuntimeError:  # not everything takes float64
+        return {}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.copy_(_neighbor(parameter, generator))
+    near = _changed(batch, lambda value: _neighbor(value, generator))
+    steps = [run_plainly(model, loss_of, batch), run_plainly(moved, loss_of, near)]
+    values = [_named(step) for step in steps]
+    return {n: max(_distance(v, given.get(n))[0] for given in values) for n, v in right.items()}
+
+
+def _named(outcome: Outcome) -> dict[str, torch.Tensor]:
+    values = {"loss": torch.tensor(outcome.loss, dtype=torch.float64)}
+    values.update((f"gradient of {name}", value) for name, value in outcome.gradients.items())
+    values.update((f"buffer {name}", value) for name, value in outcome.buffers.items())
+    return values
+
+
+def _distance(right: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    """Norms of the difference and of what is right; None stands for zeros."""
+    zero = torch.zeros((), dtype=torch.float64)
+    right, other = (zero if value is None else value.double() for value in (right, other))
+    return (other - right).norm().item(), right.norm().item()
+
+
+def _neighbor(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Half of the numbers are moved to the next larger one."""
+    is_moved = torch.rand(values.shape, generator=generator) < 0.5
+    return torch.where(is_moved, values.nextafter(torch.full_like(values, torch.inf)), values)
+
+
+def _changed(batch: Mapping[str, Any], change: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """The batch with its floating-point tensors changed."""
+
+    def changed(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_float else value
+
+    return pytree.tree_map(changed, dict(batch))
 
 
 class _Run:
