@@ -344,6 +344,8 @@ class FailureWatch:
             f"{self._failure.text}{waited}. Look at the output of rank {self._failure.rank} for "
             f"the cause."
         )
+        if self._failure.text.startswith(f"rank {self._failure.rank} raised "):
+            error.raised_by = self._failure.rank
         self.notice(error)
         return error
 

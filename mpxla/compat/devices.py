@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from mpxla.compat import CompatError
 from mpxla.compat.names import cuda_name
-from mpxla.compat.user_code import at_script_line
 from mpxla.stage.delayed import is_delayed
 from mpxla.stage.device import current_device
+from mpxla.user_lines import at_script_line
 
 __all__ = ["DeviceMap", "DeviceMapping"]
 

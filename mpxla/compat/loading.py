@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["loads_onto_device"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpxla.compat import CompatError
-from mpxla.compat.user_code import at_script_line
 from mpxla.stage.device import memory_counters
+from mpxla.user_lines import at_script_line
 
 __all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mpxla.compat import CompatError
-from mpxla.compat.user_code import at_script_line
 from mpxla.stage.device import flush, wait
+from mpxla.user_lines import at_script_line
 
 __all__ = ["NVTX_FUNCTIONS", "STREAM_FUNCTIONS", "Event", "Stream", "recorded", "synchronize"]
 
