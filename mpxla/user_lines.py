@@ -20,7 +20,6 @@ _LIBRARIES = tuple(
 )
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of installed packages, wherever they are: those of the user, of the system."""
-_TYPED_IN = ("<stdin>", "<string>")
 
 
 @functools.cache
@@ -30,7 +29,7 @@ def is_script_code(filename: str) -> bool:
     mpxla's own tests play the part of scripts.
     """
     if filename.startswith("<"):
-        return filename in _TYPED_IN
+        return filename == "<stdin>"
     path = Path(filename).resolve()
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")

@@ -35,7 +35,7 @@ def mapped() -> Generator[None]:
         importable(),
         cuda_names(devices),
         nccl_means_gloo(),
-        loads_onto_device(devices),
+        loads_onto_device(devices, bool((env.mpxla_config or {}).get("trust_checkpoints"))),
         _kept_parameters(),
         _autocast_on_device(),
         _default_type_on_host(),

@@ -1,4 +1,4 @@
-"""What a user reads when an error ends the script: in full on one rank, by the user's own frames."""
+"""What a user reads when an error ends the script: in full on one rank, by the user's frames."""
 
 import os
 import sys
