@@ -137,6 +137,9 @@ class Config:
     rank may sleep while others wait for it."""
     init_timeout_s: float = key(120.0, number(above=0))
     """Extension. How many seconds `smp.init` waits for ranks that have not called it."""
+    trust_checkpoints: bool = key(False, boolean())
+    """Extension. Checkpoints may hold any object: `user_content` is saved as it is, and loading
+    runs what code the files ask for, unless `weights_only=True` is passed."""
     check_indices: str = key("inputs", switch_or_word("all", "off", "inputs"))
     """Extension. Ids beyond a table and labels beyond the classes are errors: `inputs` looks at
     those that follow from inputs of a step, before it runs, unless they are on an accelerator; True

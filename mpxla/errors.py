@@ -95,7 +95,12 @@ class PeerFailure(MpxlaError):  # noqa: N818 - named for what happened, not for 
 
     The text names that rank and, where known, its own error, stage and microbatch. Look at that
     rank's output for the cause.
+
+    Attributes:
+        raised_by: The rank whose own error it was; None if it died, left or fell silent.
     """
+
+    raised_by: int | None = None
 
 
 class RankMismatch(MpxlaError):  # noqa: N818 - named for what happened, not for its kind

@@ -25,11 +25,13 @@ from torch.distributed.distributed_c10d import (
 
 from mpxla import __version__, log
 from mpxla.comm.addresses import interface_for, listen_for_store
+from mpxla.comm.claims import claims_in, open_agent_store
 from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
+from mpxla.comm.quiet import without_gloos_lines
 from mpxla.comm.rollcall import call_roll
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
@@ -43,11 +45,20 @@ from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
+from mpxla.uncaught import UncaughtErrors
 
 if TYPE_CHECKING:
     from mpxla.parallel.models import Models
 
-__all__ = ["Session", "current", "init", "is_initialized", "shutdown", "shutdown_if_started"]
+__all__ = [
+    "Session",
+    "current",
+    "init",
+    "is_initialized",
+    "show_uncaught",
+    "shutdown",
+    "shutdown_if_started",
+]
 
 _GROUP_TIMEOUT = timedelta(minutes=10)
 """Of the default group, for the user's own collectives."""
@@ -177,6 +188,8 @@ def init(config: dict[str, Any] | None = None) -> None:
     env = read_environment()
     log.set_rank(env.rank, env.world_size)
     log.set_level(env.log_level)
+    earlier_hook = sys.excepthook
+    shown = show_uncaught(env)
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
     placement_of(resolved)  # refuses a schedule that cannot run
@@ -189,12 +202,38 @@ def init(config: dict[str, Any] | None = None) -> None:
     with log.root_logger_kept():
         backend = open_backend(env.device)
         _ = backend.device  # claims it, before the first host backward (see `current_device`)
-    earlier_hook = sys.excepthook  # torch.distributed replaces it as well
     _session = _connect(resolved, env, topology, backend, owns_group=not dist.is_initialized())
     delay_all_models(resolved.delayed_parameter_initialization)
-    sys.excepthook = _reporting(sys.excepthook)
+    if shown is not None:
+        store = _get_default_store()
+        shown.claim = claims_in(lambda: store, env.rank)
+    # torch.distributed replaces the hook as well, to write the rank.
+    sys.excepthook = _reporting(sys.excepthook if shown is None else shown)
     _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(_shutdown_at_exit)
+
+
+def show_uncaught(env: LaunchEnv, is_complete: bool = False) -> UncaughtErrors | None:
+    """Lets mpxla show errors that end the script, unless somebody else does already.
+
+    Args:
+        env: of this process.
+        is_complete: show all frames on all ranks.
+
+    Returns:
+        What shows them; None if it is somebody else's.
+    """
+    if isinstance(sys.excepthook, UncaughtErrors):
+        sys.excepthook.rank, sys.excepthook.world_size = env.rank, env.world_size
+        return sys.excepthook
+    if sys.excepthook is not sys.__excepthook__:
+        return None
+    shown = UncaughtErrors(env.rank, env.world_size, is_complete or env.log_level == "DEBUG")
+    if env.has_agent_store:
+        place = env.master_addr, env.master_port
+        shown.claim = claims_in(lambda: open_agent_store(*place), env.rank)
+    sys.excepthook = shown
+    return shown
 
 
 def _session_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
@@ -287,13 +326,14 @@ def _open_lifeline(
         )
     if owns_group:
         try:
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=env.rank,
-                world_size=env.world_size,
-                timeout=_GROUP_TIMEOUT,
-            )
+            with without_gloos_lines():
+                dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=env.rank,
+                    world_size=env.world_size,
+                    timeout=_GROUP_TIMEOUT,
+                )
         except Exception as error:
             if lifeline is not None:
                 lifeline.report("torch.distributed.init_process_group", error)
@@ -377,7 +417,8 @@ def _make_process_groups(
     group_lists: dict[CommGroup, Any], unique: list[tuple[int, ...]], rank: int
 ) -> dict[CommGroup, dist.ProcessGroup]:
     """torch.distributed groups for the getters; a collective call over all ranks."""
-    made = {r: cast(dist.ProcessGroup, dist.new_group(list(r))) for r in unique}
+    with without_gloos_lines():
+        made = {r: cast(dist.ProcessGroup, dist.new_group(list(r))) for r in unique}
     return {
         kind: made[ranks]
         for kind, groups in group_lists.items()

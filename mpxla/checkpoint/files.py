@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from mpxla.checkpoint.entries import find_unpicklable, find_unsafe, unsafe_names
 from mpxla.checkpoint.plain_data import safe_classes
 from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
@@ -106,37 +107,58 @@ def save_object(path: Path, value: Any) -> FileRecord:
     return write_file(path, lambda file: torch.save(value, file))
 
 
-def serialize(value: Any, what: str, **options: Any) -> bytes:
-    """`torch.save` to memory; tells the user if loading will need `weights_only=False`.
+def serialize(
+    value: Any, what: str, is_trusted: bool = False, has_to_load: bool = False, **options: Any
+) -> bytes:
+    """`torch.save` to memory; tells the user of what loading would refuse.
 
     Args:
         value: what to save.
-        what: where it comes from, for the texts.
+        what: where it comes from, for the texts: as the user writes it.
+        is_trusted: whether loading will not refuse anything.
+        has_to_load: whether it is an error, not a warning, if loading would refuse it.
         **options: of `torch.save`.
 
     Raises:
-        CheckpointError: it cannot be pickled.
+        CheckpointError: it cannot be pickled, or would not be loaded; names the entry.
     """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer, **options)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
+        place, part = find_unpicklable(value, what)
         raise CheckpointError(
-            f"{what} cannot be saved: {error}. Keep plain data in it: numbers, strings, tensors, "
-            f"and lists, tuples and dicts of them."
+            f"{place} is {_kind(part)} and cannot be saved: {error}. {_PLAIN}"
         ) from error
-    data = buffer.getvalue()
+    data, unsafe = buffer.getvalue(), list[str]()
     with contextlib.suppress(Exception):  # a foreign pickle_module cannot be looked into
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        _, unsafe = safe_classes(names)
-        if unsafe:
-            get_logger().warning(
-                "%s holds objects of %s, which are loaded only with weights_only=False; keep plain "
-                "data in it instead.",
-                what,
-                ", ".join(sorted(unsafe)),
-            )
+        unsafe = [] if is_trusted else unsafe_names(data)
+    if unsafe:
+        place, part = find_unsafe(value, what)
+        text = (
+            f"{place} is {_kind(part)}. Loading it could run code ({', '.join(sorted(unsafe))}), "
+            f"so it is refused when the checkpoint is loaded. {_PLAIN} If you trust everybody who "
+            f"can write your checkpoints, set the key trust_checkpoints: True (with the launcher "
+            f"mpxla.compat, --trust-checkpoints)."
+        )
+        if has_to_load:
+            raise CheckpointError(text)
+        get_logger().warning("%s", text)
     return data
+
+
+_PLAIN = (
+    "Keep plain data in its place: numbers, strings, tensors, NumPy's values, dataclasses, and "
+    "lists, tuples and dicts of them; of a scheduler or a sampler, what its state_dict() returns."
+)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    if kind.__name__ in ("function", "builtin_function_or_method", "method"):
+        return f"the function {getattr(value, '__qualname__', '?')}"
+    name = kind.__qualname__
+    return f"a {name}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{name}"
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -253,7 +275,9 @@ def load_object(path: Path, weights_only: bool = True, **options: Any) -> Any:
             ) from error
         raise CheckpointError(
             f"{path} holds objects whose loading could run code, so it was not loaded "
-            f"({_culprit(error)}). If you trust whoever wrote the file, pass weights_only=False."
+            f"({_culprit(error)}). If you trust whoever wrote the file, pass weights_only=False, "
+            f"or set the key trust_checkpoints: True (with the launcher mpxla.compat, "
+            f"--trust-checkpoints)."
         ) from error
     except (RuntimeError, EOFError) as error:
         raise CheckpointError(

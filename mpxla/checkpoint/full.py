@@ -46,7 +46,9 @@ def save_full(
         path.mkdir(parents=True, exist_ok=True)
         for file in (full_file(path, tag), full_user_content(path, tag)):
             remove_stale(file)
-        content = serialize(user_content, "user_content")
+        content = serialize(
+            user_content, "user_content", session.config.trust_checkpoints, has_to_load=True
+        )
         replace_files(
             {
                 full_user_content(path, tag): lambda file: file.write(content),

@@ -55,7 +55,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Translate | None = None,
     load_optimizer_states: bool | None = None,
-    weights_only: bool = True,
+    weights_only: bool | None = None,
     model: DistributedModel | None = None,
 ) -> Any:
     """Loads a checkpoint; every rank must call it, after wrapping model and optimizer.
@@ -79,7 +79,8 @@ def resume_from_checkpoint(
         translate_function: of a full checkpoint: makes a state dict of the plain model of what the
             file holds. Called on every rank.
         load_optimizer_states: the name of `load_optimizer` in SMP 1.10.
-        weights_only: refuse objects whose loading could run code. Extension of SMP's API.
+        weights_only: refuse objects whose loading could run code. Without it, the configuration's
+            `trust_checkpoints` decides. Extension of SMP's API.
         model: where to, with its first optimizer; needed where there are several distributed
             models. Extension of SMP's API.
 
@@ -105,6 +106,8 @@ def resume_from_checkpoint(
         )
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
+    if weights_only is None:
+        weights_only = not session.config.trust_checkpoints
     world = session.env.world_size
     exchange = ObjectExchange(
         session.objects.allgather,

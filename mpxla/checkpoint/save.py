@@ -112,7 +112,8 @@ def save_checkpoint(
         model: the distributed model, or None to save none.
         optimizer: the distributed optimizer, or None to save none.
         user_content: of rank 0: plain data (LR scheduler's state dict, number of steps, position in
-            the data); `resume_from_checkpoint` returns it.
+            the data); `resume_from_checkpoint` returns it. Other objects are an error, unless the
+            configuration says `trust_checkpoints`.
         translate_if_full: SMP's switch for names of Hugging Face; models keep their names here, so
             it changes nothing.
         num_kept_partial_checkpoints: older partial checkpoints beyond this number are deleted.
@@ -241,7 +242,9 @@ class _Part:
         buffers = dict(zip(own, flat[len(self._share) :], strict=True))
         self._own = {"random": get_random_states(self._session.backend), "buffers": buffers}
         if self._session.rank == 0:
-            self._blobs[USER_CONTENT] = serialize(user, "user_content")
+            self._blobs[USER_CONTENT] = serialize(
+                user, "user_content", self._session.config.trust_checkpoints, has_to_load=True
+            )
             if optimizer is not None:
                 settings = optimizer.group_settings()
                 self._blobs[PARAM_GROUPS] = serialize(settings, "the optimizer's settings")

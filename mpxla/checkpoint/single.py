@@ -41,7 +41,11 @@ def save(
     """
     path = _checked(f, "save")
     data = serialize(
-        obj, f"the object for {f}", pickle_module=pickle_module, pickle_protocol=pickle_protocol
+        obj,
+        f"the object for {f}",
+        is_trusted=current().config.trust_checkpoints,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
     )
     target = Path(f"{path}{_suffixes(v3)[0]}") if partial else path
     # Scripts save a full file on all ranks of a replica, which then write it side by side.
@@ -54,7 +58,7 @@ def load(
     pickle_module: Any = None,
     partial: bool = True,
     back_compat: bool = False,
-    weights_only: bool = True,
+    weights_only: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `smp.save` or `torch.save` wrote. Runs no code from the file by default.
@@ -68,7 +72,8 @@ def load(
         partial: pick the file of this rank; otherwise `f` itself is read.
         back_compat: SMP's switch for optimizer files of its versions before 1.10, whose layout is
             not public: not supported.
-        weights_only: refuse objects whose loading could run code. Extension of SMP's API.
+        weights_only: refuse objects whose loading could run code. Without it, the configuration's
+            `trust_checkpoints` decides. Extension of SMP's API.
         **pickle_load_args: as for `torch.load`; or one dictionary of that name, which is how the
             SMP API reference shows them.
 
@@ -82,6 +87,8 @@ def load(
             "smp.load(back_compat=True) reads optimizer files of SMP before 1.10, whose layout is "
             "not public; save them again with a later version."
         )
+    if weights_only is None:
+        weights_only = not current().config.trust_checkpoints
     pickle_load_args |= pickle_load_args.pop("pickle_load_args", None) or {}
     if pickle_module is not None and weights_only:
         raise CheckpointError("smp.load(pickle_module=...) can run code; pass weights_only=False.")

@@ -9,7 +9,7 @@ from mpxla.cli.schedule import schedule_keys, schedule_options
 from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
-from mpxla.graph.partition_report import format_report, format_size
+from mpxla.graph.partition_report import format_size
 from mpxla.schedule.choice import placement_of
 from mpxla.schedule.render import render_text
 from mpxla.schedule.search import Candidate, StepCosts, candidates, search
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     from mpxla.device.choice import open_backend
     from mpxla.env import read_environment
     from mpxla.graph.cost import MachineModel
+    from mpxla.parallel.models import cut_report
     from mpxla.runtime.forecast import forecast
     from mpxla.runtime.plan import cut_step
 
@@ -65,8 +66,7 @@ def run(options: argparse.Namespace) -> None:
     if options.search:
         config = _search(config, step, machine, lowering, options.memory_limit)
     found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
-    flops = found.cut.problem.total_flops
-    print(format_report(found.cut.partition, flops=flops, in_flight=found.cut.in_flight))
+    print(cut_report(found.cut))
     print()
     print(_memory(found))
     print()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from mpxla.comm.whereabouts import Place
 from mpxla.errors import MpxlaError, PeerFailure
 from mpxla.log import get_logger
 
@@ -149,6 +150,10 @@ class FailureWatch:
         """What a thread waits for that the owner leaves alone, unless it is `joining`."""
         self.noticed = threading.Event()
         """Set once the thread that made the watch knows of the failure."""
+        self.place: Callable[[], Place] = lambda: Place("", "")
+        """Where the owner is, in the user's words."""
+        self.place_of: Callable[[int], Place] = lambda rank: Place("", "")
+        """Where another rank is, as far as that is known here."""
         self.is_closing = False
         """Whether this process is breaking its own connections."""
 
@@ -360,29 +365,41 @@ class FailureWatch:
 
     def _peer_failure(self, what: str | None) -> PeerFailure:
         assert self._failure is not None
-        waited = f" (rank {self.rank} was waiting for {what})" if what else ""
+        waited = f" (rank {self.rank} was waiting {self._words(what)})" if what else ""
         error = PeerFailure(
             f"{self._failure.text}{waited}. Look at the output of rank {self._failure.rank} for "
             f"the cause."
         )
+        if self._failure.text.startswith(f"rank {self._failure.rank} raised "):
+            error.raised_by = self._failure.rank
         self.notice(error)
         return error
 
     def _left_failure(self, peer: int, what: str) -> PeerFailure:
         error = PeerFailure(
-            f"rank {peer} finished (left) while rank {self.rank} waited for {what}. Call the same "
-            f"steps and communications on all ranks, as often on each."
+            f"rank {peer} finished (left) while rank {self.rank} waited {self._words(what)}. Call "
+            f"the same steps and communications on all ranks, as often on each."
         )
         self.notice(error)
         return error
 
+    def _words(self, what: str) -> str:
+        """A wait in words: `for WHAT`, or `in CALL OF THE USER at LINE for WHAT`."""
+        is_owner = threading.current_thread() is self._owner
+        place = self.place() if is_owner else Place("", "")
+        inside = f"in {place} " if place.call else ""
+        return f"{inside}for {place.waits_for(what)}"
+
     def _warn_of_stall(self, handle: Handle[Any], waited_s: float) -> None:
         named = ", ".join(map(str, handle.peers)) or "unknown"
+        places = {peer: self.place_of(peer) for peer in handle.peers}
+        known = [f" Rank {peer} is in {place}." for peer, place in places.items() if place.line]
         get_logger().warning(
-            "rank %d has waited %.0f s for %s; the ranks it needs (%s) are alive but have not come "
-            "to it. Look at what they are doing.",
+            "rank %d has waited %.0f s %s; the ranks it needs (%s) are alive but have not come "
+            "to it.%s",
             self.rank,
             waited_s,
-            handle.what,
+            self._words(handle.what),
             named,
+            "".join(known) or " Look at what they are doing.",
         )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, describe
+from mpxla.comm.quiet import without_gloos_lines
 from mpxla.comm.seal import Seal
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
@@ -333,7 +334,8 @@ class HostTransport:
         return [box.thread for box in boxes if box.thread and box.thread.is_alive()]
 
     def _new_group(self, ranks: Group) -> Any:
-        return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
+        with without_gloos_lines():
+            return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._to_host(tensor.detach())

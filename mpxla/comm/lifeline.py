@@ -32,6 +32,7 @@ from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
 from mpxla.comm.pulse import Pulse
 from mpxla.comm.stall import Progress
+from mpxla.comm.whereabouts import Place
 from mpxla.errors import PeerFailure
 
 __all__ = ["Lifeline"]
@@ -86,6 +87,8 @@ class Lifeline(FailureWatch):
         super().__init__(rank, world_size, stall_warning_s=stall_warning_s)
         self._grace_s = grace_s
         self._progress = progress or Progress()
+        self.place = self._progress.place
+        self.place_of = self._place_of
         self._stall_timeout_s = stall_timeout_s
         self._pulse: Pulse | None = None
         self._is_abandoned = False  # by a rank whose process does not even end
@@ -182,6 +185,10 @@ class Lifeline(FailureWatch):
             tell=lambda row: self._tell(encode(type="beat", row=row)),
             fail=self._fail_alone,
         )
+
+    def _place_of(self, rank: int) -> Place:
+        row = {} if self._pulse is None else self._pulse.rows.get(rank, {})
+        return Place(row.get("call", ""), row.get("where", ""))
 
     def _fail_alone(self, failure: Failure) -> None:
         """A failure that rank 0 may be unable to pass on: what it can do is told all the same."""

@@ -91,7 +91,8 @@ class Pulse:
         self._vitals = Vitals()
         self._absence = Absence()
         self._moved = self._heard = time.monotonic()
-        self._rows: Mapping[int, Mapping[str, Any]] = {}
+        self.rows: Mapping[int, Mapping[str, Any]] = {}
+        """What other ranks have told; empty in a large world."""
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="mpxla-lifeline-pulse", daemon=True).start()
 
@@ -102,7 +103,7 @@ class Pulse:
             rows: what the ranks do, by rank; perhaps none in a large world.
         """
         self._heard = time.monotonic()
-        self._rows = {int(rank): row for rank, row in rows.items()}
+        self.rows = {int(rank): row for rank, row in rows.items()}
 
     def stop(self) -> None:
         """Ends the thread soon."""
@@ -141,8 +142,8 @@ class Pulse:
 
     def _silence_of_rank_0(self, now: float, own: Mapping[str, Any]) -> Failure:
         age_s = now - self._heard
-        last = {0: {**self._rows.get(0, {"where": "unknown"}), "idle_s": age_s}}
-        known = {rank: self._rows.get(rank, UNKNOWN) for rank in range(1, self._world_size)}
+        last = {0: {**self.rows.get(0, {"where": "unknown"}), "idle_s": age_s}}
+        known = {rank: self.rows.get(rank, UNKNOWN) for rank in range(1, self._world_size)}
         known[self._rank] = own
         found = explain_stall(known, self._world_size, self._timeout_s, silent=last)
         assert found is not None, "rank 0 is not among those that are heard of"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from mpxla.comm.whereabouts import Whereabouts
+from mpxla.comm.whereabouts import STEP, Place, Whereabouts
 
 __all__ = ["LEFT", "UNKNOWN", "Progress", "explain_stall"]
 
@@ -34,6 +34,7 @@ LEFT: dict[str, Any] = {
     "next": "",
     "waits_for": [],
     "what": "",
+    "call": "",
     "where": "its end",
 }
 """The status of a rank that has ended in order."""
@@ -47,11 +48,13 @@ class Progress:
     Attributes:
         is_running: whether a step's actions are being run, or the rank meets others.
         since: monotonic time of the last completed action, wait or part of a long work.
+        function: name of the last step function that was called.
     """
 
     def __init__(self) -> None:
         self.is_running = False
         self.since = time.monotonic()
+        self.function = ""
         self._work = ""
         self._actions: Sequence[Any] = ()
         self._describe: Callable[[Any], str] = str
@@ -112,6 +115,11 @@ class Progress:
         finally:
             self.end()
 
+    def place(self) -> Place:
+        """Where the main thread is, in the user's words."""
+        call, line = self._whereabouts.find()
+        return Place(f"the step function {self.function}" if call == STEP else call, line)
+
     def status(
         self, waits_for: Sequence[int], what: str, waits_since: float | None, moved: float
     ) -> dict[str, Any]:
@@ -124,20 +132,24 @@ class Progress:
             moved: monotonic time at which the process was last seen to make progress.
         """
         is_waiting = waits_since is not None
+        place = self.place()
         since = max(moved, self.since) if waits_since is None else waits_since
         return {
             "idle_s": time.monotonic() - since,
             "is_waiting": is_waiting,
             "is_running": self.is_running,
-            "now": self._now(),
+            "now": self._now(place),
             "next": self._text(self._index + 1) if self.is_running else "",
             "waits_for": list(waits_for),
             "what": what,
-            "where": self._whereabouts.find(),
+            "call": place.call,
+            "where": place.line,
         }
 
-    def _now(self) -> str:
-        return self._text(self._index) if self.is_running else self._work or "not in a step"
+    def _now(self, place: Place) -> str:
+        if self.is_running:
+            return self._text(self._index)
+        return ": ".join(filter(None, (place.call, self._work))) or "not in a step"
 
     def _text(self, index: int) -> str:
         actions = self._actions
@@ -184,7 +196,10 @@ def _row(
         assert last is not None
         return (str(rank), f"{last['idle_s']:.0f} s", _SILENT, "", "", f"last {last['where']}")
     peers = ", ".join(map(str, status["waits_for"]))
-    waits = f"rank {peers}: {status['what']}" if peers else status["what"] or "nobody"
+    what = _place(status).waits_for(status["what"])
+    waits = f"rank {peers}: {what}" if peers else what or "nobody"
+    if what.startswith("rank "):
+        waits = what
     since = "" if status["idle_s"] == float("inf") else f"{status['idle_s']:.0f} s"
     return (str(rank), since, status["now"], status["next"], waits, status["where"])
 
@@ -244,8 +259,22 @@ def _culprit(start: int, statuses: Mapping[int, Mapping[str, Any]]) -> tuple[int
     while rank not in seen:
         seen.append(rank)
         rank = _next(rank, statuses)
-    circle = [*seen[seen.index(rank) :], rank]
-    return rank, f"{' -> '.join(f'rank {member}' for member in circle)} wait for each other"
+    circle = seen[seen.index(rank) :]
+    text = " -> ".join(f"rank {member}" for member in (*circle, rank))
+    return rank, f"{text} wait for each other{_apart(circle, statuses)}"
+
+
+def _place(status: Mapping[str, Any]) -> Place:
+    return Place(status.get("call", ""), status["where"])
+
+
+def _apart(ranks: Sequence[int], statuses: Mapping[int, Mapping[str, Any]]) -> str:
+    """What each of some ranks has called, if those are different things."""
+    calls = {rank: _place(statuses[rank]) for rank in ranks}
+    if not all(place.call for place in calls.values()) or len(set(calls.values())) == 1:
+        return ""
+    named = ", ".join(f"rank {rank} is in {place}" for rank, place in sorted(calls.items()))
+    return f": {named}. Make the same calls on all of these ranks, in the same order"
 
 
 def _next(rank: int, statuses: Mapping[int, Mapping[str, Any]]) -> int:

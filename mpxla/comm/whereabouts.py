@@ -1,4 +1,4 @@
-"""The line that a thread of this process is in, found out by another one.
+"""What a thread of this process is in, in the user's words, found out by another one.
 
 `sys._current_frames()` would tell as well, but whoever holds a frame of a running function may be
 the last to hold its variables, and torch's tensors do not survive being dropped by another thread
@@ -8,21 +8,61 @@ stacks are read as text, which holds nothing.
 
 import faulthandler
 import re
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Whereabouts"]
+from mpxla.user_lines import is_script_code
+
+__all__ = ["STEP", "Place", "Whereabouts"]
+
+STEP = "a step function"
+"""The call of a step function, whose name no stack tells."""
 
 _PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = (
-    _PACKAGE,
-    "<",
-    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+# File of mpxla -> how users write a function of it.
+_SPELLINGS = {
+    "api.py": "smp.{}",
+    "session.py": "smp.{}",
+    "checkpoint/load.py": "smp.{}",
+    "checkpoint/save.py": "smp.{}",
+    "checkpoint/single.py": "smp.{}",
+    "parallel/norms.py": "smp.{}",
+    "parallel/torch_clipping.py": "torch.nn.utils.clip_grad_norm_",
+    "parallel/model.py": "model.{}()",
+    "parallel/contents.py": "model.{}()",
+    "parallel/optimizer.py": "optimizer.{}()",
+    "runtime/step.py": STEP,
+}
+_OTHERWISE = {
+    "model.__init__()": "smp.DistributedModel",
+    "optimizer.__init__()": "smp.DistributedOptimizer",
+    "smp.shutdown_if_started": "smp.shutdown",
+}
+_BYTES = re.compile(r"(\w+ of \w+\[[^]]*\]|barrier) with (?=rank)")
+
+
+class Place(NamedTuple):
+    """Where a thread is.
+
+    Attributes:
+        call: mpxla's function that the user's line has called, as users write it; empty if it is in
+            none.
+        line: `file:line function` of the user's line, or of the innermost one.
+    """
+
+    call: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.call} at {self.line}" if self.call else self.line
+
+    def waits_for(self, what: str) -> str:
+        """A communication in words: of a call that users know, only what they could not guess."""
+        return _BYTES.sub("", what) if self.call else what
 
 
 class Whereabouts:
@@ -36,13 +76,16 @@ class Whereabouts:
         """
         self._thread = thread
 
-    def find(self) -> str:
+    def find(self) -> Place:
         """The user's line that the thread is in, or the innermost one; empty if it has ended."""
-        lines = list(self._stack())
-        users = [line for line in lines if _is_users(line["file"])]
-        for line in users[:1] or lines[:1]:
-            return f"{Path(line['file']).name}:{line['line']} {line['name']}"
-        return ""
+        called, innermost = "", None
+        for frame in self._stack():
+            if innermost is None:
+                innermost = frame
+            if is_script_code(frame["file"]):
+                return Place(called, _line(frame))
+            called = _spelled(frame) or called
+        return Place(called, _line(innermost) if innermost is not None else "")
 
     def _stack(self) -> Iterator[re.Match[str]]:
         """Frames of the thread, the innermost first."""
@@ -58,6 +101,17 @@ class Whereabouts:
             yield frame
 
 
-def _is_users(filename: str) -> bool:
-    """Whether a file belongs to the script; mpxla's own tests play that part as well."""
-    return not filename.startswith(_LIBRARIES) or filename.startswith(f"{_PACKAGE}/tests/")
+def _line(frame: re.Match[str]) -> str:
+    return f"{Path(frame['file']).name}:{frame['line']} {frame['name']}"
+
+
+def _spelled(frame: re.Match[str]) -> str:
+    """mpxla's public function that a frame is, as users write it; empty if it is something else."""
+    file, name = frame["file"], frame["name"]
+    if not file.startswith(f"{_PACKAGE}/"):
+        return ""
+    spelling = _SPELLINGS.get(file.removeprefix(f"{_PACKAGE}/"), "")
+    if spelling == STEP:
+        return STEP if name == "__call__" else ""
+    spelled = spelling.format(name)
+    return _OTHERWISE.get(spelled, "" if name.startswith("_") else spelled)

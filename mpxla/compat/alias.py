@@ -21,7 +21,7 @@ import mpxla
 from mpxla.compat import CompatError
 from mpxla.compat.amp import GradScaler
 from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["importable"]
 

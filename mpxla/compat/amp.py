@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mpxla.compat import CompatError
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["Autocast", "GradScaler"]
 

@@ -19,8 +19,8 @@ from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
 from mpxla.compat.randomness import DeviceRandomness
 from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, recorded, synchronize
-from mpxla.compat.user_code import at_script_line
 from mpxla.compat.views import View, show
+from mpxla.user_lines import at_script_line
 
 __all__ = ["cuda_names"]
 

@@ -19,9 +19,9 @@ from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
-from mpxla.compat.user_code import at_script_line, script_line_of
 from mpxla.env import read_environment
 from mpxla.log import get_logger
+from mpxla.user_lines import at_script_line, script_line_of
 
 __all__ = ["mapped", "run_script"]
 
@@ -35,7 +35,7 @@ def mapped() -> Generator[None]:
         importable(),
         cuda_names(devices),
         nccl_means_gloo(),
-        loads_onto_device(devices),
+        loads_onto_device(devices, bool((env.mpxla_config or {}).get("trust_checkpoints"))),
         _kept_parameters(),
         _autocast_on_device(),
         _default_type_on_host(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pickle
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["loads_onto_device"]
 
@@ -19,11 +20,16 @@ _PRIORITY = 5
 
 
 @contextlib.contextmanager
-def loads_onto_device(devices: DeviceMap) -> Generator[None]:
+def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generator[None]:
     """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit.
 
     XLA's tensors have no storages. Those for the device stay on the host while a file is read;
     then the tensors in them are moved.
+
+    Args:
+        devices: where to.
+        trusts_files: files may run code, unless the script passes `weights_only=True`. That is how
+            torch loaded until version 2.6, and scripts from that time count on it.
     """
     original, storage_class = torch.load, torch.UntypedStorage
     on_device: set[int] = set()
@@ -50,8 +56,16 @@ def loads_onto_device(devices: DeviceMap) -> Generator[None]:
     def load(*args: Any, **kwargs: Any) -> Any:
         on_device.clear()
         loads_running.append(None)
+        if trusts_files and kwargs.get("weights_only") is None:
+            kwargs["weights_only"] = False
         try:
             loaded = original(*args, **kwargs)
+        except pickle.UnpicklingError as error:
+            error.add_note(
+                "mpxla: if you trust the file, the launcher's option --trust-checkpoints lets "
+                "torch.load take it."
+            )
+            raise
         finally:
             loads_running.pop()
         return pytree.tree_map(_mover(on_device), loaded) if on_device else loaded

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import device_backend
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
 

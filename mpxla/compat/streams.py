@@ -15,7 +15,7 @@ import torch
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import device_backend
-from mpxla.compat.user_code import at_script_line
+from mpxla.user_lines import at_script_line
 
 __all__ = ["NVTX_FUNCTIONS", "STREAM_FUNCTIONS", "Event", "Stream", "recorded", "synchronize"]
 

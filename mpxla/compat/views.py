@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpxla.compat import CompatError
-from mpxla.compat.user_code import at_script_line, is_script_code
+from mpxla.user_lines import at_script_line, is_script_code
 
 __all__ = ["View", "show"]
 

@@ -7,7 +7,7 @@ and the nodes that pick them are one unit of placement.
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -52,6 +52,7 @@ class PartitionProblem:
         flops: forward floating-point operations of each unit.
         backward_flops: those of its derivatives.
         forward_s: the forward's part of each unit's `compute_s`.
+        weight_bytes: the weights of every parameter alone.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -60,6 +61,7 @@ class PartitionProblem:
     flops: tuple[int, ...]
     backward_flops: tuple[int, ...]
     forward_s: tuple[float, ...]
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_flops(self) -> tuple[int, ...]:
@@ -111,10 +113,11 @@ def build_problem(
             members.append([node])
     kept = saved or {}
     nodes = tuple(_unit(group, units, roles, owned, new_buffers, times, kept) for group in members)
+    held = {role.name: node for node, role in roles.items() if role.name in owned}
+    weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
     parameter_bytes = {
-        role.name: _num_bytes(node) * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
-        for node, role in roles.items()
-        if role.name in owned
+        name: weight_bytes[name] * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
+        for name, node in held.items()
     }
     return PartitionProblem(
         nodes,
@@ -125,6 +128,7 @@ def build_problem(
             sum(int(flops[n] * _derivatives(n)) for n in group if n in flops) for group in members
         ),
         tuple(times.forward_s(group, roles) for group in members),
+        weight_bytes,
     )
 
 

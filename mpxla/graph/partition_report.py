@@ -5,16 +5,16 @@ partition is found.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpxla.graph.partition import Partition, StageLoad
 from mpxla.graph.partition_modules import PART_MARK
 
 __all__ = ["format_report", "format_size"]
 
-HEADER = ("stage", "rank", "modules", "parameters", "compute", "FLOPs", "activations", "cut")
+STATE = "gradients+state"
+HEADER = ("stage", "rank", "modules", "parameters", STATE, "compute", "FLOPs", "activations", "cut")
 MODULES_COLUMN = HEADER.index("modules")
-FLOPS_COLUMN = HEADER.index("FLOPs")
 GAP = "  "
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -26,6 +26,7 @@ def format_report(
     modules_width: int = 48,
     flops: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
+    weight_bytes: Mapping[str, int] | None = None,
 ) -> str:
     """Write the partition as an aligned table.
 
@@ -36,6 +37,8 @@ def format_report(
         flops: Floating-point operations of every node, forward and backward; without them, there
             is no column for them.
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
+        weight_bytes: Of every parameter, the weights alone; what the partition counts beside them,
+            gradients and an optimizer's state, has a column of its own then.
 
     Returns:
         Lines of text: a row per stage (operations and bytes over the stage's cuts per microbatch,
@@ -54,11 +57,17 @@ def format_report(
             break_long_words=False,
             break_on_hyphens=False,
         )
+        weights = load.parameter_bytes
+        if weight_bytes is not None:
+            weights = sum(weight_bytes[name] for name in load.parameters)
         held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}" if is_weighed else "-"
-        rows.append(_row(load, modules[0], total_s, by_stage[load.stage], held))
-        rows.extend(("", "", line, "", "", "", "", "") for line in modules[1:])
-    if flops is None:
-        rows = [(*row[:FLOPS_COLUMN], *row[FLOPS_COLUMN + 1 :]) for row in rows]
+        rows.append(_row(load, modules[0], total_s, weights, by_stage[load.stage], held))
+        rows.extend(("", "", line, *[""] * (len(HEADER) - 3)) for line in modules[1:])
+    left_out = {"FLOPs" if flops is None else "", STATE if weight_bytes is None else ""}
+    rows = [
+        tuple(cell for title, cell in zip(HEADER, row, strict=True) if title not in left_out)
+        for row in rows
+    ]
     return "\n".join([title, *_aligned(rows), *_notes(partition, counts)])
 
 
@@ -71,14 +80,15 @@ def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[i
 
 
 def _row(
-    load: StageLoad, modules: str, total_s: float, flops: int, activations: str
+    load: StageLoad, modules: str, total_s: float, weights: int, flops: int, activations: str
 ) -> tuple[str, ...]:
     share = 100 * load.compute_s / total_s if total_s else 0.0
     return (
         str(load.stage),
         str(load.rank),
         modules,
-        f"{len(load.parameters)} ({format_size(load.parameter_bytes)})",
+        f"{len(load.parameters)} ({format_size(weights)})",
+        format_size(load.parameter_bytes - weights),
         f"{share:.1f} %",
         f"{flops:.3g}",
         activations,

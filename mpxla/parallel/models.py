@@ -243,5 +243,10 @@ class Models:
 
 def cut_report(cut: CutStep) -> str:
     """Table of the stages of a step: modules, parameters, operations, sizes."""
-    flops = cut.problem.total_flops
-    return format_report(cut.partition, flops=flops, in_flight=cut.in_flight)
+    problem = cut.problem
+    return format_report(
+        cut.partition,
+        flops=problem.total_flops,
+        in_flight=cut.in_flight,
+        weight_bytes=problem.weight_bytes,
+    )

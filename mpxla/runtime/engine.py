@@ -141,6 +141,7 @@ class StepEngine:
             PeerFailure: another rank failed during the call.
         """
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
+        self._session.progress.function = rule.function.__qualname__
         try:
             call = self.calls.agree(name, rule, args, kwargs)
             if call.plan is None:

@@ -54,6 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "transport": "auto",
     "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
+    "trust_checkpoints": False,
     "check_indices": "inputs",
     "init_timeout_s": 120.0,
 }

@@ -18,7 +18,8 @@ ROOT = Path(mpxla.__file__).parent
 
 # From the bottom up: a module may import its own layer and those below it.
 LAYERS = (
-    ("errors", "log"),
+    ("errors", "log", "user_lines"),
+    ("uncaught",),
     ("env", "config_keys"),
     ("config_rules", "config"),
     ("topology",),
@@ -43,7 +44,17 @@ EXCEPTIONS = {
     ("session", "parallel.models"): "an annotation: the session holds the models",
 }
 
-NO_TORCH = ("errors", "log", "env", "config", "config_keys", "config_rules", "topology")
+NO_TORCH = (
+    "errors",
+    "log",
+    "user_lines",
+    "uncaught",
+    "env",
+    "config",
+    "config_keys",
+    "config_rules",
+    "topology",
+)
 NO_TORCH_PACKAGES = ("schedule",)
 PURE_GRAPH = tuple(f"graph.{path.stem}" for path in sorted((ROOT / "graph").glob("partition*.py")))
 

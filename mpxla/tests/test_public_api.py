@@ -62,12 +62,12 @@ SIGNATURES = {
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
-    "weights_only=True, **pickle_load_args",
+    "weights_only=None, **pickle_load_args",
     "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
     "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
     "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
     "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
-    "weights_only=True, model=None",
+    "weights_only=None, model=None",
     "DistributedModel": "module, trace_device='gpu', trace_execution_times=False, "
     "overlapping_allreduce=True, backward_passes_per_step=1, "
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
@@ -127,6 +127,7 @@ CONFIG_KEYS = {
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
+    "trust_checkpoints",
     "check_indices",
     *("virtual_pipeline_degree", "schedule"),
 }

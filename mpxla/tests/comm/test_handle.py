@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mpxla.comm.handle import Failure, FailureWatch, Handle
+from mpxla.comm.whereabouts import Place
 from mpxla.errors import PeerFailure
 
 pytestmark = pytest.mark.unit
@@ -160,6 +161,29 @@ def test_long_wait_is_logged(monkeypatch):
     for count, waited in enumerate(waited_s):
         assert waited >= 0.05 * 2**count, "after every doubling"
     assert "rank 0 has waited 0 s for a message; the ranks it needs (2) are alive" in texts[0]
+
+
+def test_a_wait_is_told_by_the_users_words(monkeypatch):
+    watch = FailureWatch(0, 2, stall_warning_s=0.01)
+    watch.place = lambda: Place("smp.barrier", "train.py:30 main")
+    watch.place_of = lambda rank: Place("the step function test", f"train.py:2{rank} evaluate")
+    handle = Handle(watch, "all_gather of uint8[4096] with rank 1", peers=(1,))
+    texts = []
+
+    def note(record):
+        texts.append(record.getMessage())
+        watch.set_failure(Failure(1, "rank 1 raised ValueError: bad"))
+
+    monkeypatch.setattr(logging.getLogger("mpxla"), "handle", note)
+    with pytest.raises(PeerFailure) as raised:
+        handle.result()
+    assert texts == [
+        "rank 0 has waited 0 s in smp.barrier at train.py:30 main for rank 1; the ranks it needs "
+        "(1) are alive but have not come to it. Rank 1 is in the step function test at "
+        "train.py:21 evaluate."
+    ]
+    assert "(rank 0 was waiting in smp.barrier at train.py:30 main for rank 1)" in str(raised.value)
+    assert raised.value.raised_by == 1
 
 
 def test_failure_is_noticed_when_the_owning_thread_meets_it():

@@ -68,6 +68,25 @@ def test_nothing_is_wrong_while_somebody_moves():
     assert explain_stall({0: status([1]), 1: status([0], idle_s=4.9)}, 2, 5.0) is None
 
 
+def test_ranks_that_have_called_different_things_are_told_which():
+    """By the user's words: nobody has called an all_gather of bytes."""
+    evaluates = status(
+        [1],
+        now="the step function test: capture",
+        call="the step function test",
+        where="t.py:23 evaluate",
+        what="all_gather of uint8[4096] with rank 1",
+    )
+    waits = {"call": "smp.barrier", "where": "t.py:30 main", "what": "barrier with rank 0"}
+    _, text = explain_stall({0: evaluates, 1: status([0], now="smp.barrier", **waits)}, 2, 5.0)
+    assert (
+        "rank 0 -> rank 1 -> rank 0 wait for each other: rank 0 is in the step function test at "
+        "t.py:23 evaluate, rank 1 is in smp.barrier at t.py:30 main. Make the same calls on all of "
+        "these ranks, in the same order\n"
+    ) in text
+    assert "uint8" not in text and "barrier with" not in text
+
+
 def test_only_those_that_are_waited_for_excuse_a_wait():
     """Ranks 0 and 1 wait for each other, and rank 2 evaluates."""
     elsewhere = status(idle_s=0.0, now="not in a step")
@@ -327,10 +346,11 @@ def test_the_place_of_a_thread_is_the_users_line():
     event, ready = threading.Event(), threading.Event()
     thread = threading.Thread(target=wait_in_a_place, args=(event, ready))
     whereabouts = Whereabouts(thread)
-    assert whereabouts.find() == "", "it has not begun"
+    assert whereabouts.find() == ("", ""), "it has not begun"
     thread.start()
     ready.wait()
-    assert re.fullmatch(r"test_stall\.py:\d+ wait_in_a_place", whereabouts.find())
+    call, line = whereabouts.find()
+    assert re.fullmatch(r"test_stall\.py:\d+ wait_in_a_place", line) and not call
     event.set()
     thread.join()
 

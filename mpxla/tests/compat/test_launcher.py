@@ -208,10 +208,10 @@ def test_help(capsys):
     from mpxla.compat.__main__ import main
 
     assert main(["--help"]) == 0
-    assert "usage: python -m mpxla.compat SCRIPT" in capsys.readouterr().out
+    assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().out
     assert main([]) == 2
     assert main(["--unknown"]) == 2
-    assert "usage: python -m mpxla.compat SCRIPT" in capsys.readouterr().err
+    assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().err
 
 
 def test_missing_script(capsys):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mpxla.compat import CompatError
-from mpxla.compat.user_code import is_script_code
 from mpxla.testing import run_ranks
 from mpxla.tests.compat.launching import inside, refusal
+from mpxla.user_lines import is_script_code
 
 pytestmark = pytest.mark.ranks
 

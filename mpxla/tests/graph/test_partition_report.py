@@ -44,6 +44,14 @@ def test_whole_report():
     assert report(gpt(), 2) == WHOLE
 
 
+def test_what_an_optimizer_needs_is_no_parameter():
+    program = gpt()
+    weights = {name: size // 4 for name, size in program.parameter_bytes.items()}
+    header, row = report(program, 2, weight_bytes=weights).splitlines()[1:3]
+    assert "parameters  gradients+state  compute" in header
+    assert "10 (2.38 MiB)         7.15 MiB   50.0 %" in row
+
+
 def test_single_stage():
     row = report(gpt(), 1).splitlines()[2].split()
     expected = "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 100.0 % 1 x 16.0 KiB 0 B"

@@ -6,6 +6,7 @@ drops what they wrote. The kernels here copy the results back. They are register
 dispatcher, so it does not matter how or when a script imported a collective.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,10 @@ class DeviceCollectives:
             functional = torch.library.Library("_c10d_functional", "IMPL")
             for name in _FUNCTIONAL:
                 kernel = _functional_kernel(getattr(torch.ops._c10d_functional, name))
-                functional.impl(name, kernel, "XLA", allow_override=True)
+                with warnings.catch_warnings():
+                    # Torch warns of the first override in a process, which is this one on purpose.
+                    warnings.filterwarnings("ignore", ".*other operators may also be overridden")
+                    functional.impl(name, kernel, "XLA", allow_override=True)
             self._libraries.append(functional)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Tells the script's own code from that of libraries, and finds the script's line that is running.
+"""Tells the user's own files from those of libraries, and finds the user's line that is running.
 
-Only the script sees CUDA names mapped: torch itself and installed packages ask the same questions
-for their own ends, and have to be told the truth.
+This module must not know what the user's code does, nor torch.
 """
 
 import functools
@@ -12,11 +11,12 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["at_script_line", "is_script_code", "script_line_of"]
+__all__ = ["at_script_line", "is_script_code", "script_line_of", "script_place_of"]
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
 _LIBRARIES = tuple(
-    f"{Path(sysconfig.get_path(kind)).resolve()}/" for kind in ("stdlib", "purelib", "platlib")
+    f"{Path(sysconfig.get_path(kind)).resolve()}/"
+    for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of installed packages, wherever they are: those of the user, of the system."""
@@ -24,9 +24,12 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 @functools.cache
 def is_script_code(filename: str) -> bool:
-    """Whether a file belongs to the user: not to Python, to installed packages or to mpxla."""
-    if filename.startswith("<frozen"):
-        return False
+    """Whether a file belongs to the user: not to Python, to installed packages or to mpxla.
+
+    mpxla's own tests play the part of scripts.
+    """
+    if filename.startswith("<"):
+        return filename == "<stdin>"
     path = Path(filename).resolve()
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")
@@ -46,9 +49,15 @@ def at_script_line() -> str:
 
 def script_line_of(error: BaseException) -> str:
     """`file:line: source` of the script's innermost line that an error came through."""
+    place = script_place_of(error)
+    return _line(*place) if place else "the script"
+
+
+def script_place_of(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the script's innermost frame that an error came through."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(f.f_code.co_filename, n) for f, n in frames if is_script_code(f.f_code.co_filename)]
-    return _line(*lines[-1]) if lines else "the script"
+    return lines[-1] if lines else None
 
 
 def _line(filename: str, number: int) -> str:

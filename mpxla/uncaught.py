@@ -1,0 +1,128 @@
+"""How an error is shown that ends the script: where the user's code met it, in full on one rank.
+
+All ranks tend to raise the same error at the same line, and errors of mpxla say in their text what
+happened and what to do: frames of libraries between would only hide it. So such errors show the
+user's frames alone, and a rank that another one has forestalled says one line. Errors of the user's
+own code and of other libraries keep all frames from the script on.
+
+This module must not know how ranks talk: it is given a function.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mpxla.errors import MpxlaError, PeerFailure
+from mpxla.user_lines import is_script_code, script_place_of
+
+__all__ = ["UncaughtErrors", "format_error"]
+
+_PACKAGE = Path(__file__).parent
+_MOST_CHARACTERS = 300
+Claim = Callable[[str], int]
+"""Given the name of an error, the rank that was the first to say that it shows it."""
+
+
+class UncaughtErrors:
+    """A `sys.excepthook`.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        is_complete: show every frame on every rank.
+
+    Attributes:
+        claim: see `Claim`; None where ranks cannot ask each other.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, is_complete: bool = False):
+        self.rank = rank
+        self.world_size = world_size
+        self.is_complete = is_complete
+        self.claim: Claim | None = None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Writes the error to standard error."""
+        text = format_error(error, self.is_complete)
+        other = None if self.is_complete else self._shown_by(error)
+        if other is not None:
+            text = _one_line(error, other)
+        prefix = f"[rank{self.rank}]: " if self.world_size > 1 else ""
+        # One write, so that ranks do not interleave.
+        sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.rstrip("\n").split("\n")))
+        sys.stderr.flush()
+
+    def _shown_by(self, error: BaseException) -> int | None:
+        """The other rank that shows this error in full; None if this one has to."""
+        if self.world_size == 1:
+            return None
+        if isinstance(error, PeerFailure):
+            if error.raised_by not in (None, self.rank):
+                return error.raised_by
+            keys = ["PeerFailure"]
+        else:
+            # What follows from it on other ranks is of less interest.
+            keys = ["PeerFailure", f"{type(error).__name__} at {script_place_of(error)}"]
+        found = self.rank
+        for key in keys if self.claim is not None else ():
+            try:
+                found = self.claim(key)
+            except Exception:  # who could have been asked is gone; better twice than never
+                found = self.rank
+        return None if found == self.rank else found
+
+
+def format_error(error: BaseException, is_complete: bool = False) -> str:
+    """The traceback as text.
+
+    Args:
+        error: that was raised.
+        is_complete: with all frames.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    if not is_complete:
+        _shorten(shown, error)
+    return "".join(shown.format())
+
+
+def _shorten(shown: traceback.TracebackException, error: BaseException) -> None:
+    """Leaves out frames that are not the user's."""
+    is_users = [is_script_code(frame.filename) for frame in shown.stack]
+    if not any(is_users):
+        return
+    if isinstance(error, KeyboardInterrupt) or _is_answer(error, shown.stack):
+        kept = [frame for frame, own in zip(shown.stack, is_users, strict=True) if own]
+    else:
+        kept = list(shown.stack)[is_users.index(True) :]
+    for name in ("__cause__", "__context__"):
+        before, inner = getattr(error, name), getattr(shown, name)
+        if before is None or inner is None:
+            continue
+        # What an answer of mpxla was made of is in its text, unless the user's code raised it.
+        has_users = any(is_script_code(frame.filename) for frame in inner.stack)
+        if _is_answer(error, shown.stack) and not has_users:
+            setattr(shown, name, None)
+        else:
+            _shorten(inner, before)
+    shown.stack = traceback.StackSummary.from_list(kept)
+
+
+def _is_answer(error: BaseException, frames: traceback.StackSummary) -> bool:
+    """Whether mpxla raised it on purpose, for the user to read."""
+    innermost = frames[-1]
+    is_raised_here = (innermost.line or "").startswith("raise ")
+    is_ours = innermost.filename.startswith(f"{_PACKAGE}/")
+    return isinstance(error, MpxlaError) or (is_ours and is_raised_here)
+
+
+def _one_line(error: BaseException, other: int) -> str:
+    place = script_place_of(error)
+    where = f" at {place[0]}:{place[1]}" if place else ""
+    text = " ".join(str(error).split("\n")[0].split())
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]} ..."
+    return f"{type(error).__name__}{where}: {text} (rank {other} shows its error in full)"
