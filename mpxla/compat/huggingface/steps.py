@@ -1,0 +1,59 @@
+"""The step functions of a `Trainer`: its `compute_loss` for every microbatch."""
+
+from typing import Any
+
+import torch
+
+import mpxla
+
+__all__ = ["evaluate", "predict", "train"]
+
+
+@mpxla.step(non_split_inputs=["trainer", "has_count"])
+def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> torch.Tensor:
+    """Forward and backward. Returns the weighted loss of every microbatch."""
+    num_items = batch["num_items"] if has_count else None
+    loss = trainer.compute_loss(model, batch["inputs"], num_items_in_batch=num_items)
+    loss = loss * batch["weight"]
+    model.backward(loss)
+    return loss.detach()
+
+
+@mpxla.step(non_split_inputs=["trainer", "has_count", "ignored"])
+def evaluate(
+    model: Any, trainer: Any, batch: Any, has_count: bool, ignored: tuple[str, ...] | None
+) -> Any:
+    """Forward with a loss.
+
+    Args:
+        model: the model.
+        trainer: whose `compute_loss` it is.
+        batch: the microbatch.
+        has_count: whether `compute_loss` gets a number of items.
+        ignored: names of outputs that are not returned; None for all of them.
+
+    Returns:
+        Weighted losses, and the outputs.
+    """
+    num_items = batch["num_items"] if has_count else None
+    loss, outputs = trainer.compute_loss(
+        model, batch["inputs"], return_outputs=True, num_items_in_batch=num_items
+    )
+    weight = batch["weight"]
+    loss = torch.where(weight > 0, loss.detach().mean() * weight, torch.zeros_like(weight))
+    if ignored is None:
+        return loss, ()
+    is_named = isinstance(outputs, dict)
+    return loss, picked(outputs, (*ignored, "loss")) if is_named else tuple(outputs[1:])
+
+
+@mpxla.step(non_split_inputs=["ignored"])
+def predict(model: Any, batch: Any, ignored: tuple[str, ...]) -> Any:
+    """Forward without a loss. Returns the outputs."""
+    outputs = model(**batch["inputs"])
+    return picked(outputs, ignored) if isinstance(outputs, dict) else outputs
+
+
+def picked(outputs: dict[str, Any], ignored: tuple[str, ...]) -> tuple[Any, ...]:
+    """The outputs that `Trainer` returns as predictions."""
+    return tuple(value for name, value in outputs.items() if name not in ignored)
