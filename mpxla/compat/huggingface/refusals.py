@@ -69,3 +69,4 @@ def _check(arguments: Any) -> None:
         if getattr(arguments, name, None):
             setattr(arguments, name, False)
             warn_once(f"TrainingArguments.{name}", f"{name}=True has no effect: {reason}.")
+    arguments.dataloader_pin_memory = False  # XLA reads host memory as it is

@@ -93,6 +93,8 @@ def _training_step(
         is_scaled = is_counted or self.compute_loss_func is not None
     if not is_scaled:
         batch.weights.div_(self.current_gradient_accumulation_steps)
+    if self.accelerator.sync_gradients:
+        model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
     loss = steps.train(model, self, batch, num_items_in_batch is not None)
     return loss.reduce_mean().to(self.args.device)
 
