@@ -22,11 +22,12 @@ __all__ = ["speaks_trainer"]
 @contextlib.contextmanager
 def speaks_trainer() -> Generator[None]:
     """Replaces what a pipeline needs of transformers and accelerate, until exit."""
-    from mpxla.compat.huggingface import processes, refusals, saving, training
+    from mpxla.compat.huggingface import generation, processes, refusals, saving, training
 
     def patch_trainer(module: ModuleType, patches: Patches) -> None:
         training.patch_training(module, patches)
         saving.patch_saving(module, patches)
+        generation.patch_evaluation(module, patches)
 
     with patched_on_import(
         {
@@ -36,6 +37,7 @@ def speaks_trainer() -> Generator[None]:
             "transformers.modeling_utils": saving.patch_models,
             "transformers.training_args": refusals.patch_arguments,
             "transformers.trainer": patch_trainer,
+            "transformers.trainer_seq2seq": generation.patch_generation,
         }
     ):
         yield

@@ -29,6 +29,16 @@ def patch_saving(module: ModuleType, patches: Patches) -> None:
     trainer = module.Trainer
     patches.replace(trainer, "save_model", _save_model)
     patches.replace(trainer, "_load_best_model", _load_best_model)
+
+    def load(self: Any, folder: str, model: Any = None) -> None:
+        wrapped = self.model_wrapped
+        is_wrapped = isinstance(wrapped, DistributedModel)
+        if is_wrapped and module._is_peft_model(self.model):
+            wrapped.load_state_dict(_adapter_values(self.model, folder), strict=False)
+        else:
+            load_plain(self, folder, wrapped if is_wrapped else model)
+
+    load_plain = patches.replace(trainer, "_load_from_checkpoint", load)
     patches.replace(trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
     patches.replace(trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
     patches.replace(trainer, "_save_rng_state", _save_rng_state)
@@ -53,8 +63,20 @@ def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool =
 
 
 def _load_best_model(self: Any) -> None:
-    model = self.model_wrapped
-    self._load_from_checkpoint(self.state.best_model_checkpoint, model)
+    self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _adapter_values(model: Any, folder: str) -> dict[str, Any]:
+    """Values of the model's adapter in a checkpoint, by their names in the model."""
+    from peft import get_peft_model_state_dict, load_peft_weights  # the script has imported it
+
+    adapter = model.active_adapters[0]
+    beside = Path(folder) / adapter  # all but the adapter named "default" have a folder
+    live = model.state_dict(keep_vars=True)
+    names = {id(value): name for name, value in live.items()}
+    saved = get_peft_model_state_dict(model, state_dict=dict(live), adapter_name=adapter)
+    values = load_peft_weights(str(beside if beside.is_dir() else folder), device="cpu")
+    return {names[id(saved[name])]: value for name, value in values.items()}
 
 
 def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
