@@ -14,13 +14,14 @@ import torch.utils._pytree as pytree
 import mpxla
 from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch
+from mpxla.compat.huggingface.metrics import Played
 from mpxla.compat.huggingface.patching import Patches
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.parallel.state_dicts import to_host
 from mpxla.runtime.outputs import StepOutput
 
-__all__ = ["patch_training"]
+__all__ = ["patch_sft", "patch_training"]
 
 
 def patch_training(module: ModuleType, patches: Patches) -> None:
@@ -39,6 +40,11 @@ def patch_training(module: ModuleType, patches: Patches) -> None:
         "create_accelerator_and_postprocess",
         lambda self: _make_accelerator(self, make),
     )
+
+
+def patch_sft(module: ModuleType, patches: Patches) -> None:
+    """`trl.trainer.sft_trainer`: its evaluation calls the model by itself."""
+    patches.replace(module.SFTTrainer, "prediction_step", _prediction_step)
 
 
 def _make_accelerator(trainer: Any, make: Any) -> None:
@@ -95,7 +101,8 @@ def _training_step(
         batch.weights.div_(self.current_gradient_accumulation_steps)
     if self.accelerator.sync_gradients:
         model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
-    loss = steps.train(model, self, batch, num_items_in_batch is not None)
+    loss, recorded = steps.train(model, self, batch, num_items_in_batch is not None)
+    _take_metrics(self, recorded, batch, num_items_in_batch)
     return loss.reduce_mean().to(self.args.device)
 
 
@@ -133,7 +140,10 @@ def _prediction_step(
             count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
             batch = _cut(self, inputs, count, is_training=False)
             kept = None if prediction_loss_only else ignored
-            losses, outputs = steps.evaluate(model, self, batch, count is not None, kept)
+            losses, outputs, recorded = steps.evaluate(
+                model, self, batch, count is not None, kept
+            )
+            _take_metrics(self, recorded, batch, count)
             loss = to_host(losses.reduce_mean())
         else:
             batch = _cut(self, inputs, None, is_training=False)
@@ -141,6 +151,15 @@ def _prediction_step(
     if prediction_loss_only:
         return loss, None, None
     return loss, _only(_joined(outputs, batch)), to_host(_only(labels))
+
+
+def _take_metrics(trainer: Any, recorded: list[Any], batch: Batch, num_items: Any) -> None:
+    """Plays `compute_loss` for what it does beside the loss; see `metrics`."""
+    if not recorded:
+        return
+    played = Played(trainer.model, [_joined(outputs, batch) for outputs in recorded])
+    with torch.no_grad():
+        trainer.compute_loss(played, dict(batch.inputs), num_items_in_batch=num_items)
 
 
 def _joined(outputs: Any, batch: Batch) -> Any:
