@@ -35,7 +35,7 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
     """
     canonical = model.canonical_names
     names: dict[str, list[str]] = {}
-    for name, value in model.get_module().state_dict().items():
+    for name, value in model.get_module().state_dict(keep_vars=True).items():
         if name not in canonical or not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is no parameter or buffer (get_extra_state), which "

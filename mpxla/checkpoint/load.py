@@ -170,7 +170,7 @@ def _check_fit(
     Raises:
         CheckpointError: listing what is missing, unexpected or of another shape.
     """
-    state = model.get_module().state_dict()
+    state = model.get_module().state_dict(keep_vars=True)
     saved = {name: find(every) for name, every in model_names(model).items()}
     problems = []
     missing = [name for name, other in saved.items() if other is None]

@@ -25,8 +25,9 @@ from mpxla.user_lines import at_script_line
 __all__ = ["cuda_names"]
 
 _AMP_MODULES = ("amp", "amp.autocast_mode", "amp.grad_scaler")
-_SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork"))
-"""Libraries read them too: `torch.manual_seed` seeds all devices by them."""
+_SHARED = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork", "set_device"))
+"""Libraries read them too: `torch.manual_seed` seeds all devices by the first ones, and who sets a
+device has made it under `DeviceMapping`, so that it is an XLA device, which CUDA's own refuses."""
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def cuda_names(devices: DeviceMap) -> Generator[None]:
     with contextlib.ExitStack() as views:
         for below, module in _public_modules():
             reason = functools.partial(_reason, below)
-            shared = _SEEDING if below in ("", "random") else frozenset[str]()
+            shared = _SHARED if below in ("", "random") else frozenset[str]()
             view = View(replacements.get(below, {}), reason, shared)
             views.enter_context(show(module, view))
         views.enter_context(show(torch.amp, View({"GradScaler": GradScaler})))

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +17,11 @@ from mpxla.compat.check import check_script
 from mpxla.compat.collectives import nccl_means_gloo
 from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
+from mpxla.compat.huggingface import speaks_trainer
+from mpxla.compat.huggingface.settings import Pipeline, trainer_variables
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
-from mpxla.env import read_environment
+from mpxla.env import read_environment, set_variables
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
 
@@ -39,21 +41,28 @@ def mapped() -> Generator[None]:
         _kept_parameters(),
         _autocast_on_device(),
         _default_type_on_host(),
+        speaks_trainer(),
         DeviceMapping(devices),
     ):
         yield
 
 
-def run_script(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def run_script(
+    script: Path, arguments: Sequence[str], pipeline: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Runs a script as `python script arguments` would, inside `mapped()`.
 
     Args:
         script: the file.
         arguments: its command line.
+        pipeline: the launcher's options for a pipeline, if there are any (`huggingface.settings`).
 
     Returns:
         The script's global names at its end.
     """
+    if pipeline is not None:
+        configuration = Pipeline.of_options(pipeline).configuration(read_environment().world_size)
+        set_variables(trainer_variables(configuration))
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(script)  # as Python does: scripts look for files beside them
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]

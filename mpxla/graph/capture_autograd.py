@@ -221,16 +221,19 @@ def _outer_modes_off(allows_autograd: bool = False) -> Generator[None]:
     """Leaves of the modes that see calls of torch those of mpxla: export's write another graph."""
     modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
     own: Any = [mode for mode in modes if type(mode).__module__.startswith("mpxla.")]
-    outside = [mode.of_function for mode in own]
+    told = [mode for mode in own if hasattr(mode, "of_function")]  # the launcher's is not asked
+    outside = [mode.of_function for mode in told]
     for mode in reversed(own):
         overrides._push_mode(mode)
+    for mode in told:
         mode.of_function = (True, allows_autograd)
     try:
         yield
     finally:
-        for mode, before in zip(own, outside, strict=True):
-            overrides._pop_mode()
+        for mode, before in zip(told, outside, strict=True):
             mode.of_function = before
+        for _ in own:
+            overrides._pop_mode()
         for mode in reversed(modes):
             overrides._push_mode(mode)
 

@@ -122,7 +122,7 @@ class PartitionedModule(nn.Module):
         names = self._state.canonical_names
         local = {
             name: value
-            for name, value in self.module.state_dict().items()
+            for name, value in self.module.state_dict(keep_vars=True).items()
             if names.get(name, name) in held or name not in names
         }
         return {**to_host(local, self._backend), PARTIAL_KEY: True}
@@ -144,7 +144,7 @@ class PartitionedModule(nn.Module):
         """
         if args or kwargs:
             raise MpxlaError("DistributedModel.state_dict takes gather_to_rank0 only.")
-        own = self.module.state_dict()
+        own = self.module.state_dict(keep_vars=True)
         if not self.partitioned:
             if self._awaits_values:
                 raise MpxlaError(

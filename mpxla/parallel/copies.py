@@ -48,7 +48,7 @@ class DistributedCopy(PartitionedModule):
     """
 
     def __init__(self, source: "DistributedModel | DistributedCopy", memo: dict[int, Any]):
-        if any(is_delayed(tensor) for tensor in source.module.state_dict().values()):
+        if any(is_delayed(tensor) for tensor in source.module.state_dict(keep_vars=True).values()):
             raise MpxlaError(
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."

@@ -27,6 +27,7 @@ from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
+from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module
 from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import Member
@@ -116,6 +117,7 @@ class DistributedModel(PartitionedModule):
         member = Member(self._state, pins, self._when_placed, trace_execution_times)
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
+        save_whole(self)
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
             self._engine.adopt_single_stage(self.label)
@@ -127,6 +129,10 @@ class DistributedModel(PartitionedModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedCopy:
         """A copy with values of its own on the same ranks, for evaluation. See `copies`."""
         return DistributedCopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved by `torch.save`, it is the user's module as a whole; see `whole`."""
+        return whole_copy(self).__reduce_ex__(1)  # of a form that may be of another class
 
     @property
     def num_stages(self) -> int:
@@ -241,7 +247,8 @@ class DistributedModel(PartitionedModule):
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = current()
             group = session.topology.pp_group(session.rank)
-            names, values = self.module.state_dict(), to_host(values, self._backend)
+            names = self.module.state_dict(keep_vars=True)
+            values = to_host(values, self._backend)
             with self.together("model.load_state_dict(partial state)", group):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
@@ -292,6 +299,14 @@ class DistributedModel(PartitionedModule):
         handle = RemovableHandle(self._step_hooks)
         self._step_hooks[handle.id] = hook
         return handle
+
+    def reduce_next_step(self) -> None:
+        """The next step call ends in a reduction, though fewer than usual have been before it.
+
+        For the last `optimizer.step()` of an epoch, if the number of its batches is no multiple of
+        `backward_passes_per_step`. All ranks call it. Extension of SMP's API.
+        """
+        self._reducer.reduce_next()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters, and of its pieces of them."""

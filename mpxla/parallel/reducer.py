@@ -127,6 +127,10 @@ class GradientReducer:
         self._pass += 1
         return self._pass % self.options.backward_passes_per_step == 0
 
+    def reduce_next(self) -> None:
+        """Makes the step call that comes next the last before an update."""
+        self._pass += -(self._pass + 1) % self.options.backward_passes_per_step
+
     @property
     def transfers(self) -> bool:
         """Whether gradients leave this rank at all."""

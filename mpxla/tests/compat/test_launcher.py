@@ -207,18 +207,21 @@ def test_outside_the_launcher_nothing_of_torch_is_touched(tmp_path):
 def test_help(capsys):
     from mpxla.compat.__main__ import main
 
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
     assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().out
-    assert main([]) == 2
-    assert main(["--unknown"]) == 2
-    assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().err
+    for wrong in ([], ["--unknown"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+        assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().err
 
 
 def test_missing_script(capsys):
     from mpxla.compat.__main__ import main
 
-    assert main(["nowhere.py"]) == 2
-    assert capsys.readouterr().err == "python -m mpxla.compat: there is no file nowhere.py\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["nowhere.py"])
+    assert "python -m mpxla.compat: error: there is no file nowhere.py" in capsys.readouterr().err
 
 
 def test_check_lists_and_counts(script, capsys):

@@ -1,0 +1,52 @@
+"""`predict_with_generate` of `Seq2SeqTrainer`: a plain copy of the model generates on the host.
+
+Generation calls the model once per token, with a cache, which is no step function. All ranks of a
+replica do the same there, so that all of them have the predictions.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from mpxla.compat.huggingface.patching import Patches
+from mpxla.log import warn_once
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.whole import whole_copy
+
+__all__ = ["patch_evaluation", "patch_generation"]
+
+_COPY = "_model_that_generates"
+
+
+def patch_evaluation(module: ModuleType, patches: Patches) -> None:
+    """`transformers.trainer`: each evaluation generates with the weights of its beginning."""
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).pop(_COPY, None)
+        try:
+            return loop(self, *args, **kwargs)
+        finally:
+            vars(self).pop(_COPY, None)
+
+    loop = patches.replace(module.Trainer, "evaluation_loop", evaluate)
+
+
+def patch_generation(module: ModuleType, patches: Patches) -> None:
+    """`transformers.trainer_seq2seq`: a copy of the model generates."""
+
+    def predict(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, **kwargs: Any) -> Any:
+        generates = self.args.predict_with_generate and not prediction_loss_only
+        if not generates or not isinstance(model, DistributedModel):
+            return step(self, model, inputs, prediction_loss_only, **kwargs)
+        if _COPY not in vars(self):
+            warn_once(
+                "predict_with_generate",
+                "predict_with_generate=True: a copy of the whole model generates on the host.",
+            )
+            setattr(self, _COPY, whole_copy(model).eval())
+        own, self.model = self.model, getattr(self, _COPY)
+        try:
+            return step(self, self.model, inputs, prediction_loss_only, **kwargs)
+        finally:
+            self.model = own
+
+    step = patches.replace(module.Seq2SeqTrainer, "prediction_step", predict)

@@ -1,0 +1,114 @@
+"""Metrics that a trainer's `compute_loss` takes beside the loss, as TRL's trainers do.
+
+A step function is captured once, so what `compute_loss` reads and stores in it would happen once.
+There, it works on a shadow of the trainer, which keeps what it stores to itself and whose collective
+calls give nothing. If it made such a call, the outputs of the model leave the step, and
+`compute_loss` is played again on the host with them, for what it does beside the loss.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+__all__ = ["Played", "Recording", "shadow_of"]
+
+_DEPTH = 3
+_GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+
+
+class Recording:
+    """Stands for the model in a captured `compute_loss`, and keeps its outputs."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.outputs: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._model(*args, **kwargs)
+        self.outputs.append(pytree.tree_map(_detached, found))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Played:
+    """Stands for the model on the host: gives the outputs that it had, call after call."""
+
+    def __init__(self, model: nn.Module, outputs: list[Any]):
+        self._model = model
+        self._outputs = list(outputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outputs.pop(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Silent:
+    """An accelerator whose collectives give nothing."""
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+        self.was_asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _GATHERS:
+            return getattr(self._accelerator, name)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            self.was_asked = True
+            return _Nothing()
+
+        return answer
+
+
+class _Nothing:
+    """The result of a collective in a captured step: neither positive nor worth anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+    def item(self) -> float:
+        return 0.0
+
+    def tolist(self) -> list[float]:
+        return []
+
+    def __bool__(self) -> bool:
+        return False
+
+    def _self(self, *others: Any) -> Any:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _self
+    __truediv__ = __rtruediv__ = __gt__ = __ge__ = __lt__ = __le__ = __getitem__ = _self
+
+
+def shadow_of(trainer: Any) -> tuple[Any, _Silent]:
+    """A copy of a trainer that shares what it reads and not what it stores, and its accelerator."""
+    shadow = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        vars(shadow)[name] = _copied(value, _DEPTH)
+    shadow.accelerator = _Silent(trainer.accelerator)
+    return shadow, shadow.accelerator
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """Containers that hold metrics anew, with what is in them."""
+    if not depth or not isinstance(value, (dict, list)):
+        return value
+    other = copy.copy(cast(Any, value))
+    for key in list(other) if isinstance(other, dict) else range(len(other)):
+        other[key] = _copied(other[key], depth - 1)
+    return other
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

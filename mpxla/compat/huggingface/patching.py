@@ -1,0 +1,87 @@
+"""Replaces attributes of modules when the script imports them, and puts them back at the end."""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Patches", "patched_on_import"]
+
+
+class Patches:
+    """Attributes that were replaced, and what they were."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> Any:
+        """Replaces an attribute of a module or a class, and returns what it was."""
+        own = vars(owner)
+        before = own.get(name, _ABSENT)
+        found = getattr(owner, name, None)
+
+        def undo() -> None:
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.append(undo)
+        setattr(owner, name, value)
+        return found
+
+    def undo(self) -> None:
+        """Puts everything back, the last first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+_ABSENT = object()
+Patcher = Callable[[ModuleType, Patches], None]
+
+
+@contextlib.contextmanager
+def patched_on_import(patchers: Mapping[str, Patcher]) -> Generator[None]:
+    """Calls each patcher when its module has been imported (at once if it is); undone on exit.
+
+    Args:
+        patchers: name of a module -> what changes it.
+    """
+    patches = Patches()
+    finder = _Finder(patchers, patches)
+    for name, patch in patchers.items():
+        if name in sys.modules:
+            patch(sys.modules[name], patches)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        patches.undo()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules as Python does, and has them patched after they have run."""
+
+    def __init__(self, patchers: Mapping[str, Patcher], patches: Patches):
+        self._patchers = patchers
+        self._patches = patches
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        patch = self._patchers.get(fullname)
+        spec = patch and importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if not patch or spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_patch(module: ModuleType) -> None:
+            run(module)
+            patch(module, self._patches)
+
+        spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
+        return spec

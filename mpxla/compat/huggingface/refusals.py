@@ -1,0 +1,72 @@
+"""Options of `TrainingArguments` that cannot work with a pipeline, and what to do instead."""
+
+from types import ModuleType
+from typing import Any
+
+from mpxla.compat import CompatError
+from mpxla.compat.huggingface.patching import Patches
+from mpxla.log import warn_once
+from mpxla.user_lines import at_script_line
+
+__all__ = ["patch_arguments"]
+
+_HALF = "mpxla trains in float32 so far; leave it out"
+_OTHER_WRAPPER = "the pipeline wraps the model already; leave it out, --stages divides the model"
+_REFUSED = {
+    "bf16": _HALF,
+    "fp16": _HALF,
+    "bf16_full_eval": _HALF,
+    "fp16_full_eval": _HALF,
+    "torch_compile": "steps are captured and compiled by XLA anyway; leave it out",
+    "fsdp": _OTHER_WRAPPER,
+    "deepspeed": _OTHER_WRAPPER,
+    "parallelism_config": _OTHER_WRAPPER,
+    "auto_find_batch_size": "a pipeline cannot go on after it has run out of memory; set "
+    "per_device_train_batch_size, or give more --microbatches",
+    "use_liger_kernel": "its kernels are for CUDA devices; leave it out, XLA fuses by itself",
+}
+_IDLE = {
+    "activation_checkpointing": "mpxla does not have activation checkpointing yet, which saves "
+    "memory and does not change results",
+    "gradient_checkpointing": "mpxla does not have activation checkpointing yet, which saves "
+    "memory and does not change results",
+    "use_cpu": "PJRT_DEVICE chooses the device",
+}
+_WITHIN_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Optimizers that update while gradients are computed."""
+
+
+def patch_arguments(module: ModuleType, patches: Patches) -> None:
+    """`transformers.training_args`: refuses options, and leaves the model to the pipeline."""
+    arguments = module.TrainingArguments
+
+    def check_and_complete(self: Any) -> None:
+        _check(self)
+        complete(self)
+
+    complete = patches.replace(arguments, "__post_init__", check_and_complete)
+    patches.replace(arguments, "place_model_on_device", property(lambda self: False))
+
+
+def _check(arguments: Any) -> None:
+    problems = [
+        f"{name}={getattr(arguments, name)!r}: {remedy}"
+        for name, remedy in _REFUSED.items()
+        if getattr(arguments, name, None)
+    ]
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    if any(part in optimizer for part in _WITHIN_BACKWARD):
+        problems.append(
+            f"optim={optimizer!r}: it updates parameters while gradients are computed, which a "
+            f"step function cannot do; use another one, such as adamw_torch"
+        )
+    if problems:
+        raise CompatError(
+            f"{at_script_line()}: TrainingArguments that do not go with a pipeline: "
+            f"{'; '.join(problems)}."
+        )
+    for name, reason in _IDLE.items():
+        if getattr(arguments, name, None):
+            setattr(arguments, name, False)
+            warn_once(f"TrainingArguments.{name}", f"{name}=True has no effect: {reason}.")
+    arguments.dataloader_pin_memory = False  # XLA reads host memory as it is

@@ -1,0 +1,76 @@
+"""The step functions of a `Trainer`: its `compute_loss` for every microbatch."""
+
+from typing import Any
+
+import torch
+
+import mpxla
+from mpxla.compat.huggingface.metrics import Recording, shadow_of
+
+__all__ = ["evaluate", "predict", "train"]
+
+
+@mpxla.step(non_split_inputs=["trainer", "has_count"])
+def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
+    """Forward and backward.
+
+    Args:
+        model: the model.
+        trainer: whose `compute_loss` it is.
+        batch: the microbatch.
+        has_count: whether `compute_loss` gets a number of items.
+
+    Returns:
+        Weighted loss, and what the model gave if `compute_loss` takes metrics of it.
+    """
+    shadow, accelerator = shadow_of(trainer)
+    recording = Recording(model)
+    num_items = batch["num_items"] if has_count else None
+    loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
+    loss = loss * batch["weight"]
+    model.backward(loss)
+    return loss.detach(), recording.outputs if accelerator.was_asked else []
+
+
+@mpxla.step(non_split_inputs=["trainer", "has_count", "ignored"])
+def evaluate(
+    model: Any, trainer: Any, batch: Any, has_count: bool, ignored: tuple[str, ...] | None
+) -> Any:
+    """Forward with a loss.
+
+    Args:
+        model: the model.
+        trainer: whose `compute_loss` it is.
+        batch: the microbatch.
+        has_count: whether `compute_loss` gets a number of items.
+        ignored: names of outputs that are not returned; None for all of them.
+
+    Returns:
+        Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.
+    """
+    shadow, accelerator = shadow_of(trainer)
+    recording = Recording(model)
+    num_items, outputs = batch["num_items"] if has_count else None, ()
+    if ignored is None:
+        loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
+    else:
+        loss, found = shadow.compute_loss(
+            recording, batch["inputs"], return_outputs=True, num_items_in_batch=num_items
+        )
+        is_named = isinstance(found, dict)
+        outputs = picked(found, (*ignored, "loss")) if is_named else tuple(found[1:])
+    weight = batch["weight"]
+    loss = torch.where(weight > 0, loss.detach().mean() * weight, torch.zeros_like(weight))
+    return loss, outputs, recording.outputs if accelerator.was_asked else []
+
+
+@mpxla.step(non_split_inputs=["ignored"])
+def predict(model: Any, batch: Any, ignored: tuple[str, ...]) -> Any:
+    """Forward without a loss. Returns the outputs."""
+    outputs = model(**batch["inputs"])
+    return picked(outputs, ignored) if isinstance(outputs, dict) else outputs
+
+
+def picked(outputs: dict[str, Any], ignored: tuple[str, ...]) -> tuple[Any, ...]:
+    """The outputs that `Trainer` returns as predictions."""
+    return tuple(value for name, value in outputs.items() if name not in ignored)

@@ -1,0 +1,179 @@
+"""What `Trainer` does with a model, by step functions.
+
+transformers' own branches for SMP leave out what its plain code has learned since (the loss of the
+trainer, numbers of items, an optimizer at all), so `trainer.py` is told that there is no SMP, and
+the methods here replace those of its plain code that touch the model.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+import mpxla
+from mpxla.compat.huggingface import steps
+from mpxla.compat.devices import device_backend
+from mpxla.compat.huggingface.batches import Batch, cut_batch
+from mpxla.compat.huggingface.metrics import Played
+from mpxla.compat.huggingface.patching import Patches
+from mpxla.parallel.model import DistributedModel
+from mpxla.parallel.optimizer import DistributedOptimizer
+from mpxla.parallel.state_dicts import to_host
+from mpxla.runtime.outputs import StepOutput
+
+__all__ = ["patch_sft", "patch_training"]
+
+
+def patch_training(module: ModuleType, patches: Patches) -> None:
+    """`transformers.trainer`: wrapping, steps."""
+    trainer = module.Trainer
+    # Its branches for SMP are of no use; see the head of this file.
+    patches.replace(module, "is_sagemaker_mp_enabled", lambda: False)
+    patches.replace(trainer, "_wrap_model", _wrap_model)
+    patches.replace(trainer, "_prepare_for_training", _prepare_for_training)
+    patches.replace(trainer, "_prepare_input", lambda self, data: data)  # a step moves its inputs
+    patches.replace(trainer, "training_step", _training_step)
+    patches.replace(trainer, "prediction_step", _prediction_step)
+    patches.replace(trainer, "is_world_process_zero", lambda self: mpxla.rank() == 0)
+    make = patches.replace(
+        trainer,
+        "create_accelerator_and_postprocess",
+        lambda self: _make_accelerator(self, make),
+    )
+
+
+def patch_sft(module: ModuleType, patches: Patches) -> None:
+    """`trl.trainer.sft_trainer`: its evaluation calls the model by itself."""
+    patches.replace(module.SFTTrainer, "prediction_step", _prediction_step)
+
+
+def _make_accelerator(trainer: Any, make: Any) -> None:
+    make(trainer)
+    trainer.accelerator.device_placement = False  # a step moves its inputs
+
+
+def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+    """Wraps the trainer's model once, for training and evaluation."""
+    wrapped = self.model_wrapped
+    if isinstance(model, DistributedModel):
+        return model
+    if not isinstance(wrapped, DistributedModel) or wrapped.module is not model:
+        passes = self.args.gradient_accumulation_steps
+        wrapped = self.model_wrapped = DistributedModel(model, backward_passes_per_step=passes)
+    return wrapped
+
+
+def _prepare_for_training(
+    self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+) -> tuple[Any, Any]:
+    """Wraps model and optimizer, makes the scheduler, loads what training resumes from."""
+    if self._created_lr_scheduler:  # of an earlier call; its settings may be others now
+        self.lr_scheduler = None
+        self._created_lr_scheduler = False
+    model = self._wrap_model(self.model_wrapped)
+    self.create_optimizer()
+    if not isinstance(getattr(self.optimizer, "optimizer", None), DistributedOptimizer):
+        self.optimizer = self.accelerator.prepare(DistributedOptimizer(self.optimizer))
+    self.create_scheduler(num_training_steps=max_steps)
+    if resume_from_checkpoint is not None:
+        self._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+    for name in ("model", "optimizer", "lr_scheduler"):
+        setattr(self.callback_handler, name, getattr(self, name))
+    self.callback_handler.train_dataloader = train_dataloader
+    return model, train_dataloader
+
+
+def _training_step(
+    self: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Forward and backward of one batch. Returns its loss, as the plain method does."""
+    model.train()
+    if callable(getattr(self.optimizer, "train", None)):
+        self.optimizer.train()
+    inputs = self._prepare_inputs(inputs)
+    batch = _cut(self, inputs, num_items_in_batch, is_training=True)
+    is_scaled = self.loss_is_scaled_for_ga
+    if is_scaled is None:
+        is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        is_scaled = is_counted or self.compute_loss_func is not None
+    if not is_scaled:
+        batch.weights.div_(self.current_gradient_accumulation_steps)
+    if self.accelerator.sync_gradients:
+        model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
+    loss, recorded = steps.train(model, self, batch, num_items_in_batch is not None)
+    _take_metrics(self, recorded, batch, num_items_in_batch)
+    return loss.reduce_mean().to(self.args.device)
+
+
+def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: bool) -> Batch:
+    return cut_batch(
+        inputs,
+        mpxla.state.cfg.microbatches,
+        num_items,
+        is_shifted=trainer._loss_shifts_labels,
+        is_training=is_training,
+    )
+
+
+def _prediction_step(
+    self: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+) -> tuple[torch.Tensor | None, Any, Any]:
+    """Evaluates one batch. Returns loss, predictions and labels on the host."""
+    inputs = self._prepare_inputs(inputs)
+    names = self.label_names
+    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+    returns_loss = inputs.get("return_loss")
+    returns_loss = self.can_return_loss if returns_loss is None else returns_loss
+    has_loss = has_labels or (not names and returns_loss)
+    if ignore_keys is None:
+        config = getattr(self.model, "config", None)
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+    ignored = tuple(ignore_keys) if ignore_keys else ()
+    labels = tuple(inputs.get(name) for name in names) if has_loss else None
+    with torch.no_grad():
+        if has_loss:
+            count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+            batch = _cut(self, inputs, count, is_training=False)
+            kept = None if prediction_loss_only else ignored
+            losses, outputs, recorded = steps.evaluate(
+                model, self, batch, count is not None, kept
+            )
+            _take_metrics(self, recorded, batch, count)
+            loss = to_host(losses.reduce_mean(), device_backend())
+        else:
+            batch = _cut(self, inputs, None, is_training=False)
+            outputs, loss = steps.predict(model, batch, ignored), None
+    if prediction_loss_only:
+        return loss, None, None
+    return loss, _only(_joined(outputs, batch)), to_host(_only(labels), device_backend())
+
+
+def _take_metrics(trainer: Any, recorded: list[Any], batch: Batch, num_items: Any) -> None:
+    """Plays `compute_loss` for what it does beside the loss; see `metrics`."""
+    if not recorded:
+        return
+    played = Played(trainer.model, [_joined(outputs, batch) for outputs in recorded])
+    with torch.no_grad():
+        trainer.compute_loss(played, dict(batch.inputs), num_items_in_batch=num_items)
+
+
+def _joined(outputs: Any, batch: Batch) -> Any:
+    """Outputs of all microbatches as those of the batch, on the host."""
+
+    def join(output: Any) -> Any:
+        if not isinstance(output, StepOutput):
+            return output
+        parts = to_host(output.outputs[: batch.num_real], device_backend())
+        return torch.cat(parts) if parts[0].dim() else torch.stack(parts).mean()
+
+    return pytree.tree_map(join, outputs)
+
+
+def _only(values: Any) -> Any:
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values

@@ -1,0 +1,90 @@
+"""The user's module as a whole, on the host: what saving it writes.
+
+After partitioning, a rank holds a part of the module on its device. What people save it with (its
+`state_dict()`, which `save_pretrained` of libraries calls as well; `torch.save` of the module or of
+the `DistributedModel`) gives the values of all ranks instead, as plain host tensors. All ranks of a
+replica make such a call together. `state_dict(keep_vars=True)` gives what this rank has, live.
+"""
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpxla.graph.user_code import at_user_line
+from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.session import current
+
+if TYPE_CHECKING:
+    from mpxla.parallel.model import DistributedModel
+
+__all__ = ["save_whole", "whole_copy"]
+
+_HOOKS = "_state_dict_hooks"
+_OWN = ("__reduce_ex__", "__deepcopy__")
+_NONE_OF_ITS_OWN = (
+    ("__reduce_ex__", object.__reduce_ex__),
+    ("__reduce__", object.__reduce__),
+    ("__deepcopy__", None),
+)
+
+
+def save_whole(model: "DistributedModel") -> None:
+    """Lets everything that saves the model's module write all of it.
+
+    Pickling asks the object itself how, so the module gets that answer as an attribute, unless its
+    class has one. Copies in memory stay what they were: of this rank's part.
+    """
+    module, reference = model.module, weakref.ref(model)
+    identity = id(module)
+
+    def gather(saved: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
+        owner = reference()
+        is_live = any(isinstance(value, nn.Parameter) for value in values.values())
+        if owner is None or id(saved) != identity or prefix or is_live or not owner.partitioned:
+            return
+        values.update(owner.state_dict())
+
+    handle = module.register_state_dict_post_hook(gather)
+
+    def reduce(protocol: Any) -> Any:
+        owner = reference()
+        return object.__reduce_ex__(module if owner is None else whole_copy(owner), 2)
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        other = type(module).__new__(type(module))
+        memo[id(module)] = other
+        content = {name: value for name, value in vars(module).items() if name not in _OWN}
+        vars(other).update(copy.deepcopy(content, memo))
+        vars(other)[_HOOKS].pop(handle.id, None)
+        return other
+
+    if all(getattr(type(module), name, None) is plain for name, plain in _NONE_OF_ITS_OWN):
+        vars(module).update(zip(_OWN, (reduce, copied), strict=True))
+
+
+def whole_copy(model: "DistributedModel") -> nn.Module:
+    """A plain copy of the module on the host, without gradients. All ranks of a replica call it."""
+    state = model.tensors
+    tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
+    values = {name: tensor.detach() for name, tensor in tensors.items()}
+    if model.partitioned:
+        held = state.local_names or frozenset()
+        session = current()
+        own = {name: value for name, value in values.items() if name in held}
+        local = to_host(own, session.backend)
+        group = session.topology.pp_group(session.rank)
+        what = f"saving the model{at_user_line()}"
+        with model.together(what, group), session.gathering(what, group):
+            values = gather_full(
+                session.state_objects, group, {**local, PARTIAL_KEY: True}, list(values)
+            )
+    memo: dict[int, Any] = {}
+    for name, tensor in tensors.items():
+        value = values[name].clone()
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = value
+    return copy.deepcopy(model.module, memo)
