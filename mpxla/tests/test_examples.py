@@ -309,10 +309,9 @@ def test_plain_script_reads_mnist_files(tmp_path: Path):
     assert re.search(r"^final .* of 192 samples$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "script", ["train.py", pytest.param("train_smp.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("script", ["train.py", "train_smp.py"])
 def test_one_xla_process_follows_the_plain_script(script: str):
     actual = epoch_losses(run(str(EXAMPLE / script), "--epochs", "3"))
     np.testing.assert_allclose(actual, plain_losses(), rtol=0, atol=EPOCH_LOSS_TOLERANCE)

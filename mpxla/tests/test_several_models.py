@@ -41,8 +41,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        *("gan", "one_optimizer", "shared_encoder"),
-        *(pytest.param(name, marks=slow) for name in ("distillation", "actor_and_critic")),
+        "gan",
+        *(pytest.param(name, marks=slow) for name in SCENARIOS if name != "gan"),
     ],
 )
 def test_on_two_stages(name):

@@ -227,7 +227,8 @@ def fail(transport, failing, how):
 
 
 @pytest.mark.parametrize(
-    ("failing", "how"), [(0, "kill"), pytest.param(2, "kill", marks=pytest.mark.slow), (1, "raise")]
+    ("failing", "how"),
+    [*(pytest.param(rank, "kill", marks=pytest.mark.slow) for rank in (0, 2)), (1, "raise")],
 )
 def test_failure_of_a_rank_ends_the_wait_for_its_programs(failing, how):
     results = run_ranks_unpooled(on_xla, 3, fail, {}, (failing, how), timeout_s=120)

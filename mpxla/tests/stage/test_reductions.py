@@ -140,17 +140,20 @@ def kernels_of(folder):
         def forward(self, *arguments):
             return [self.function(x) for x in arguments]
 
-    found, seen = {}, set()
+    def objects():
+        return {p.name for p in pathlib.Path(folder).glob("*obj-file*")}
+
+    found = {}
     for kind, function in functions.items():
         # `Four` runs on the device's lazy tensors, so it is traced as it stands.
         specs = [TensorSpec(shape, torch.float32)] * 4
+        earlier = objects()
         compile_graph(kind, Four(function), specs, current_device())
-        names = {p.name for p in pathlib.Path(folder).glob("*obj-file*")}
         kinds = [
             re.sub(r"\.\d+", "", n.split("obj-file.")[1].removesuffix("_kernel_module.o"))
-            for n in names - seen
+            for n in objects() - earlier
         ]
-        found[kind], seen = dict(Counter(kinds)), names
+        found[kind] = dict(Counter(kinds))
     return found
 
 
