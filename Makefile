@@ -19,14 +19,16 @@ help: ## list the targets
 demo: $(INSTALLED) ## train an MLP on handwritten digits, split over two processes
 	$(BIN)/torchrun --nproc_per_node $(RANKS) examples/mnist_mlp/train_smp.py $(ARGS)
 
-# Tests that start ranks fill the cores by themselves; the others run side by side. Both parts always
-# run, so that one run shows everything that is broken. Their programs are small and run a few times:
-# XLA's optimizations would take longer than they save. `test-all` has them.
+# Tests that start ranks keep to their file's worker, which keeps their processes between tests; two
+# workers, because ranks that wait leave cores idle. Both parts always run, so that one run shows
+# everything that is broken. Their programs are small and run a few times: XLA's optimizations would
+# take longer than they save. `test-all` has them.
 test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
 test: $(INSTALLED) ## run the test suite
 	@status=0; \
 	$(BIN)/pytest -n $(WORKERS) -m "not ranks and not slow and not device" $(ARGS) || status=1; \
-	$(BIN)/pytest -m "ranks and not slow and not device" $(ARGS) || status=1; \
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "ranks and not slow and not device" $(ARGS) \
+	|| status=1; \
 	exit $$status
 
 test-all: $(INSTALLED) ## run the test suite with its slow tests

@@ -1,8 +1,8 @@
 """Starts rank processes for tests, fast where possible.
 
-Importing torch and torch_xla takes seconds of every process. So a *zygote*, a fresh interpreter
-that has imported both and has done nothing else, forks the ranks: it has one thread and no XLA
-client, which makes forking it safe, while forking the test process would not be.
+Importing torch, torch_xla and mpxla takes seconds of every process. So a *zygote*, a fresh
+interpreter that has imported them and has done nothing else, forks the ranks: it has one thread and
+no XLA client, which makes forking it safe, while forking the test process would not be.
 
     test process --(environment, descriptors)--> zygote --fork--> rank 0, rank 1, ...
                  <--(process id, exit code)-----
@@ -33,7 +33,8 @@ __all__ = [
     "stop_zygote",
 ]
 
-_PRELOADED = ("torch", "torch_xla")
+_PRELOADED = ("torch", "torch_xla", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer")
+"""What nearly every rank imports: these modules import most of mpxla."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
 _MAX_ORDER_BYTES = 1 << 17

@@ -66,6 +66,7 @@ def test_products_see_weights_that_were_updated_in_place():
     assert _run("import mpxla\n" + PRODUCT_AFTER_UPDATE) == "[1.0, 2.0, 3.0]"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_work_around_for_products_is_still_needed(is_affected: bool):
     """Skipped everywhere once torch_xla is mended: then `env.prepare_xla` can go."""
@@ -73,6 +74,7 @@ def test_work_around_for_products_is_still_needed(is_affected: bool):
         pytest.skip("this processor's products do not go to XNNPACK")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_device_used_before_import_is_an_error_where_products_are_wrong(is_affected: bool):
     """The flag has no effect on a device that is in use; wrong gradients must not be silent."""

@@ -1,6 +1,7 @@
 """The examples: their data reader and log in this process, their scripts as a user starts them."""
 
 import difflib
+import functools
 import gzip
 import importlib.util
 import os
@@ -268,6 +269,12 @@ def test_no_epochs_are_refused():
         make_log(num_epochs=0)
 
 
+@functools.cache
+def plain_losses() -> list[tuple[float, float]]:
+    """Of the first epochs of the script in plain PyTorch."""
+    return epoch_losses(run(str(EXAMPLE / "train_cpu.py"), "--epochs", "3"))
+
+
 # The scripts.
 
 
@@ -286,6 +293,7 @@ def test_readme_shows_the_difference_between_the_plain_and_the_smp_script():
     assert shown == ["\n".join(diff) + "\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("script", SCRIPTS[:2])
 def test_plain_scripts_learn_the_digits(script: str):
@@ -301,25 +309,20 @@ def test_plain_script_reads_mnist_files(tmp_path: Path):
     assert re.search(r"^final .* of 192 samples$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "script", ["train.py", pytest.param("train_smp.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("script", ["train.py", "train_smp.py"])
 def test_one_xla_process_follows_the_plain_script(script: str):
-    expected, actual = (
-        epoch_losses(run(str(EXAMPLE / name), "--epochs", "3")) for name in ("train_cpu.py", script)
-    )
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+    actual = epoch_losses(run(str(EXAMPLE / script), "--epochs", "3"))
+    np.testing.assert_allclose(actual, plain_losses(), rtol=0, atol=EPOCH_LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_smp_script_learns_the_digits_on_two_ranks():
     output = run_ranks_script(2)
     assert len(epoch_losses(output)) == 20
     assert final_accuracy(output) >= 95
-    assert re.search(r"^throughput [\d.]+ iterations/s, \d+ samples/s", output, re.MULTILINE)
-    for name in ("fc1", "fc2", "fc3"):
-        assert name in output.split("final train loss")[1], "the partition table comes last"
 
 
 @pytest.mark.ranks
@@ -333,11 +336,15 @@ def test_smp_script_learns_the_digits_on_two_ranks():
     ],
 )
 def test_smp_script_follows_the_plain_script(num_ranks: int, arguments: list[str]):
-    expected = epoch_losses(run(str(EXAMPLE / "train_cpu.py"), "--epochs", "3"))
-    actual = epoch_losses(run_ranks_script(num_ranks, "--epochs", "3", *arguments))
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+    output = run_ranks_script(num_ranks, "--epochs", "3", *arguments)
+    actual = epoch_losses(output)
+    np.testing.assert_allclose(actual, plain_losses(), rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+    assert re.search(r"^throughput [\d.]+ iterations/s, \d+ samples/s", output, re.MULTILINE)
+    for name in ("fc1", "fc2", "fc3"):
+        assert name in output.split("final train loss")[1], "the partition table comes last"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_data_parallel_workers_learn_the_digits(tmp_path: Path):
     path = tmp_path / "weights.pt"

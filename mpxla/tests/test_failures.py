@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 # What is promised is 15 s; a slow machine adds the time of its own work.
 SOON_S = 15.0
 NUM_RANKS = 3
+slow = pytest.mark.slow
 
 
 class Deep(nn.Sequential):
@@ -89,7 +90,7 @@ def last_error(stderr):
     return next(line for line in reversed(stderr.splitlines()) if "PeerFailure: " in line)
 
 
-@pytest.mark.parametrize("failing", range(NUM_RANKS))
+@pytest.mark.parametrize("failing", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2))])
 def test_killed_rank_is_named_by_all_others(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "kill")
     assert results[failing].exit_code == -signal.SIGKILL
@@ -99,7 +100,7 @@ def test_killed_rank_is_named_by_all_others(failing):
         assert "died: its process ended without a report" in text
 
 
-@pytest.mark.parametrize("failing", range(NUM_RANKS))
+@pytest.mark.parametrize("failing", [*(pytest.param(rank, marks=slow) for rank in (0, 2)), 1])
 def test_rank_that_raises_in_a_step_is_named_with_its_error(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "raise")
     assert results[failing].exit_code == 1
@@ -110,7 +111,7 @@ def test_rank_that_raises_in_a_step_is_named_with_its_error(failing):
         assert "train: this rank has had enough" in text
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=slow)])
 def test_rank_that_raises_between_steps_is_named_with_its_error(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "raise outside")
     assert results[failing].exit_code == 1
@@ -127,7 +128,7 @@ def train_and_leave(leaving):
         train(model, torch.ones(4, 4)).reduce_mean()
 
 
-@pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.parametrize("leaving", [pytest.param(0, marks=slow), 1])
 def test_rank_that_leaves_early_is_named(leaving):
     results = run_ranks_unpooled(train_and_leave, 2, leaving)
     other = results[1 - leaving]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
     [
-        Case("host", 1, 2),
+        pytest.param(Case("host", 1, 2), marks=pytest.mark.slow),
         Case("host", 2, 4, "zero_bubble", manual=True),
         pytest.param(Case("host", 2, 3, "interleaved"), marks=pytest.mark.slow),
         pytest.param(Case("host", 2, 2, "simple", manual=True), marks=pytest.mark.slow),
@@ -218,7 +218,7 @@ def plain_losses():
     return losses(Plain(model, 2), optimizer, step, 0)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_failed_step_leaves_the_process_usable(stages):
     expected = plain_losses()
     for rank, (texts, rows) in enumerate(run_ranks(fail_and_go_on, stages, stages)):

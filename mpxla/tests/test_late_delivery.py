@@ -108,7 +108,10 @@ def plain(build):
 
 
 # With tied weights, a rank waits for a message that comes after the one with its results.
-@pytest.mark.parametrize(("build", "microbatches"), [(Tied, 1), (Tied, 3), (Net, 3)])
+@pytest.mark.parametrize(
+    ("build", "microbatches"),
+    [pytest.param(Tied, 1, marks=pytest.mark.slow), (Tied, 3), (Net, 3)],
+)
 def test_changes_in_place_do_not_reach_messages_under_way(build, microbatches):
     expected, weights = plain(build)
     for seen, state in run_ranks(train_with_late_messages, 2, build, microbatches):

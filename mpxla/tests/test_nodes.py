@@ -56,11 +56,12 @@ def launch(script: Path, port: int, node: int, *arguments: str) -> subprocess.Po
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "pipelines", "pp_ranks"),
     [
-        pytest.param("cluster", [[0, 1], [2, 3]], [0, 1, 0, 1], marks=pytest.mark.slow),
+        ("cluster", [[0, 1], [2, 3]], [0, 1, 0, 1]),
         ("spread", [[0, 2], [1, 3]], [0, 0, 1, 1]),
     ],
 )

@@ -230,8 +230,13 @@ def look_at_masks():
     return seen, gradients, model.partition_report()
 
 
-def test_dropout_draws_its_own_mask_for_every_microbatch_and_stage():
-    results = run_ranks(look_at_masks, 2, timeout_s=120)
+@pytest.fixture(scope="module")
+def masks_of_ranks():
+    return run_ranks(look_at_masks, 2, timeout_s=120)
+
+
+def test_dropout_draws_its_own_mask_for_every_microbatch_and_stage(masks_of_ranks):
+    results = masks_of_ranks
     gradients = {name: value for _, part, _ in results for name, value in part.items()}
     seen = results[0][0]
     for other, _, _ in results:
@@ -251,31 +256,39 @@ def test_dropout_draws_its_own_mask_for_every_microbatch_and_stage():
     assert torch.allclose(gradients["second"], second.mean(dim=0), atol=1e-6)
 
 
-def test_dropout_replays_from_torch_manual_seed():
-    seen, _, _ = run_ranks(look_at_masks, 2, timeout_s=120)[0]
+def test_dropout_replays_from_torch_manual_seed(masks_of_ranks):
+    seen, _, _ = masks_of_ranks[0]
     for again, before in zip(seen[4:], seen[:2], strict=True):
         assert torch.equal(again[0], before[0]) and torch.equal(again[1], before[1])
     assert not torch.equal(seen[0][0], seen[2][0])
 
 
-def losses_with_dropout(seed):
-    model = start(seeded(partial(Gpt, dropout=0.3)), 3, 3)
+def losses_with_dropout(seeds):
+    """Per seed, the losses of three steps from the same start; then those of an evaluation."""
+    raw = seeded(partial(Gpt, dropout=0.3))
+    values = {name: value.clone() for name, value in raw.state_dict().items()}
+    model = start(raw, 3, 3)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     step = smp.step(predict_tokens)
     torch.manual_seed(4)
     batch = {name: value.repeat(3, 1) for name, value in tokens(2).items()}
-    torch.manual_seed(seed)
-    losses, compiled = [], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        before = num_compilations()
-        losses.append([loss.item() for loss in step(model, batch)["loss"].outputs])
-        compiled.append(num_compilations() - before)
-        optimizer.step()
+    found, compiled = [], []
+    for seed in seeds:
+        if found:
+            model.load_state_dict(values)
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            before = num_compilations()
+            losses.append([loss.item() for loss in step(model, batch)["loss"].outputs])
+            compiled.append(num_compilations() - before)
+            optimizer.step()
+        found.append(losses)
     model.eval()
     with torch.no_grad():
         calm = [loss.item() for loss in smp.step(predict_without_backward)(model, batch).outputs]
-    return losses, compiled, calm
+    return found, compiled, calm
 
 
 def predict_without_backward(model, batch):
@@ -284,15 +297,13 @@ def predict_without_backward(model, batch):
 
 
 def test_training_with_dropout_replays_and_compiles_nothing_new():
-    first = run_ranks(losses_with_dropout, 3, 7, timeout_s=120)
-    again = run_ranks(losses_with_dropout, 3, 7, timeout_s=120)
-    other = run_ranks(losses_with_dropout, 3, 8, timeout_s=120)
-    losses, _, calm = first[0]
-    assert again[0][0] == losses
-    assert other[0][0] != losses
+    results = run_ranks(losses_with_dropout, 3, (7, 7, 8), timeout_s=120)
+    (losses, again, other), _, calm = results[0]
+    assert again == losses
+    assert other != losses
     assert all(len(set(step)) == 3 for step in losses), "microbatches are equal, masks must not be"
     assert len(set(calm)) == 1
-    assert all(compiled[1:] == [0, 0] for _, compiled, _ in first)
+    assert all(compiled[1:] == [0] * 8 for _, compiled, _ in results)
 
 
 # --- replicas -----------------------------------------------------------------------------------

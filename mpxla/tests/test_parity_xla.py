@@ -42,10 +42,10 @@ def run(function, world_size, *args):
     "case",
     [
         Case("mlp", 2, 4),
-        Case("shared", 3, 5),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
+                Case("shared", 3, 5),
                 Case("gpt", 2, 4),
                 Case("bert", 2, 3, "simple"),
                 Case("unet", 3, 2, "simple"),
@@ -77,10 +77,10 @@ def run_replicas(case):
     "case",
     [
         replicas.Case("mlp", 2, 1, is_sharded=True, max_norm=0.1),
-        replicas.Case("mlp", 2, 2, passes=2, max_norm=0.3),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
+                replicas.Case("mlp", 2, 2, passes=2, max_norm=0.3),
                 replicas.Case("mlp", 2, 1, passes=2),
                 replicas.Case("shared", 1, 2, passes=2, max_norm=0.3),
                 replicas.Case("shared", 1, 3, max_norm=0.3),

@@ -1,7 +1,8 @@
-"""The README's Python blocks are run as a reader would run them."""
+"""The README's Python blocks run, the first one as a reader would run it."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpxla.config_rules import MISSING_FEATURES
+from mpxla.testing import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -36,13 +38,26 @@ def test_readme_lists_the_features_that_are_refused():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
-def test_readme_block_runs(block: str, tmp_path: Path):
+def test_first_block_runs(tmp_path: Path):
     script = tmp_path / "block.py"
-    script.write_text(block)
+    script.write_text(PYTHON_BLOCKS[0])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     result = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+def run_file(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("block", PYTHON_BLOCKS[1:], ids=range(1, len(PYTHON_BLOCKS)))
+def test_further_block_runs(block: str, tmp_path: Path):
+    """In a process that has imported torch already."""
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    (result,) = run_ranks_unpooled(run_file, 1, str(script))
+    assert result.exit_code == 0, result.stderr[-4000:]

@@ -1,6 +1,7 @@
 """Start and end of a session: order of calls, what `init` makes, what `shutdown` leaves."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -69,8 +70,6 @@ def test_a_session_can_follow_another_one():
 
 
 def keep_group_of_script(path):
-    import os
-
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     smp.init({"pipeline_parallel_degree": 2})
@@ -170,7 +169,8 @@ def test_objects_travel_within_groups():
     ]
 
 
-def read_launcher_configuration():
+def read_launcher_configuration(parameters):
+    os.environ["SM_HP_MP_PARAMETERS"] = parameters
     smp.init({"microbatches": 7, "pipeline": "simple"})
     cfg = smp.state.cfg
     return cfg.microbatches, cfg.pipeline, smp.pp_size(), cfg.source("microbatches")
@@ -179,7 +179,7 @@ def read_launcher_configuration():
 @pytest.mark.ranks
 def test_the_launchers_configuration_wins():
     parameters = json.dumps({"partitions": 2, "microbatches": 4, "ddp": False})
-    results = run_ranks(read_launcher_configuration, 2, env={"SM_HP_MP_PARAMETERS": parameters})
+    results = run_ranks(read_launcher_configuration, 2, parameters)
     assert results == [(4, "simple", 2, "launcher")] * 2
 
 

@@ -35,17 +35,23 @@ def compare(name, world_size, config):
     return results
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gan",
+        *(pytest.param(name, marks=slow) for name in SCENARIOS if name != "gan"),
+    ],
+)
 def test_on_two_stages(name):
     compare(name, 2, STAGES)
 
 
-@pytest.mark.parametrize("name", ["gan", "one_optimizer"])
+@pytest.mark.parametrize("name", [pytest.param("gan", marks=slow), "one_optimizer"])
 def test_over_replicas_that_divide_updates(name):
     compare(name, 2, SHARDED)
-
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

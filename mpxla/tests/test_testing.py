@@ -239,7 +239,9 @@ def test_unpooled_reports_signals_exit_codes_and_tracebacks():
     assert [result.exit_code for result in exited] == [0, 3]
 
 
-@pytest.mark.parametrize("env", [{}, {"MPXLA_TEST_VALUE": "7"}])
+@pytest.mark.parametrize(
+    "env", [{}, pytest.param({"MPXLA_TEST_VALUE": "7"}, marks=pytest.mark.slow)]
+)
 def test_children_of_ranks_end_with_them(env):
     children = [result.value for result in run_ranks_unpooled(leave_child_behind, 2, env=env)]
     assert len(set(children)) == 2
@@ -253,38 +255,12 @@ def test_unpooled_late_process_is_an_error_with_stacks():
 
 
 _SCRIPT = """
+import os, time
 from mpxla.testing import run_ranks
 from mpxla.tests.test_testing import call
 
 def double(x):
     return 2 * x
-
-if __name__ == "__main__":
-    print(run_ranks(double, 2, 4), run_ranks(call, 2, double, 5))
-"""
-
-
-def call(function, *args):
-    return function(*args)
-
-
-def test_functions_of_a_script_can_be_called_and_passed(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "[8, 8] [10, 10]\n", done.stderr
-
-
-_PARENT = """
-import os, time
-from mpxla.testing import run_ranks
 
 def announce():
     print("never", flush=True)
@@ -293,19 +269,32 @@ def announce():
     time.sleep(1000)
 
 if __name__ == "__main__":
+    print(run_ranks(double, 2, 4), run_ranks(call, 2, double, 5), flush=True)
     run_ranks(announce, 2)
 """
 
 
-def test_ranks_die_with_the_test_process(tmp_path):
-    script, pids = tmp_path / "parent.py", tmp_path / "pids"
-    script.write_text(_PARENT.format(path=str(pids)))
+def call(function, *args):
+    return function(*args)
+
+
+def test_functions_of_a_script_can_be_called_and_passed_and_ranks_die_with_it(tmp_path):
+    """One script for both, since it imports torch first, which takes long."""
+    script, pids, errors = (tmp_path / name for name in ("script.py", "pids", "errors"))
+    script.write_text(_SCRIPT.format(path=str(pids)))
     pids.touch()
-    root = str(Path(__file__).parents[2])
-    parent = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root})
+    with errors.open("w") as file:
+        parent = subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    assert parent.stdout.readline() == "[8, 8] [10, 10]\n", errors.read_text()
     _await(lambda: len(pids.read_text().splitlines()) == 2, 60)
     parent.kill()
-    parent.wait()
+    assert parent.communicate()[0] == "", "ranks write to files"
     ranks = [int(line) for line in pids.read_text().splitlines()]
     _await(lambda: not any(_is_alive(pid) for pid in ranks), 60)
 

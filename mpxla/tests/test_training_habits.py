@@ -273,8 +273,7 @@ WORLDS = {
 }
 CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
-    ("stages", ["norms_read_later"]),
-    ("grid", ["freezing_later", "accumulation_and_clipping"]),
+    ("stages", ["norms_read_later", "accumulation_and_clipping"]),
     *(pytest.param(world, list(HABITS), marks=pytest.mark.slow) for world in WORLDS),
 ]
 

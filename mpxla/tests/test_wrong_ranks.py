@@ -230,11 +230,11 @@ def refused_on_one_rank(*arguments):
 @pytest.mark.parametrize(
     ("rank", "name", "then"),
     [
-        (0, "model.state_dict()", "step"),
+        pytest.param(0, "model.state_dict()", "step", marks=pytest.mark.slow),
         (1, "model.state_dict()", "step"),
         (0, "model.state_dict()", "optimizer.state_dict()"),
         (0, "clip_grad_norm_()", "step"),
-        (1, "optimizer.state_dict()", "step"),
+        pytest.param(1, "optimizer.state_dict()", "step", marks=pytest.mark.slow),
         (0, "smp.save_checkpoint()", "step"),
     ],
 )

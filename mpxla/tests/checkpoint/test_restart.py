@@ -102,6 +102,7 @@ def check(folder, kills, seed, epochs):
                 assert torch.equal(value, others[name]), name
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_losses(tmp_path):
     check(tmp_path / "run", kills=1, seed=3, epochs=3)
 

@@ -7,10 +7,24 @@ import sys
 
 import pytest
 
+from mpxla.testing import run_ranks_unpooled
+
 pytestmark = pytest.mark.ranks  # torch_xla is loaded, in a process of its own
 
 
+def plan_here(*words):
+    from mpxla.cli.main import main
+
+    sys.exit(main(["plan", *words]))
+
+
 def plan(*words):
+    """In a process that has imported torch already."""
+    (result,) = run_ranks_unpooled(plan_here, 1, *words)
+    return result
+
+
+def start_plan(*words):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
     return subprocess.run(
         [sys.executable, "-m", "mpxla", "plan", *words],
@@ -23,7 +37,7 @@ def plan(*words):
 
 def test_plan_with_a_search(tmp_path):
     file = tmp_path / "plan.json"
-    done = plan(
+    done = start_plan(
         "mpxla.tests.cli.factories:chain_with_loss",
         *("--stages", "2", "--microbatches", "4", "--search", "--output", str(file)),
     )
@@ -45,13 +59,13 @@ def test_plan_of_a_step_function_under_a_limit():
         "mpxla.tests.cli.factories:gpt",
         *("--stages", "2", "--microbatches", "4", "--memory-limit", "0.000001"),
     )
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert re.search(r"error: rank \d needs .* GiB, more than the 1e-06 GiB", done.stderr)
 
 
 def test_more_stages_than_operations():
     done = plan("mpxla.tests.cli.factories:chain_with_loss", "--stages", "40")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "error: Cannot cut the step into 40 stages: at most" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -226,7 +226,10 @@ def fail(transport, failing, how):
     waiting.result()
 
 
-@pytest.mark.parametrize(("failing", "how"), [(0, "kill"), (2, "kill"), (1, "raise")])
+@pytest.mark.parametrize(
+    ("failing", "how"),
+    [*(pytest.param(rank, "kill", marks=pytest.mark.slow) for rank in (0, 2)), (1, "raise")],
+)
 def test_failure_of_a_rank_ends_the_wait_for_its_programs(failing, how):
     results = run_ranks_unpooled(on_xla, 3, fail, {}, (failing, how), timeout_s=120)
     assert results[failing].exit_code == (-signal.SIGKILL if how == "kill" else 1)

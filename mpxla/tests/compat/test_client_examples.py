@@ -45,6 +45,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_sentence_classifier(num_replicas, num_stages):
     options = ["--max_steps", "16", "--num_layers", "1"]
@@ -55,6 +56,7 @@ def test_sentence_classifier(num_replicas, num_stages):
     assert expected < 0.69, "it has learned something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_gpt_trainer_goes_on_from_a_checkpoint(num_replicas, num_stages, corpus, tmp_path):
     options = ["--training_dir", str(corpus), "--num_layers", "1"]

@@ -61,7 +61,9 @@ def hold_and_predict(pipeline):
     return dict(sizes), peak, found.costs, found.activation_bytes, seen, (programs, compiled)
 
 
-@pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    "pipeline", ["interleaved", pytest.param("zero_bubble", marks=pytest.mark.slow)]
+)
 def test_predicted_memory_and_programs_are_the_real_ones(pipeline):
     results = run_ranks(hold_and_predict, 2, pipeline, timeout_s=120)
     for rank, result in enumerate(results):

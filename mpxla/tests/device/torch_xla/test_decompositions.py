@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
+from mpxla.testing import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +49,8 @@ def gradients_of_elu():
 
 def test_reason_for_elu():
     # In a process of its own: autograd knows no device that came after its first backward.
-    ((on_device, host),) = run_ranks(gradients_of_elu, 1, env={"ITS_OWN": "process"})
+    (result,) = run_ranks_unpooled(gradients_of_elu, 1)
+    on_device, host = result.value
     assert not torch.allclose(host, on_device)
 
 
