@@ -1,0 +1,1 @@
+"""What runs programs: one backend of XLA, chosen when a job starts."""
