@@ -81,15 +81,15 @@ def shared_tensor(array: jax.Array, device: torch.device) -> torch.Tensor:
     """Waits; a tensor of PyTorch's device, sharing memory if the array lies there."""
     kind = {"gpu": "cuda"}.get(array.device.platform, array.device.platform)
     if kind != device.type or not array.size or array.dtype in _ARRAYS_WITHOUT_DLPACK:
-        return host_copies([array])[0].to(device)
+        return _as_tensor(np.array(array)).to(device)
     return torch.from_dlpack(array)
 
 
 def host_copies(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Waits; copies of arrays as host tensors."""
-    cpu = torch.device("cpu")
-    if all(a.device.platform == "cpu" and a.dtype not in _ARRAYS_WITHOUT_DLPACK for a in arrays):
-        return [shared_tensor(array, cpu).clone() for array in arrays]
+    if all(array.device.platform == "cpu" for array in arrays):
+        # Copied by PyTorch: threads of the device would do it after the programs that wait there.
+        return [shared_tensor(array, torch.device("cpu")).clone() for array in arrays]
     return [_as_tensor(np.array(found)) for found in jax.device_get(list(arrays))]
 
 

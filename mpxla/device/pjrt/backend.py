@@ -89,7 +89,7 @@ class PjrtBackend:
         keep_text: bool = False,
     ) -> PjrtExecutable:
         """Compiles a module; see `Backend.compile`."""
-        module = flat_graph(graph, inputs)
+        module = flat_graph(name, graph, inputs)
         where = (self._key_kind, self._device, self._started)
         return compile_flat(name, module, inputs, donated, keep_text, *where)
 
@@ -157,15 +157,16 @@ def _find_device(platform: str | None, index: int) -> jax.Device:
         jax.config.update("jax_platforms", platform)
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # without a plugin jax fails an assertion
         extra = {"cuda": "cuda13` or `cuda12", "neuron": "neuron", "tpu": "jax[tpu]"}
+        reason = f": {error}" if str(error) else ""
         remedy = (
             f"Install mpxla with the extra `{extra[platform]}`"
             if platform in extra
             else "Name a platform that jax has a plugin for"
         )
         raise MpxlaError(
-            f"device: jax has no platform {platform or 'at all'!r} on this machine: {error}. "
+            f"device: jax has no platform {platform or 'at all'!r} on this machine{reason}. "
             f"{remedy}, or choose another device."
         ) from error
     if index >= len(devices):

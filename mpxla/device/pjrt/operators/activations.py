@@ -107,3 +107,9 @@ def _prelu_backward(
         jnp.where(x > 0, gradient, gradient * weight),
         jnp.where(x > 0, cast(0, x.dtype), gradient * x),
     )
+
+
+@implements("hardshrink_backward", "softshrink_backward")
+def _shrink_backward(gradient: jax.Array, x: jax.Array, lambd: Any) -> jax.Array:
+    is_inside = (x >= -lambd) & (x <= lambd)
+    return jnp.where(is_inside, cast(0, gradient.dtype), gradient)

@@ -24,20 +24,20 @@ def _is_integer(value: jax.Array) -> bool:
 
 
 @implements("add.Tensor", "add.Scalar")
-def add(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
+def _add(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(left, right)
     return a | b if _is_bool(a) else a + _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
 
 
 @implements("sub.Tensor", "sub.Scalar")
-def subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
+def _subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
     a, b = promote(left, right)
     return a - _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
 
 
 @implements("rsub.Scalar", "rsub.Tensor")
 def _subtract_from(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
-    return subtract(right, left, alpha)
+    return _subtract(right, left, alpha)
 
 
 @implements("mul.Tensor", "mul.Scalar")
@@ -47,7 +47,7 @@ def _multiply(left: Any, right: Any) -> jax.Array:
 
 
 @implements("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
-def divide(left: Any, right: Any, rounding_mode: str | None = None) -> jax.Array:
+def _divide(left: Any, right: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         a, b = as_float(left, right)
         return a / b
@@ -75,7 +75,7 @@ def _divide_floored(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @implements("floor_divide", "floor_divide.Scalar")
 def _floor_divide(left: Any, right: Any) -> jax.Array:
-    return divide(left, right, "floor")
+    return _divide(left, right, "floor")
 
 
 @implements("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
@@ -180,7 +180,7 @@ def _interpolate(start: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
 
 
 @implements("clamp", "clamp.Tensor")
-def clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
+def _clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     dtype = result_type(value, low, high)
     value = cast(value, dtype)
     if low is not None:
@@ -190,9 +190,9 @@ def clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
 
 @implements("clamp_min", "clamp_min.Tensor")
 def _clamp_min(value: jax.Array, low: Any) -> jax.Array:
-    return clamp(value, low)
+    return _clamp(value, low)
 
 
 @implements("clamp_max", "clamp_max.Tensor")
 def _clamp_max(value: jax.Array, high: Any) -> jax.Array:
-    return clamp(value, None, high)
+    return _clamp(value, None, high)

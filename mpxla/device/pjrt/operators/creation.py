@@ -121,7 +121,7 @@ def _linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = N
         step = (end - start) / (steps - 1) if steps > 1 else 0.0
         places = jnp.arange(steps)
         up, down = start + step * places, end - step * (steps - places - 1)
-        return jnp.trunc(jnp.where(places < steps // 2, up, down)).astype(wanted)
+        return jnp.trunc(jnp.where(places < max(1, steps // 2), up, down)).astype(wanted)
     return jnp.linspace(start, end, steps, dtype=wanted)
 
 

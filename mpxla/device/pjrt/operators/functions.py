@@ -5,11 +5,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.scipy import special
 
 from mpxla.device.pjrt.dtypes import as_float, cast
 from mpxla.device.pjrt.table import implements
+
+
+def _digamma(x: jax.Array) -> jax.Array:
+    """In float64: next to a pole, float32 leaves nothing of the distance to it."""
+    return special.digamma(x.astype(np.float64)).astype(x.dtype)
+
 
 # Integers become numbers of the default dtype first.
 _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -22,7 +29,7 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "digamma": special.digamma,
+    "digamma": _digamma,
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": special.erfinv,
@@ -155,7 +162,7 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
 @implements("polygamma")
 def _polygamma(order: int, x: jax.Array) -> jax.Array:
     x = as_float(x)[0]
-    return special.digamma(x) if order == 0 else special.polygamma(cast(order, x.dtype), x)
+    return _digamma(x) if order == 0 else special.polygamma(np.int64(order), x)
 
 
 @implements("special_zeta")

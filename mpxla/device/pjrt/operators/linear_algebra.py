@@ -1,7 +1,8 @@
 """Factorizations and solutions of linear equations.
 
 Signs and phases of singular vectors and of the columns of Q are the device's choice, as they are
-PyTorch's there.
+PyTorch's there. Determinants and solutions are not here: what their derivatives read depends on how
+a matrix lies in memory, so the lowering writes them with other operators.
 """
 
 import jax
@@ -101,10 +102,15 @@ def _lu_unpack(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows, columns = factors.shape[-2:]
     rank = min(rows, columns)
+    nothing = jnp.zeros((0,), factors.dtype)
     lower = jnp.tril(factors[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=factors.dtype)
     upper = jnp.triu(factors[..., :rank, :])
     permutation = _pivots_to_matrix(pivots, rows).astype(factors.dtype)
-    return permutation, lower, upper
+    return (
+        permutation if unpack_pivots else nothing,
+        lower if unpack_data else nothing,
+        upper if unpack_data else nothing,
+    )
 
 
 @implements("linalg_lu_solve")
@@ -126,45 +132,6 @@ def _lu_solve(
     turned = jnp.swapaxes(permutation, -1, -2) @ right
     half = _solve_triangular(lower, turned, upper=False, unitriangular=True)
     return _solve_triangular(upper, half, upper=True)
-
-
-@implements("_linalg_solve_ex")
-def _solve_ex(
-    matrix: jax.Array, right: jax.Array, *, left: bool = True, check_errors: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    # A vector where the batch of matrices has one dimension more.
-    is_vector = right.ndim == 1 or (
-        right.ndim == matrix.ndim - 1 and right.shape == matrix.shape[:-1]
-    )
-    columns = right[..., None] if is_vector else right
-    factors, pivots, info = _lu_factor_ex(matrix)
-    solution = _lu_solve(factors, pivots, columns, left=left)
-    return solution[..., 0] if is_vector else solution, factors, pivots, info
-
-
-def _sign(x: jax.Array) -> jax.Array:
-    size = jnp.abs(x)
-    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
-
-
-def _parity(pivots: jax.Array) -> jax.Array:
-    moved = pivots != jnp.arange(1, pivots.shape[-1] + 1)
-    return 1 - 2 * (jnp.sum(moved, -1) % 2)
-
-
-@implements("_linalg_det")
-def _det(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    factors, pivots, _ = _lu_factor_ex(x)
-    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
-    return jnp.prod(diagonal, -1) * _parity(pivots), factors, pivots
-
-
-@implements("_linalg_slogdet")
-def _slogdet(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    factors, pivots, _ = _lu_factor_ex(x)
-    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
-    sign = jnp.prod(_sign(diagonal), -1) * _parity(pivots)
-    return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), -1), factors, pivots
 
 
 @implements("linalg_qr")

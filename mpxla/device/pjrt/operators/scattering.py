@@ -194,6 +194,18 @@ def _masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Arr
     return jnp.where(mask, values.reshape(x.shape), x)
 
 
+@implements("masked_scatter_backward")
+def _masked_scatter_backward(
+    gradient: jax.Array, mask: jax.Array, sizes: Sequence[int]
+) -> jax.Array:
+    """What the mask picks of the gradient, in order; the rest of the result is zero."""
+    count = int(np.prod(sizes, dtype=np.int64))
+    mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
+    places = jnp.where(mask, jnp.cumsum(mask) - 1, count)
+    picked = jnp.zeros(count, gradient.dtype).at[places].set(gradient.reshape(-1), mode="drop")
+    return picked.reshape(tuple(sizes))
+
+
 @implements("put")
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     where = x.reshape(-1).at[index]

@@ -1,6 +1,7 @@
 """Shapes: views in PyTorch, plain values here; and copies between dtypes."""
 
 import builtins
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,8 +127,7 @@ def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> ja
 def _split_with_sizes(x: jax.Array, sizes: Sequence[int], dim: int = 0) -> list[jax.Array]:
     ends = np.cumsum([0, *sizes])
     return [
-        lax.slice_in_dim(x, int(a), int(b), axis=dim % x.ndim)
-        for a, b in zip(ends, ends[1:], strict=False)
+        lax.slice_in_dim(x, int(a), int(b), axis=dim % x.ndim) for a, b in itertools.pairwise(ends)
     ]
 
 
@@ -140,7 +140,7 @@ def _split(x: jax.Array, size: int, dim: int = 0) -> list[jax.Array]:
     return _split_with_sizes(x, [min(size, whole - s) for s in starts], dim)
 
 
-@implements("unbind.int")
+@implements("unbind.int", "unbind_copy.int")
 def _unbind(x: jax.Array, dim: int = 0) -> list[jax.Array]:
     return [_select(x, dim, i) for i in range(x.shape[dim])]
 
@@ -181,6 +181,11 @@ def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if x.dtype.kind == "c" and dtype.kind != "c":
         x = x.real
     return x.astype(dtype)
+
+
+@implements("narrow_copy")
+def _narrow_copy(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+    return _slice(x, dim, start, start % max(x.shape[dim], 1) + length)
 
 
 @implements("constant_pad_nd")
