@@ -5,13 +5,18 @@ programs take and give jax's arrays.
 """
 
 import collections
+import functools
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch import fx
+from torch._ops import OpOverload
 
+from mpxla.device.backend import Lowering
+from mpxla.device.piecewise import PiecewiseExecutable
 from mpxla.device.pjrt.arrays import (
     ImportCache,
     copy_to_device,
@@ -21,8 +26,13 @@ from mpxla.device.pjrt.arrays import (
 )
 from mpxla.device.pjrt.dtypes import torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
+from mpxla.device.pjrt.graphs import is_known, unknown_nodes
+from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.modules import flat_graph
-from mpxla.errors import MpxlaError
+from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.stepgraph import describe
+from mpxla.stage.host import HostRunner
+from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, split_graph
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PjrtBackend"]
@@ -70,6 +80,11 @@ class PjrtBackend:
         )
         self._random_state = 0
 
+    @functools.cached_property
+    def lowering(self) -> Lowering:
+        """How stages are lowered for jax."""
+        return make_lowering()
+
     @property
     def _memory(self) -> str:
         """PyTorch's name for the kind of memory that arrays lie in."""
@@ -87,11 +102,38 @@ class PjrtBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
-    ) -> PjrtExecutable:
-        """Compiles a module; see `Backend.compile`."""
+    ) -> PjrtExecutable | PiecewiseExecutable:
+        """Compiles a module; see `Backend.compile`.
+
+        Operators that jax has no function for, and PyTorch does not write with others, run on the
+        host if PyTorch has a kernel there.
+        """
         module = flat_graph(name, graph, inputs)
+        if not unknown_nodes(module.graph):
+            return self._compile(name, module, inputs, donated, keep_text)
+        # Between pieces lie values that nobody else has; arguments are not donated to any of them.
+        plan = split_graph(module.graph, _kind_of, module)
+        runners = [
+            self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text)
+            for i, piece in enumerate(plan.pieces)
+        ]
+        return PiecewiseExecutable(name, plan, runners, self.view, self.put)
+
+    def _compile(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int],
+        keep_text: bool,
+    ) -> PjrtExecutable:
         where = (self._key_kind, self._device, self._started)
         return compile_flat(name, module, inputs, donated, keep_text, *where)
+
+    def _runner_of(self, name: str, piece: Piece, keep_text: bool) -> PjrtExecutable | HostRunner:
+        if isinstance(piece, HostPiece):
+            return HostRunner(name, piece, self.view, self.put)
+        return self._compile(name, piece.module, piece.input_specs, (), keep_text)
 
     def put(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """Host tensors as arrays with memory of their own; arrays stay."""
@@ -108,14 +150,20 @@ class PjrtBackend:
         """Waits; a host tensor for reading only, which may share memory."""
         return host_view(buffer)
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+    def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
-        return [self._imports.array_of(tensor) for tensor in tensors]
+        return [
+            value if isinstance(value, jax.Array) else self._imports.array_of(value)
+            for value in tensors
+        ]
 
     def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""
         found = []
         for buffer in buffers:
+            if isinstance(buffer, torch.Tensor):
+                found.append(buffer)
+                continue
             tensor = shared_tensor(buffer, self.device)
             self._imports.remember(tensor, buffer)
             found.append(tensor)
@@ -124,6 +172,10 @@ class PjrtBackend:
     def spec(self, buffer: jax.Array) -> TensorSpec:
         """Shape and dtype of a buffer."""
         return TensorSpec(tuple(buffer.shape), torch_dtype(buffer.dtype))
+
+    def is_on_device(self, tensor: Any) -> bool:
+        """Whether a value is an array, or a tensor of the device's own memory."""
+        return isinstance(tensor, jax.Array) or tensor.device == self.device
 
     def flush(self) -> None:
         """Nothing waits to be started."""
@@ -150,6 +202,19 @@ class PjrtBackend:
             return None
         names = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
         return {names.get(key, key): int(value) for key, value in found.items()}
+
+
+def _kind_of(node: fx.Node) -> type[Piece]:
+    if is_known(node.target):
+        return ComputePiece
+    name = node.target.name() if isinstance(node.target, OpOverload) else ""
+    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        raise LoweringError(
+            f"{describe(node)} can run neither on the device nor on the host: it has no jax "
+            f"function, PyTorch does not write it with other operators, and has no kernel of it "
+            f"for the CPU. Write it with other operators, or register a kernel."
+        )
+    return HostPiece
 
 
 def _find_device(platform: str | None, index: int) -> jax.Device:

@@ -27,7 +27,7 @@ from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import describe
 
-__all__ = ["as_function", "decompositions", "is_random_graph", "unknown_nodes"]
+__all__ = ["as_function", "decompositions", "is_known", "is_random_graph", "unknown_nodes"]
 
 assert operators.__all__, "importing them fills the table"
 

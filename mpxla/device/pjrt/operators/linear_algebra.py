@@ -2,7 +2,8 @@
 
 Signs and phases of singular vectors and of the columns of Q are the device's choice, as they are
 PyTorch's there. Determinants and solutions are not here: what their derivatives read depends on how
-a matrix lies in memory, so the lowering writes them with other operators.
+a matrix lies in memory, so the lowering writes them with other operators (of `_linalg_slogdet` it
+takes the first two results only).
 """
 
 import jax
@@ -132,6 +133,18 @@ def _lu_solve(
     turned = jnp.swapaxes(permutation, -1, -2) @ right
     half = _solve_triangular(lower, turned, upper=False, unitriangular=True)
     return _solve_triangular(upper, half, upper=True)
+
+
+@implements("_linalg_slogdet")
+def _slogdet(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The factors and the exchanges of rows are those of `x`, not of its transpose."""
+    factors, pivots, _ = _lu_factor_ex(x)
+    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+    size = jnp.abs(diagonal)
+    signs = jnp.where(size == 0, 0, diagonal / jnp.where(size == 0, 1, size))
+    moved = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1), -1)
+    sign = jnp.prod(signs, -1) * (1 - 2 * (moved % 2))
+    return sign, jnp.sum(jnp.log(size), -1), factors, pivots
 
 
 @implements("linalg_qr")
