@@ -129,7 +129,7 @@ def mpxla(
     import torch.distributed as dist
 
     import mpxla as smp
-    from mpxla.stage.device import wait
+    from mpxla.device.torch_xla.tensors import wait
 
     smp.init(
         {

@@ -66,7 +66,7 @@ def train(
     import torch
 
     import mpxla as smp
-    from mpxla.stage.device import wait
+    from mpxla.device.torch_xla.tensors import wait
 
     shared = {"ddp": True, "optimize": "speed", "memory_weight": 0.0}
     smp.init({**shared, "microbatches": num_microbatches, **config})
@@ -118,8 +118,8 @@ def all_reduce(case: Any, num_microbatches: int, warm_up: int, steps: int) -> di
     import torch.distributed as dist
 
     import mpxla as smp
+    from mpxla.device.torch_xla.tensors import to_device
     from mpxla.session import current
-    from mpxla.stage.device import to_device
 
     smp.init({"ddp": True})
     session = current()

@@ -66,6 +66,8 @@ class LaunchEnv:
     """Configuration in `SM_HP_MP_PARAMETERS`, where SageMaker puts it."""
     mpxla_config: Mapping[str, Any] | None = None
     """Configuration in `MPXLA_CONFIG`: JSON text, or the path of a JSON file."""
+    device: str | None = None
+    """Name of the backend to use; None for the first that is installed."""
     pjrt_device: str = "CPU"
     """Device type that torch_xla will use."""
     rendezvous_file: str | None = None
@@ -99,6 +101,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         **_read_processes(environ),
         smp_parameters=_read_json(environ, "SM_HP_MP_PARAMETERS", may_be_path=False),
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
+        device=environ.get("MPXLA_DEVICE"),
         pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         secret=_read_secret(environ),

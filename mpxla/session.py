@@ -26,7 +26,6 @@ from torch.distributed.distributed_c10d import (
 from mpxla import __version__, log
 from mpxla.comm.addresses import interface_for, listen_for_store
 from mpxla.comm.codec import DATA, STATE
-from mpxla.comm.device_collectives import DeviceCollectives
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import LoopbackTransport
@@ -36,16 +35,13 @@ from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
-from mpxla.comm.xla_cpu import CpuRunner
-from mpxla.comm.xla_device import DeviceRunner, is_device_world
-from mpxla.comm.xla_queue import Runner
-from mpxla.comm.xla_world import XlaWorld
 from mpxla.config import Config, describe_difference, resolve
+from mpxla.device.backend import Backend
+from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
-from mpxla.stage.device import current_device, host_view
 from mpxla.topology import CommGroup, Topology
 
 if TYPE_CHECKING:
@@ -68,7 +64,7 @@ class Session:
         config: the resolved configuration.
         env: how the process was launched.
         topology: rank arithmetic.
-        device: this rank's device.
+        backend: compiles and runs programs on this rank's device.
         transport: moves tensors between ranks.
         objects: moves data of mpxla's own between ranks.
         state_objects: moves states of models and optimizers, with the user's objects in them.
@@ -81,13 +77,13 @@ class Session:
         progress: what this rank is doing, for the table when nothing moves.
         recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
-        exchanged: what torch and torch_xla have from mpxla until `shutdown`; closing it undoes it.
+        exchanged: what packages have from mpxla until `shutdown`; closing it undoes it.
     """
 
     config: Config
     env: LaunchEnv
     topology: Topology
-    device: torch.device
+    backend: Backend
     transport: Any
     objects: Objects
     state_objects: Objects
@@ -101,6 +97,11 @@ class Session:
     recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     exchanged: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.backend.device
 
     @property
     def rank(self) -> int:
@@ -186,9 +187,10 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.placement_strategy,
     )
     with log.root_logger_kept():
-        device = current_device()
+        backend = open_backend(env.device)
+        _ = backend.device  # claims it, before the first host backward (see `current_device`)
     earlier_hook = sys.excepthook  # torch.distributed replaces it as well
-    _session = _connect(resolved, env, topology, device, owns_group=not dist.is_initialized())
+    _session = _connect(resolved, env, topology, backend, owns_group=not dist.is_initialized())
     delay_all_models(resolved.delayed_parameter_initialization)
     sys.excepthook = _reporting(sys.excepthook)
     _session.excepthooks = earlier_hook, sys.excepthook
@@ -300,7 +302,7 @@ def _open_lifeline(
 
 
 def _connect(
-    config: Config, env: LaunchEnv, topology: Topology, device: torch.device, owns_group: bool
+    config: Config, env: LaunchEnv, topology: Topology, backend: Backend, owns_group: bool
 ) -> Session:
     progress = Progress()
     lifeline, key = _open_lifeline(config, env, progress, owns_group)
@@ -308,9 +310,9 @@ def _connect(
         carrier: HostTransport | LoopbackTransport = LoopbackTransport()
         transport: Any = carrier
     else:
-        carrier = HostTransport(env.rank, env.world_size, lifeline, host_view, key=key)
+        carrier = HostTransport(env.rank, env.world_size, lifeline, backend.view, key=key)
         _check_configs(config, env, Objects(carrier, DATA))
-        transport = _open_transport(config, carrier, lifeline, topology)
+        transport = _open_transport(config, carrier, lifeline, topology, backend)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(unique))
@@ -318,7 +320,7 @@ def _connect(
         config,
         env,
         topology,
-        device,
+        backend,
         transport,
         Objects(carrier, DATA),
         Objects(carrier, STATE),
@@ -334,27 +336,25 @@ def _connect(
 
 
 def _reach_all_processes(session: Session) -> None:
-    """Collectives of torch and torch_xla, on device tensors too, mean the processes of the job."""
+    """Collectives on tensors of the device mean the processes of the job."""
     env, transport = session.env, session.transport
-    has_world = is_device_world(env.world_size)
-    session.exchanged.callback(DeviceCollectives(has_world).close)
-    if not has_world:
-        local = env.local_rank, env.local_size
-        world = XlaWorld(getattr(transport, "host", transport), *local, session.has_reduced)
-        session.exchanged.callback(world.close)
+    host = getattr(transport, "host", transport)
+    undo = session.backend.join_world(host, env.local_rank, env.local_size, session.has_reduced)
+    session.exchanged.callback(undo)
 
 
 def _open_transport(
-    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology
+    config: Config,
+    host: HostTransport,
+    lifeline: Lifeline,
+    topology: Topology,
+    backend: Backend,
 ) -> Transport:
     """What carries tensors: the host transport itself, or programs beside it."""
-    on_device = config.transport != "host" and is_device_world(host.world_size)
+    on_device = config.transport != "host" and backend.reaches(host.world_size)
     if config.transport != "xla" and not on_device:
         return host
-    if on_device:
-        runner: Runner = DeviceRunner(host.rank, host.world_size)
-    else:
-        runner = CpuRunner(host, lifeline.address)
+    runner = backend.open_runner(host, lifeline.address)
     return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 

@@ -359,7 +359,7 @@ class _PartialLoader:
         if self._is_same_topology():
             own = self._own_file(replica, topology.pp_rank(rank))
             assert own is not None, "every rank wrote its file"
-            set_random_states(own["random"])
+            set_random_states(own["random"], self._session.backend)
             return
         own = self._own_file(replica, 0) or self._own_file(0, 0)
         if own is not None:

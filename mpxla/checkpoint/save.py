@@ -37,7 +37,6 @@ from mpxla.errors import CheckpointError
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.session import Session, current
-from mpxla.stage.device import to_host
 
 __all__ = ["PendingCheckpoint", "finish_pending", "save_checkpoint"]
 
@@ -236,11 +235,11 @@ class _Part:
     ) -> None:
         """Takes everything at this moment; afterwards training may go on."""
         values, own = self._inventory.values, self._inventory.own
-        flat = to_host([*(values[slot] for slot in self._share), *own.values()])
+        flat = self._session.backend.get([*(values[slot] for slot in self._share), *own.values()])
         for slot, copy in zip(self._share, flat, strict=False):
             self._tensors.setdefault(slot.kind, {})[slot.title] = copy
         buffers = dict(zip(own, flat[len(self._share) :], strict=True))
-        self._own = {"random": get_random_states(), "buffers": buffers}
+        self._own = {"random": get_random_states(self._session.backend), "buffers": buffers}
         if self._session.rank == 0:
             self._blobs[USER_CONTENT] = serialize(user, "user_content")
             if optimizer is not None:

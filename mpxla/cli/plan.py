@@ -49,8 +49,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints the plan."""
-    # These import torch and torch_xla, which the other commands do without.
+    # These import torch and the backend, which the other commands do without.
     from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.device.choice import open_backend
+    from mpxla.env import read_environment
     from mpxla.graph.cost import MachineModel
     from mpxla.runtime.forecast import forecast
     from mpxla.runtime.plan import cut_step
@@ -59,10 +61,10 @@ def run(options: argparse.Namespace) -> None:
     config = Config(**keys)
     step = capture_factory(*load_factory(options.factory))
     machine = MachineModel()
-
+    lowering = open_backend(read_environment().device).lowering
     if options.search:
-        config = _search(config, step, machine, options.memory_limit)
-    found = forecast(cut_step(step, config, {}, None), config, machine)
+        config = _search(config, step, machine, lowering, options.memory_limit)
+    found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
     flops = found.cut.problem.total_flops
     print(format_report(found.cut.partition, flops=flops, in_flight=found.cut.in_flight))
     print()
@@ -118,7 +120,9 @@ def _timeline(found: "Forecast") -> str:
     )
 
 
-def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) -> Config:
+def _search(
+    config: Config, step: Any, machine: Any, lowering: Any, limit_gib: float | None
+) -> Config:
     """The best candidate's configuration; prints the best few.
 
     Every candidate would be cut by its own microbatches in flight, and lowered to know what it
@@ -130,7 +134,7 @@ def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) ->
 
     ranks = config.pipeline_parallel_degree
     tried = candidates(ranks, [config.microbatches])
-    saved = saved_tensors(step)
+    saved = saved_tensors(step, lowering)
     roughly: dict[tuple[int, ...], StepCosts] = {}
     exactly: dict[tuple[object, ...], StepCosts] = {}
 
@@ -145,10 +149,10 @@ def _search(config: Config, step: Any, machine: Any, limit_gib: float | None) ->
         )
 
     def costs_of(candidate: Candidate) -> StepCosts:
-        cut = cut_step(step, config_of(candidate), {}, None, saved=saved)
+        cut = cut_step(step, config_of(candidate), lowering, {}, None, saved=saved)
         decision = cut.placement, cut.partition.stage, tuple(cut.partition.replicas.items())
         if decision not in exactly:
-            exactly[decision] = predict_costs(cut, machine)
+            exactly[decision] = predict_costs(cut, machine, lowering)
         return exactly[decision]
 
     def rough_costs_of(candidate: Candidate) -> StepCosts:

@@ -1,8 +1,8 @@
 """The one thread of a process that starts the `xla` transport's programs, in the order of calls.
 
 Programs are lowered by the calling thread, because the tracer is not made for several at a time,
-and loaded and executed by this queue's thread. What does so is a *runner*: `xla_device` on an
-accelerator, `xla_cpu` between CPU processes.
+and loaded and executed by this queue's thread. What does so is a *runner*,
+which the backend of the device opens.
 
 This file must not know what programs are for, nor torch_xla.
 """

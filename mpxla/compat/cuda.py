@@ -14,7 +14,7 @@ import torch
 
 from mpxla.compat import CompatError
 from mpxla.compat.amp import Autocast, GradScaler
-from mpxla.compat.devices import DeviceMap
+from mpxla.compat.devices import DeviceMap, device_backend
 from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
 from mpxla.compat.randomness import DeviceRandomness
@@ -32,7 +32,7 @@ _SEEDING = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_
 @contextlib.contextmanager
 def cuda_names(devices: DeviceMap) -> Generator[None]:
     """Lets the script's code read `torch.cuda` as names for the rank's device, until exit."""
-    randomness = DeviceRandomness()
+    randomness = DeviceRandomness(device_backend)
     functions = _functions(devices) | STREAM_FUNCTIONS | MEMORY_FUNCTIONS | randomness.functions()
     amp = {"autocast": Autocast, "GradScaler": GradScaler}
     replacements = {

@@ -14,10 +14,18 @@ from torch.overrides import TorchFunctionMode
 from mpxla.compat import CompatError
 from mpxla.compat.names import cuda_name
 from mpxla.compat.user_code import at_script_line
+from mpxla.device.backend import Backend
+from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
+from mpxla.session import current, is_initialized
 from mpxla.stage.delayed import is_delayed
-from mpxla.stage.device import current_device
 
-__all__ = ["DeviceMap", "DeviceMapping"]
+__all__ = ["DeviceMap", "DeviceMapping", "device_backend"]
+
+
+def device_backend() -> Backend:
+    """The session's backend, or before `smp.init` the one that it will have."""
+    return current().backend if is_initialized() else open_backend(read_environment().device)
 
 
 class DeviceMap:
@@ -41,7 +49,7 @@ class DeviceMap:
         """
         self.check(value)
         if self._device is None:  # not before it is used: scripts may start processes first
-            self._device = current_device()
+            self._device = device_backend().device
         return self._device
 
     def check(self, value: Any) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpxla.compat import CompatError
+from mpxla.compat.devices import device_backend
 from mpxla.compat.user_code import at_script_line
-from mpxla.stage.device import memory_counters
 
 __all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
 
@@ -20,7 +20,7 @@ _RESET_PEAK = "5"
 
 def _counters() -> tuple[int, int, int]:
     """Bytes in use, their peak, and how many there are."""
-    counted = memory_counters()
+    counted = device_backend().memory_counters()
     if counted is not None:
         used = counted["bytes_used"]
         return used, counted.get("peak_bytes_used", used), counted["bytes_limit"]
@@ -74,7 +74,7 @@ def _summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def _reset_peak(device: Any = None) -> None:
     """Starts the peak anew where the system can; XLA's own peaks cannot be reset."""
-    if memory_counters() is None:
+    if device_backend().memory_counters() is None:
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
 
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from mpxla.compat import CompatError
+from mpxla.compat.devices import device_backend
 from mpxla.compat.user_code import at_script_line
-from mpxla.stage.device import flush, wait
 
 __all__ = ["NVTX_FUNCTIONS", "STREAM_FUNCTIONS", "Event", "Stream", "recorded", "synchronize"]
 
 
 def synchronize() -> None:
     """Starts pending work of the device, and waits until all is done."""
-    flush()
-    wait()
+    backend = device_backend()
+    backend.flush()
+    backend.wait()
 
 
 class Event:

@@ -1,1 +1,11 @@
-"""What runs programs: one backend of XLA, chosen when a job starts."""
+"""What runs programs: a backend, chosen once per process when a session begins.
+
+A backend compiles graphs to executables, moves tensors to its device and back, and says how stages
+are lowered for it. Everything that imports torch_xla or jax is in the folder of its backend; the
+rest of mpxla has a `Backend` handed down, and treats what executables take and give as opaque.
+
+    backend.py      the protocols, and what a backend wants of graphs
+    choice.py       which backend a process uses
+    torch_xla/      PyTorch/XLA
+    pjrt/           any plugin of jax's
+"""

@@ -26,7 +26,6 @@ from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica, store
 from mpxla.runtime.gradients import sum_over_holders
 from mpxla.runtime.plan import CutStep
-from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class BucketedReduction:
         dtype = self._reducer.options.transfer_dtype if self._replica.count > 1 else None
         dtype = dtype or bucket.dtype
         shape = (-1,) if self._shards is None else (bucket.parts, -1)
-        return Packer(bucket, present, dtype, self._replica.device, shape) if present else None
+        return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
 
     def _present(self, bucket: Bucket) -> list[str]:
         return [name for name in bucket.names if name in self._sources]
@@ -224,18 +223,21 @@ class BucketedReduction:
         for index, bucket in enumerate(self._buckets):
             flat = self._reducer.rounds.wait(self._under_way[index]).to(bucket.dtype)
             if len(bucket.holders) > 1:
-                replica = self._replica
-                flat = sum_over_holders(flat, bucket.holders, replica.pp_rank, replica.link)
+                flat = self._sum_over_holders(flat, bucket.holders)
             if self._shards is not None:
                 self._shards.receive_gradients(bucket, flat, self._flow.trained)
                 continue
             views = bucket.split(flat)
-            arrived = to_device(list(views.values()), self._replica.device)
+            arrived = self._replica.backend.put(list(views.values()))
             self._accumulate(zip(views, arrived, strict=True), is_total=True)
         self._under_way.clear()
         for name, handle in buffers.items():
             value = self._reducer.rounds.wait(handle)
-            store(self._replica, [name], to_device([value], self._replica.device))
+            store(self._replica, [name], self._replica.backend.put([value]))
+
+    def _sum_over_holders(self, flat: torch.Tensor, holders: Sequence[int]) -> torch.Tensor:
+        replica = self._replica
+        return sum_over_holders(flat, holders, replica.pp_rank, replica.link, replica.backend)
 
     def _launch(self, index: int, gradients: Accumulators) -> None:
         self._reducer.rounds.check_accord()
@@ -276,7 +278,7 @@ class BucketedReduction:
         if len(terms) == 1 and self._factor == 1.0:
             return terms[0]
         total = reduce(torch.add, terms)
-        make_ready([total])
+        self._replica.backend.adopt([total])
         return total
 
     @property
@@ -296,7 +298,7 @@ class BucketedReduction:
             else:
                 parameter.grad = parameter.grad + value
             changed.append(parameter.grad)
-        make_ready(changed)
+        self._replica.backend.adopt(changed)
 
     @property
     def _broadcasts_buffers(self) -> bool:

@@ -16,8 +16,7 @@ from math import prod
 import torch
 from torch import nn
 
-from mpxla.stage.compile import Executable, compile_graph
-from mpxla.stage.device import to_device
+from mpxla.device.backend import Backend, Executable
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Bucket", "Packer", "fill_buckets"]
@@ -126,7 +125,7 @@ class Packer:
         bucket: what is packed.
         present: those of its names that there are tensors for; the others count as zeros.
         dtype: of the flat tensor.
-        device: this rank's device.
+        backend: compiles and runs it.
         shape: of the result, if it is not to be flat.
     """
 
@@ -135,20 +134,20 @@ class Packer:
         bucket: Bucket,
         present: Sequence[str],
         dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
         shape: Sequence[int] = (-1,),
     ):
         spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
         specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
         module = _Concatenation(bucket, present, dtype, shape)
         name = f"bucket of {present[0]}"
-        self._program: Executable = compile_graph(name, module, specs, device)
-        self._device = device
+        self._program: Executable = backend.compile(name, module, specs)
+        self._backend = backend
         self._scales: dict[float, torch.Tensor] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
         """Starts packing the tensors, times `scale`; the result is still being computed."""
         if scale not in self._scales:
-            (self._scales[scale],) = to_device([torch.tensor(scale)], self._device)
+            (self._scales[scale],) = self._backend.put([torch.tensor(scale)])
         (flat,) = self._program([self._scales[scale], *tensors])
         return flat

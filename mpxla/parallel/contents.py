@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.transport import Group
+from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
@@ -36,10 +37,12 @@ class PartitionedModule(nn.Module):
 
     Args:
         module: the user's model.
+        backend: of the device where they live here.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, backend: Backend):
         super().__init__()
+        self._backend = backend
         self.module = module
         self._state = ModelState(module)
         self._awaits_values = False
@@ -122,7 +125,7 @@ class PartitionedModule(nn.Module):
             for name, value in self.module.state_dict().items()
             if names.get(name, name) in held or name not in names
         }
-        return {**to_host(local), PARTIAL_KEY: True}
+        return {**to_host(local, self._backend), PARTIAL_KEY: True}
 
     def state_dict(
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
@@ -163,7 +166,7 @@ class PartitionedModule(nn.Module):
                     f"model.state_dict was called before the first step, and {delayed[0]} has no "
                     f"values yet (smp.delay_param_initialization); call it after the first step."
                 )
-            return to_host(own)
+            return to_host(own, self._backend)
         session = current()
         group = session.topology.pp_group(session.rank)
         gather = gather_on_first if gather_to_rank0 else gather_full

@@ -28,7 +28,6 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.runtime.state import load_into
 from mpxla.stage.delayed import is_delayed
-from mpxla.stage.device import make_ready
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
@@ -54,7 +53,7 @@ class DistributedCopy(PartitionedModule):
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
-        super().__init__(copy.deepcopy(source.module, memo))
+        super().__init__(copy.deepcopy(source.module, memo), source._backend)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source
         # A reference that is no submodule.
@@ -105,7 +104,7 @@ class DistributedCopy(PartitionedModule):
 
     def settle(self) -> None:
         """Starts pending computation of values, which would become more with every update."""
-        make_ready([*self.parameters(), *self.buffers()])
+        self._backend.adopt([*self.parameters(), *self.buffers()])
 
     def follow(self, local_names: frozenset[str], device: torch.device) -> None:
         """Called when the model is placed."""

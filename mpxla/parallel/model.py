@@ -33,7 +33,6 @@ from mpxla.runtime.engine import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
 from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
-from mpxla.stage.device import flush
 
 __all__ = ["DistributedModel"]
 
@@ -95,7 +94,7 @@ class DistributedModel(PartitionedModule):
                 "results of the stages' programs, each with memory of its own.",
             )
         delay_all_models(False)  # by the configuration key; the model is there now
-        super().__init__(module)
+        super().__init__(module, session.backend)
         self._optimizers: list[Any] = []
         self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
@@ -242,7 +241,7 @@ class DistributedModel(PartitionedModule):
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = current()
             group = session.topology.pp_group(session.rank)
-            names, values = self.module.state_dict(), to_host(values)
+            names, values = self.module.state_dict(), to_host(values, self._backend)
             with self.together("model.load_state_dict(partial state)", group):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
@@ -254,7 +253,7 @@ class DistributedModel(PartitionedModule):
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
-        flush()
+        self._backend.flush()
         return result
 
     def load_when_placed(self, load: Callable[[], None]) -> None:

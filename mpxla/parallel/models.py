@@ -58,7 +58,7 @@ class Models:
         self._session = session
         topology, rank = session.topology, session.rank
         pipeline = topology.pp_group(rank)
-        self._link = PipelineLink(session.transport, pipeline, session.device)
+        self._link = PipelineLink(session.transport, pipeline, session.backend)
         self._rounds = Rounds(session.transport, session.objects, topology.dp_group(rank))
         self._reducers = ModelReducers(self._rounds)
         self._members: dict[str, DistributedModel] = {}
@@ -66,7 +66,7 @@ class Models:
         self.engine = StepEngine(session, self._link, self._reducers)
         world = topology.world_group()
         self.gradient_norm = GradientNorm(
-            self._reducers, session.transport, session.device, pipeline, world
+            self._reducers, session.transport, session.backend, pipeline, world
         )
 
     def __iter__(self) -> Iterator["DistributedModel"]:
@@ -93,7 +93,7 @@ class Models:
             session.topology.dp_group(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
-            session.device,
+            session.backend,
             member.state,
         )
         reducer = GradientReducer(

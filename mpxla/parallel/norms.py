@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 from mpxla.comm.transport import Transport
+from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.errors import MpxlaError
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.session import current
-from mpxla.stage.compile import Executable, compile_graph
-from mpxla.stage.device import make_ready, to_device
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["GradientNorm", "clip_grad_norm_"]
 
@@ -123,7 +121,7 @@ class GradientNorm:
     Args:
         reducers: those of the models, which know where gradients are; may become more.
         transport: the session's transport.
-        device: this rank's device.
+        backend: compiles and runs the programs.
         pipeline: global ranks that hold a replica.
         world: all ranks.
     """
@@ -132,13 +130,13 @@ class GradientNorm:
         self,
         reducers: Iterable[GradientReducer],
         transport: Transport,
-        device: torch.device,
+        backend: Backend,
         pipeline: Sequence[int],
         world: Sequence[int],
     ):
         self._reducers = reducers
         self._transport = transport
-        self._device = device
+        self._backend = backend
         self._pipeline = tuple(pipeline)
         self._world = tuple(world)
         self._programs: dict[Any, Executable] = {}
@@ -189,8 +187,8 @@ class GradientNorm:
         gradients = [owner.grad for owner, _ in owners if owner.grad is not None]
         counted = [owner.grad for owner, is_counted in owners if is_counted]
         counted = [gradient for gradient in counted if gradient is not None]
-        make_ready(gradients)
-        (powers,) = to_device([self._powers(counted, order)], self._device)
+        gradients = self._backend.adopt(gradients)
+        (powers,) = self._backend.put([self._powers(counted, order)])
         arguments = [powers, self._limit(max_norm), *gradients]
         norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
@@ -212,7 +210,7 @@ class GradientNorm:
             for tensor in (parameter, parameter.grad)
             if is_counted and tensor is not None and id(tensor) in given
         ]
-        (powers,) = to_device([self._powers(counted, order)], self._device)
+        (powers,) = self._backend.put([self._powers(counted, order)])
         arguments = [powers, self._limit(0.0)]
         (norm,) = self._program(_Scaling, order, arguments)(arguments)
         return norm
@@ -232,12 +230,10 @@ class GradientNorm:
 
     def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         """Sums of powers [ranks, 1], or [1] where only this rank has any."""
-        make_ready(tensors)
         powers = torch.zeros(1)
         if tensors:
-            (powers,) = self._program(_Powers, order, tensors)(
-                [tensor.detach() for tensor in tensors]
-            )
+            arguments = self._backend.adopt(tensors)
+            (powers,) = self._program(_Powers, order, arguments)(arguments)
         if len(self.ranks) > 1:
             powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
@@ -256,17 +252,17 @@ class GradientNorm:
 
     def _limit(self, value: float) -> torch.Tensor:
         if value not in self._limits:
-            (self._limits[value],) = to_device([torch.tensor(value)], self._device)
+            (self._limits[value],) = self._backend.put([torch.tensor(value)])
         return self._limits[value]
 
     def _program(
-        self, kind: type[nn.Module], order: float, arguments: Sequence[torch.Tensor]
+        self, kind: type[nn.Module], order: float, arguments: Sequence[Buffer]
     ) -> Executable:
-        specs = tuple(TensorSpec.of(argument) for argument in arguments)
+        specs = tuple(self._backend.spec(argument) for argument in arguments)
         key = (kind, order, specs)
         if key not in self._programs:
             name = "norm of the gradients"
-            self._programs[key] = compile_graph(name, kind(order), specs, self._device)
+            self._programs[key] = self._backend.compile(name, kind(order), specs)
         return self._programs[key]
 
 

@@ -31,7 +31,6 @@ from mpxla.parallel.state_dicts import (
 )
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
-from mpxla.stage.device import make_ready
 
 __all__ = ["DistributedOptimizer"]
 
@@ -114,7 +113,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
-        self._update = CompiledUpdate(optimizer)
+        self._backend = session.backend
+        self._update = CompiledUpdate(optimizer, session.backend)
         self._deferred: dict[str, Any] | None = None
         # Parameters by group, from the placement of the first model until that of the last one.
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
@@ -178,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
             if not self._update.was_compiled:
-                make_ready([*self._updated(), *tensors_beside(self.optimizer)])
+                self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
         if self._pieces is not None:
             self._pieces.publish()
         return None
@@ -190,7 +190,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._pieces is not None:
             self._pieces.clear_gradients()
         if not set_to_none:
-            make_ready(p.grad for p in _parameters_of(self.optimizer) if p.grad is not None)
+            gradients = [p.grad for p in _parameters_of(self.optimizer) if p.grad is not None]
+            self._backend.adopt(gradients)
 
     def _updated(self) -> list[torch.Tensor]:
         """Parameters and state, which an update changes; pending values of the user are not."""
@@ -220,7 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._notice_groups()
         inner = self.optimizer.state_dict()
-        values = to_host(inner["state"])
+        values = to_host(inner["state"], self._backend)
         local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
         groups, first = [], 0
         for group, size, names in zip(
@@ -352,7 +353,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Settings of every param group, with the names of its parameters under "params"."""
         names = iter(self._names().values())
         return [
-            {**to_host({k: v for k, v in group.items() if k not in _OF_RANK})}
+            to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
             | {"params": [next(names) for _ in range(size)]}
             for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
         ]

@@ -13,7 +13,6 @@ from torch import nn
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
 from mpxla.parallel.reducer import GradientReducer
-from mpxla.stage.device import flush
 
 __all__ = ["PlainBackward"]
 
@@ -52,7 +51,8 @@ class PlainBackward:
         names = tuple(n for n, _ in self._state.local_parameters() if n in self._touched)
         self._touched.clear()
         parameters = [self._state.parameters[name] for name in names]
-        flush()  # also the loss: an update in place would take the parameters' memory from it
+        # Also the loss: an update in place would take the parameters' memory from it.
+        self._reducer.replica.backend.flush()
         gradients = [p.grad for p in parameters if p.grad is not None]
         for parameter in parameters:
             parameter.grad = None

@@ -12,6 +12,7 @@ import torch
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import pack, unpack
 from mpxla.comm.transport import Transport
+from mpxla.device.backend import Backend
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
@@ -29,7 +30,7 @@ class Replica:
         group: global ranks that hold the same parameters, by dp_rank.
         pp_rank: this rank's place in its pipeline.
         link: messages to the other ranks of the pipeline.
-        device: this rank's device.
+        backend: of this rank's device.
         state: the model's parameters and buffers.
     """
 
@@ -38,7 +39,7 @@ class Replica:
     group: tuple[int, ...]
     pp_rank: int
     link: PipelineLink
-    device: torch.device
+    backend: Backend
     state: ModelState
 
     @property
@@ -102,6 +103,6 @@ def store(replica: Replica, names: Sequence[str], values: Sequence[torch.Tensor]
     """Replaces parameters and buffers of this rank."""
     for name, value in zip(names, values, strict=True):
         if name in replica.state.parameters:
-            replica.state.parameters[name].data = value.to(replica.device)
+            replica.state.parameters[name].data = value.to(replica.backend.device)
         else:
-            replica.state.set_buffer(name, value.to(replica.device))
+            replica.state.set_buffer(name, value.to(replica.backend.device))

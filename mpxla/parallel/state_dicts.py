@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.comm.objects import Objects
+from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
-from mpxla.stage.device import to_host as copy_to_host
 
 __all__ = [
     "HELD_KEY",
@@ -75,7 +75,7 @@ class SavedState(Protocol):
         ...
 
 
-def to_host(values: Any) -> Any:
+def to_host(values: Any, backend: Backend) -> Any:
     """The same structure with its tensors on the host.
 
     Those of the device are copied together. Host tensors share memory with the originals, as in
@@ -83,8 +83,10 @@ def to_host(values: Any) -> Any:
     """
     leaves, structure = pytree.tree_flatten(values)
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-    distant = [i for i, tensor in tensors.items() if tensor.device.type == "xla"]
-    copies = dict(zip(distant, copy_to_host([tensors[i] for i in distant]), strict=True))
+    distant = [
+        i for i, tensor in tensors.items() if backend.is_on_device(tensor) and not tensor.is_cpu
+    ]
+    copies = dict(zip(distant, backend.get([tensors[i] for i in distant]), strict=True))
     for i, tensor in tensors.items():
         leaves[i] = copies[i] if i in copies else tensor.detach().cpu()
     return pytree.tree_unflatten(leaves, structure)

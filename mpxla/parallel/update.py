@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
+from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.errors import LoweringError
 from mpxla.log import get_logger
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import StartEntry, share_counters, starts_from_zeros
 from mpxla.parallel.update_trace import UpdateTracer, wide_dtype
-from mpxla.stage.compile import Executable, compile_graph
-from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
@@ -38,10 +37,11 @@ _MAX_PROGRAMS = 8
 
 
 class CompiledUpdate:
-    """Runs the `step` of an optimizer whose parameters are on an XLA device.
+    """Runs the `step` of an optimizer whose parameters are on the device.
 
     Args:
         optimizer: the optimizer; it gets hooks, and keeps its groups and its state.
+        backend: compiles and runs the update.
 
     Attributes:
         num_programs: programs compiled so far.
@@ -49,7 +49,8 @@ class CompiledUpdate:
         was_compiled: whether the last update was.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend):
+        self._backend = backend
         self._optimizer = optimizer
         self._programs: dict[Any, Executable] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -87,16 +88,16 @@ class CompiledUpdate:
         trained = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
         slots, self._slots = self._slots, None
         if slots is None or not slots.renew(trained, constants):
-            if not any(trained) or any(_is_elsewhere(p) for group in trained for p in group):
+            if not any(trained) or any(self._is_elsewhere(p) for group in trained for p in group):
                 return
             if not self._start_state(trained):
                 return
-            slots = Slots(optimizer, trained, constants)
-        make_ready(slots.tensors)
+            slots = Slots(optimizer, trained, constants, self._backend.is_on_device)
         program = self._program(slots)
         if program is None:
             return
-        slots.store(program([*slots.tensors, *self._upload_rates(slots)]))
+        arguments = [*self._backend.adopt(slots.tensors), *self._upload_rates(slots)]
+        slots.store(self._backend.publish(program(arguments)))
         self._slots = slots
         self.was_compiled = True
         self._hidden = [(p, p.grad) for group in trained for p in group]
@@ -134,14 +135,14 @@ class CompiledUpdate:
         return program
 
     def _compile(self, slots: Slots) -> Executable:
-        rate = TensorSpec((), wide_dtype(slots.device))
+        rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
         try:
-            tracer = UpdateTracer(slots, self._optimizer, is_capturable=True)
-            return compile_graph("optimizer update", tracer, inputs, slots.device)
+            tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype)
+            return self._backend.compile("optimizer update", tracer, inputs)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
-            tracer = UpdateTracer(slots, self._optimizer, is_capturable=False)
-            return compile_graph("optimizer update", tracer, inputs, slots.device)
+            tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype)
+            return self._backend.compile("optimizer update", tracer, inputs)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""
@@ -157,15 +158,15 @@ class CompiledUpdate:
             reason,
         )
 
-    def _upload_rates(self, slots: Slots) -> list[torch.Tensor]:
+    def _upload_rates(self, slots: Slots) -> list[Buffer]:
         """The learning rates on the device; numbers that the last step had are there already."""
-        dtype, kept = wide_dtype(slots.device), self._rates
+        dtype, kept = wide_dtype(self._backend), self._rates
         self._rates = {}
         uploaded = []
         for rate in slots.rates:
             value = None if isinstance(rate, torch.Tensor) else kept.get(rate)
             if value is None:
-                (value,) = to_device([torch.as_tensor(rate).detach().to(dtype)], slots.device)
+                (value,) = self._backend.put([torch.as_tensor(rate).detach().to(dtype)])
             if not isinstance(rate, torch.Tensor):
                 self._rates[rate] = value
             uploaded.append(value)
@@ -176,7 +177,7 @@ class CompiledUpdate:
         states = self._optimizer.state
         new = [p for group in trained for p in group if not states.get(p)]
         if not new:
-            share_counters(states, new=())
+            share_counters(states, (), self._backend)
             return True
         if self._starts_from_zeros is None:
             self._starts_from_zeros = starts_from_zeros(self._optimizer)
@@ -189,13 +190,13 @@ class CompiledUpdate:
                 key: torch.zeros(start.shape_for(parameter), dtype=start.dtype_for(parameter))
                 for key, start in self._starts_from_zeros.items()
             }
-            uploaded = to_device(list(like.values()), parameter.device)
+            uploaded = self._backend.publish(self._backend.put(list(like.values())))
             states[parameter] = dict(zip(like, uploaded, strict=True))
-        share_counters(states, new)
+        share_counters(states, new, self._backend)
         return True
 
-
-def _is_elsewhere(parameter: torch.Tensor) -> bool:
-    gradient = parameter.grad
-    assert gradient is not None
-    return parameter.device.type != "xla" or gradient.device != parameter.device
+    def _is_elsewhere(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        assert gradient is not None
+        is_there = self._backend.is_on_device(parameter)
+        return not is_there or gradient.device != parameter.device

@@ -3,7 +3,7 @@
 This module must not know how an update is traced or compiled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -29,12 +29,18 @@ class Slots:
         rates: different learning rates of the groups, as the groups hold them.
         rate_of: for every group the index of its rate; None without one.
         changed: slots that an update changes, in the order of the program's results.
-        device: where the parameters are.
         key: equal for updates that the same program can do.
     """
 
-    def __init__(self, optimizer: Any, trained: _Trained, constants: tuple[Any, ...]):
+    def __init__(
+        self,
+        optimizer: Any,
+        trained: _Trained,
+        constants: tuple[Any, ...],
+        is_on_device: Callable[[torch.Tensor], bool],
+    ):
         self._optimizer = optimizer
+        self._is_on_device = is_on_device
         self.trained = trained
         self.tensors: list[torch.Tensor] = []
         index_of: dict[int, int] = {}
@@ -57,7 +63,6 @@ class Slots:
                 places.append((slot(p), slot(p.grad), state))
             self.places.append(places)
         self.rates, self.rate_of = _rates(optimizer.param_groups)
-        self.device = next(p for group in trained for p in group).device
         self.key = (
             constants,
             tuple(tuple(id(p) for p in group) for group in trained),
@@ -122,7 +127,7 @@ class Slots:
             elif found[place] is not value:
                 return False
         self.tensors = found
-        is_complete = all(isinstance(t, torch.Tensor) and t.is_xla for t in found)
+        is_complete = all(isinstance(t, torch.Tensor) and self._is_on_device(t) for t in found)
         return is_complete and len(set(map(id, found))) == len(found)
 
     def store(self, results: Sequence[torch.Tensor]) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from mpxla.device.backend import Backend
 from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
-from mpxla.stage.device import to_device
 
 __all__ = ["StartEntry", "share_counters", "starts_from_zeros"]
 
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
 
-def share_counters(states: _State, new: Sequence[torch.Tensor]) -> None:
+def share_counters(states: _State, new: Sequence[torch.Tensor], backend: Backend) -> None:
     """Gives parameters with the same count of steps one tensor for it, on their device.
 
     Counters on the host are those of a loaded state; counters of `new` parameters are all zero.
@@ -28,10 +28,10 @@ def share_counters(states: _State, new: Sequence[torch.Tensor]) -> None:
                 continue
             if id(parameter) in fresh:
                 state[key] = shared.setdefault((key, 0.0), value)
-            elif value.device.type == "cpu" and parameter.device.type == "xla":
+            elif not backend.is_on_device(value) and backend.is_on_device(parameter):
                 number = (key, value.item())
                 if number not in shared:
-                    (shared[number],) = to_device([value], parameter.device)
+                    (shared[number],) = backend.publish(backend.put([value]))
                 state[key] = shared[number]
 
 

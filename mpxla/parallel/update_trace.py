@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mpxla.device.backend import Backend
 from mpxla.parallel.update_python import (
     NotTraceableError,
     copied_attributes,
@@ -20,7 +21,6 @@ from mpxla.parallel.update_python import (
     random_python,
 )
 from mpxla.parallel.update_slots import Slots, constants_of
-from mpxla.stage.device import has_doubles
 
 __all__ = ["UpdateTracer", "clone_optimizer", "wide_dtype"]
 
@@ -32,9 +32,9 @@ _Groups = Sequence[Mapping[str, Any]]
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
+def wide_dtype(backend: Backend) -> torch.dtype:
     """What counts and rates are computed in on a device."""
-    return _WIDE if has_doubles(device) else torch.float32
+    return _WIDE if backend.has_doubles else torch.float32
 
 
 def clone_optimizer(
@@ -70,11 +70,13 @@ class UpdateTracer(torch.nn.Module):
         slots: what the arguments are.
         optimizer: the optimizer.
         is_capturable: whether to have it compute with its count of steps on the device.
+        wide: dtype of counts and rates, see `wide_dtype`.
     """
 
-    def __init__(self, slots: Slots, optimizer: Any, is_capturable: bool):
+    def __init__(self, slots: Slots, optimizer: Any, is_capturable: bool, wide: torch.dtype):
         super().__init__()
         self._is_capturable = is_capturable
+        self._wide = wide
         self._slots = slots
         self._optimizer = optimizer
 
@@ -99,7 +101,7 @@ class UpdateTracer(torch.nn.Module):
                 }
                 of_place[place] = (stand_in, None)
                 for key, state_place in state_places.items():
-                    state[stand_in][key] = _widened(arguments[state_place]).clone()
+                    state[stand_in][key] = _widened(arguments[state_place], self._wide).clone()
                     of_place.setdefault(state_place, (stand_in, key))
                 stand_ins.append(stand_in)
             settings = {**group, "params": stand_ins, "foreach": False, "fused": False}
@@ -138,9 +140,9 @@ def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
     return torch.where(rate == 0, _NEXT_TO_ZERO, rate)
 
 
-def _widened(value: torch.Tensor) -> torch.Tensor:
+def _widened(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     is_count = value.dim() == 0 and value.is_floating_point()
-    return value.to(wide_dtype(value.device)) if is_count else value
+    return value.to(dtype) if is_count else value
 
 
 def _python_values(optimizer: Any) -> Any:

@@ -24,11 +24,10 @@ import torch
 from torch import nn
 
 from mpxla.comm.handle import Handle
+from mpxla.device.backend import Executable
 from mpxla.errors import CheckpointError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.replica import Replica, store
-from mpxla.stage.compile import Executable, compile_graph
-from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Piece", "Range", "ShardedParameters", "cut_state", "join_states", "ranges_of"]
@@ -109,17 +108,16 @@ class _Shard:
         spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
         title = f"shard of {bucket.names[0]}"
         specs = [spec_of[name] for name in names]
-        cut = compile_graph(title, _Cutting(ranges), specs, self._replica.device)
+        cut = self._replica.backend.compile(title, _Cutting(ranges), specs)
         pieces = tuple(TensorSpec((stop - start,), bucket.dtype) for start, stop in ranges)
         flat = Bucket(names, pieces, bucket.holders, self.length)
-        return cut, Packer(flat, names, bucket.dtype, self._replica.device)
+        return cut, Packer(flat, names, bucket.dtype, self._replica.backend)
 
     def _slices(self) -> list[torch.Tensor]:
         if self._cut is None:
             return []
         parameters = [self._replica.state.parameters[name] for name in self._ranges]
-        make_ready(parameters)
-        return self._cut([parameter.detach() for parameter in parameters])
+        return self._cut(self._replica.backend.adopt(parameters))
 
     def refresh(self) -> None:
         """Pieces take the values of the parameters."""
@@ -132,15 +130,14 @@ class _Shard:
         if self._packer is None:
             flat = torch.zeros(self.length, dtype=self.bucket.dtype)
         else:
-            values = [piece.parameter.detach() for piece in self.pieces.values()]
-            make_ready(values)
-            flat = self._packer(values, 1.0)
+            values = [piece.parameter for piece in self.pieces.values()]
+            flat = self._packer(replica.backend.adopt(values), 1.0)
         return replica.transport.all_gather(flat, replica.group)
 
     def adopt(self, gathered: torch.Tensor) -> None:
         """Parameters take the values that all replicas published."""
         views = self.bucket.split(gathered.reshape(-1))
-        values = to_device(list(views.values()), self._replica.device)
+        values = self._replica.backend.put(list(views.values()))
         store(self._replica, list(views), values)
 
     def receive_gradients(self, flat: torch.Tensor, trained: frozenset[str]) -> None:
@@ -154,11 +151,11 @@ class _Shard:
                 parts.append(flat[start : start + size])
             start += size
         changed: list[torch.Tensor] = []
-        for name, value in zip(names, to_device(parts, self._replica.device), strict=True):
+        for name, value in zip(names, self._replica.backend.put(parts), strict=True):
             parameter = self.pieces[name].parameter
             parameter.grad = value if parameter.grad is None else parameter.grad + value
             changed.append(parameter.grad)
-        make_ready(changed)
+        self._replica.backend.adopt(changed)
 
 
 class ShardedParameters:

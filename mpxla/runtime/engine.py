@@ -203,19 +203,19 @@ class StepEngine:
             self.first_cuts.setdefault(label, cut)
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
-        count, device = signature.num_microbatches, self._session.device
+        count, backend = signature.num_microbatches, self._session.backend
         schedule = schedule_step(cut, self._session.config)
         is_for_speed = self._session.config.optimize == "speed"
         plan = self._together(
             self._group,
             f"step function {signature.function}",
-            lambda: compile_stages(cut, schedule, self._pp_rank, device, is_for_speed),
+            lambda: compile_stages(cut, schedule, self._pp_rank, backend, is_for_speed),
         )
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
-        checks = IndexChecks(self._session.config.check_indices, cut.step)
+        checks = IndexChecks(self._session.config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
-        runner = PlanRunner(plan, states, link, self._pp_rank, device, reduction, models, checks)
+        runner = PlanRunner(plan, states, link, self._pp_rank, backend, reduction, models, checks)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
@@ -294,7 +294,8 @@ class StepEngine:
         measured_s: Mapping[str, float] | None = None,
     ) -> CutStep:
         config, stateful = self._session.config, self.placement.stateful
-        return cut_step(step, config, self._pins(), fixed or None, stateful, measured_s)
+        lowering = self._session.backend.lowering
+        return cut_step(step, config, lowering, self._pins(), fixed or None, stateful, measured_s)
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
@@ -302,7 +303,7 @@ class StepEngine:
             return None
         if self._pp_rank > 0:
             return self.calls.control.follow()
-        measured_s = measure_operators(step, self._session.device)
+        measured_s = measure_operators(step, self._session.backend)
         self.calls.control.announce(measured_s)
         return measured_s
 

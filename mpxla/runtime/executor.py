@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from mpxla.comm.stall import Progress
+from mpxla.device.backend import Executable
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op
-from mpxla.stage.compile import Executable
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mpxla.config import Config
+from mpxla.device.backend import Lowering
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
 from mpxla.runtime.saved import is_activation, saved_bytes
@@ -18,7 +19,6 @@ from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
-from mpxla.stage.device import LOWERING_DEVICE
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
@@ -71,21 +71,22 @@ class Forecast:
         return tuple(fixed + saved for fixed, saved in pairs)
 
 
-def forecast(cut: CutStep, config: Config, machine: MachineModel) -> Forecast:
+def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowering) -> Forecast:
     """Predicts a step.
 
     Args:
         cut: the step in stages.
         config: schedule and number of microbatches.
         machine: rates of the target.
+        lowering: what the backend wants.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
     schedule = schedule_step(cut, config)
-    lowered = _lower_all(cut)
+    lowered = _lower_all(cut, lowering)
     splits = {
-        stage: split_backward(lowered[stage], LOWERING_DEVICE)
+        stage: split_backward(lowered[stage], lowering.device)
         for stage in {a.stage for actions in schedule for a in actions}
         if _is_split(stage, schedule) and lowered[stage].backward is not None
     }
@@ -102,16 +103,17 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel) -> Forecast:
     )
 
 
-def predict_costs(cut: CutStep, machine: MachineModel) -> StepCosts:
+def predict_costs(cut: CutStep, machine: MachineModel, lowering: Lowering) -> StepCosts:
     """What a step takes and keeps under any schedule, with whole or split backwards.
 
     Args:
         cut: the step in stages.
         machine: rates of the target.
+        lowering: what the backend wants.
     """
-    lowered = _lower_all(cut)
+    lowered = _lower_all(cut, lowering)
     splits = {
-        index: split_backward(stage, LOWERING_DEVICE)
+        index: split_backward(stage, lowering.device)
         for index, stage in enumerate(lowered)
         if stage.backward is not None
     }
@@ -125,9 +127,9 @@ def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Cos
     return simulate(schedule, cut.placement, forward, backward, costs, rendezvous=False)
 
 
-def _lower_all(cut: CutStep) -> list[LoweredStage]:
+def _lower_all(cut: CutStep, lowering: Lowering) -> list[LoweredStage]:
     """Lowers every stage of a step, on any rank."""
-    return [lower_stage(stage, cut.step.is_training, LOWERING_DEVICE) for stage in cut.stages]
+    return [lower_stage(stage, cut.step.is_training, lowering) for stage in cut.stages]
 
 
 def _is_split(stage: int, schedule: tuple[tuple[Action, ...], ...]) -> bool:

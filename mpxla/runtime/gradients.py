@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
+from mpxla.device.backend import Backend
 from mpxla.runtime.link import PipelineLink
-from mpxla.stage.device import make_ready
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["sum_over_holders"]
 
 
 def sum_over_holders(
-    tensor: torch.Tensor, holders: Sequence[int], pp_rank: int, link: PipelineLink
+    tensor: torch.Tensor, holders: Sequence[int], pp_rank: int, link: PipelineLink, backend: Backend
 ) -> torch.Tensor:
     """The sum of a tensor over pipeline ranks, the same bits on each. All holders must call it.
 
@@ -25,6 +25,7 @@ def sum_over_holders(
         holders: pipeline ranks, this one among them.
         pp_rank: this rank.
         link: messages between pipeline ranks.
+        backend: of the device.
     """
     first, *others = holders
     specs = [TensorSpec.of(tensor)]
@@ -36,6 +37,6 @@ def sum_over_holders(
     for arrival in [link.expect_from(rank, specs, "tied") for rank in others]:
         (term,) = arrival()
         total = total + term.to(total.device)
-    make_ready([total])
+    backend.adopt([total])
     link.send_values(others, [total], "tied")
     return total

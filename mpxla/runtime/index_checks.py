@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from mpxla.device.backend import Backend
 from mpxla.graph.indices import find_index_uses, indices_of_inputs
 from mpxla.graph.stepgraph import OutputKind, StepGraph
 from mpxla.runtime.signature import Signature
-from mpxla.stage.device import host_view, is_host_device, make_ready
 
 __all__ = ["IndexChecks"]
 
@@ -23,9 +23,11 @@ class IndexChecks:
     Args:
         mode: the value of the key: "inputs", "all" or "off".
         step: the step; in mode "all" with the results that `with_extremes` adds.
+        backend: gives values on the host.
     """
 
-    def __init__(self, mode: str, step: StepGraph):
+    def __init__(self, mode: str, step: StepGraph, backend: Backend):
+        self._backend = backend
         self._inputs = () if mode == "off" else indices_of_inputs(step)
         self._reported = () if mode != "all" else tuple(u for _, _, u in find_index_uses(step))
         results = sum(role.kind is OutputKind.RESULT for role in step.outputs)
@@ -49,7 +51,7 @@ class IndexChecks:
         """
         if not self._inputs:
             return None
-        make_ready(t for leaves in tensors for t in leaves)
+        self._backend.adopt([t for leaves in tensors for t in leaves])
         for microbatch, leaves in enumerate(tensors):
             for leaf, text in self._problems(leaves):
                 path = signature.tensor_paths[leaf]
@@ -63,9 +65,10 @@ class IndexChecks:
     def _problems(self, leaves: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
         for check in self._inputs:
             needed = {leaf: leaves[leaf] for leaf in check.leaves}
-            if not is_host_device() and any(t.is_xla for t in needed.values()):
+            is_there = map(self._backend.is_on_device, needed.values())
+            if not self._backend.is_host and any(is_there):
                 continue
-            found = check.problem({leaf: host_view(t) for leaf, t in needed.items()})
+            found = check.problem({leaf: self._backend.view(t) for leaf, t in needed.items()})
             if found is not None:
                 yield found
 
@@ -82,7 +85,7 @@ class IndexChecks:
         for place, use in enumerate(self._reported):
             extremes = fetch(self._first + place)
             for microbatch in range(num_microbatches):
-                low, high = host_view(extremes[microbatch]).tolist()
+                low, high = self._backend.view(extremes[microbatch]).tolist()
                 text = use.problem(low, high)
                 if text is not None:
                     return (

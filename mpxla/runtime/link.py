@@ -11,7 +11,7 @@ import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Use
-from mpxla.stage.device import host_view, to_device
+from mpxla.device.backend import Backend
 from mpxla.stage.spec import TensorSpec, Transfer
 
 __all__ = ["Arrival", "PipelineLink"]
@@ -23,13 +23,13 @@ class PipelineLink:
     Args:
         transport: the session's transport.
         group: global ranks of the pipeline, by pp_rank.
-        device: this rank's device; received tensors are put there.
+        backend: puts received tensors on the device.
     """
 
-    def __init__(self, transport: Any, group: Sequence[int], device: torch.device):
+    def __init__(self, transport: Any, group: Sequence[int], backend: Backend):
         self._transport = transport
         self._group = tuple(group)
-        self._device = device
+        self._backend = backend
         self._placement: tuple[int, ...] = ()
 
     def set_placement(self, placement: tuple[int, ...]) -> None:
@@ -70,13 +70,13 @@ class PipelineLink:
         Tensors of the device may be changed in place when it returns: gradients are clipped right
         after a step, and a checkpoint is loaded right after parameters got their places.
         """
-        kept = [host_view(tensor) for tensor in tensors]
+        kept = [self._backend.view(tensor) for tensor in tensors]
         for pp_rank in pp_ranks:
             self.send_to(pp_rank, kept, channel)
 
     def receive_from(self, pp_rank: int, specs: Sequence[TensorSpec], channel: str) -> "Arrival":
         """Expects one message; the returned object waits and gives device tensors when called."""
-        return Arrival(self.expect_from(pp_rank, specs, channel), self._device)
+        return Arrival(self.expect_from(pp_rank, specs, channel), self._backend)
 
     def expect_from(
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
@@ -90,16 +90,16 @@ class Arrival:
 
     Args:
         wait: waits for the message and gives its tensors where the transport puts them.
-        device: where they go.
+        backend: puts them on the device.
     """
 
-    def __init__(self, wait: Callable[[], list[torch.Tensor]], device: torch.device):
+    def __init__(self, wait: Callable[[], list[torch.Tensor]], backend: Backend):
         self._wait = wait
-        self._device = device
+        self._backend = backend
 
     def __call__(self) -> list[torch.Tensor]:
         """Waits for the message and gives its tensors, on the device."""
-        return to_device(self._wait(), self._device)
+        return self._backend.put(self._wait())
 
     def when_arrived(self) -> float:
         """Waits for the message, and tells the monotonic time when it was there."""

@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
 from mpxla.graph.stepgraph import ResultLeaf
-from mpxla.stage.device import make_ready
 
 __all__ = ["StepOutput", "build_outputs"]
 
@@ -24,8 +23,11 @@ class StepOutput:
     microbatch. (SMP API reference, "StepOutput".)
     """
 
-    def __init__(self, fetch: Callable[[], list[torch.Tensor]]):
+    def __init__(
+        self, fetch: Callable[[], list[torch.Tensor]], start: Callable[[list[torch.Tensor]], Any]
+    ):
         self._fetch = fetch
+        self._start = start
         self._outputs: list[torch.Tensor] | None = None
 
     @property
@@ -40,11 +42,11 @@ class StepOutput:
         stacked = torch.stack(self.outputs)
         if not (stacked.is_floating_point() or stacked.is_complex()):
             stacked = stacked.to(torch.get_default_dtype())
-        return _started(stacked.mean(dim=0))
+        return self._started(stacked.mean(dim=0))
 
     def reduce_sum(self) -> torch.Tensor:
         """Sum over microbatches, of the shape of one microbatch's tensor."""
-        return _started(torch.stack(self.outputs).sum(dim=0))
+        return self._started(torch.stack(self.outputs).sum(dim=0))
 
     def concat(self) -> torch.Tensor:
         """Concatenation along axis 0: the tensor of the whole batch.
@@ -57,11 +59,16 @@ class StepOutput:
                 "StepOutput.concat: the step function returned a scalar, which has no batch axis. "
                 "Use stack(), reduce_mean() or reduce_sum()."
             )
-        return _started(torch.cat(self.outputs, dim=0))
+        return self._started(torch.cat(self.outputs, dim=0))
 
     def stack(self) -> torch.Tensor:
         """Stack of shape [num_microbatches, ...]."""
-        return _started(torch.stack(self.outputs, dim=0))
+        return self._started(torch.stack(self.outputs, dim=0))
+
+    def _started(self, value: torch.Tensor) -> torch.Tensor:
+        """Starts the computation now: pending values would join later programs."""
+        self._start([value])
+        return value
 
     def __repr__(self) -> str:
         if self._outputs is None:
@@ -70,17 +77,12 @@ class StepOutput:
         return f"StepOutput({len(self._outputs)} x {first.dtype}{list(first.shape)})"
 
 
-def _started(value: torch.Tensor) -> torch.Tensor:
-    """Starts the computation now: pending values would join later programs and recompile them."""
-    make_ready([value])
-    return value
-
-
 def build_outputs(
     leaves: Sequence[ResultLeaf],
     structure: Any,
     num_microbatches: int,
     fetch: Callable[[int], list[torch.Tensor]],
+    start: Callable[[list[torch.Tensor]], Any],
 ) -> Any:
     """Puts results in the structure that the step function returned.
 
@@ -89,6 +91,7 @@ def build_outputs(
         structure: their pytree structure.
         num_microbatches: how many microbatches the step had.
         fetch: result index -> its tensors, one per microbatch; may wait.
+        start: starts what is pending of tensors.
 
     Returns:
         The structure with a `StepOutput` for every tensor, a list over microbatches for every
@@ -101,6 +104,6 @@ def build_outputs(
         if leaf.is_number:
             return [tensor.item() for tensor in fetch(leaf.output)]
         index = leaf.output
-        return StepOutput(lambda: fetch(index))
+        return StepOutput(lambda: fetch(index), start)
 
     return pytree.tree_unflatten([value_of(leaf) for leaf in leaves], structure)

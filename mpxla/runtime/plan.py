@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mpxla.config import Config
+from mpxla.device.backend import Backend, Executable, Lowering
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
 from mpxla.graph.partition import Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
@@ -33,7 +34,6 @@ from mpxla.schedule.choice import (
 )
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
-from mpxla.stage.compile import Executable, compile_graph
 from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
@@ -141,6 +141,7 @@ class StepPlan:
 def cut_step(
     step: StepGraph,
     config: Config,
+    lowering: Lowering,
     pins: Mapping[str, int],
     fixed: Mapping[str, tuple[int, ...]] | None,
     stateful: frozenset[str] = frozenset(),
@@ -152,6 +153,7 @@ def cut_step(
     Args:
         step: the captured step.
         config: degrees, weights and whether to partition automatically.
+        lowering: what the backend wants; says what stages will save.
         pins: module path -> pipeline rank, from `smp.partition` and `smp.set_partition`.
         fixed: where parameters and buffers live already, from an earlier signature; of any model.
         stateful: buffers that some step changes.
@@ -166,7 +168,7 @@ def cut_step(
     machine = MachineModel()
     placement = placement_of(config)
     if saved is None:
-        saved = saved_tensors(step) if _weighs_memory(config, len(placement)) else {}
+        saved = saved_tensors(step, lowering) if _weighs_memory(config, len(placement)) else {}
     problem = build_problem(step, machine, stateful, measured_s, saved)
     is_first = not fixed
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
@@ -309,7 +311,7 @@ def compile_stages(
     cut: CutStep,
     schedule: tuple[tuple[Action, ...], ...],
     pp_rank: int,
-    device: torch.device,
+    backend: Backend,
     for_speed: bool = False,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
@@ -318,19 +320,19 @@ def compile_stages(
         cut: the step in stages.
         schedule: actions of every pipeline rank.
         pp_rank: this rank.
-        device: this rank's device, with its index.
+        backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
 
     Raises:
-        LoweringError: an operator has no XLA lowering.
+        LoweringError: an operator can run neither on the device nor on the host.
     """
     started = time.perf_counter()
     programs: dict[int, CompiledStage] = {}
     for stage in cut.stages:
         if cut.placement[stage.index] == pp_rank:
             split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
-            lowered = lower_stage(stage, cut.step.is_training, device, for_speed)
-            programs[stage.index] = _compile_stage(lowered, device, split)
+            lowered = lower_stage(stage, cut.step.is_training, backend.lowering, for_speed)
+            programs[stage.index] = _compile_stage(lowered, backend, split)
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -343,44 +345,40 @@ def compile_stages(
     )
 
 
-def _compile_stage(lowered: LoweredStage, device: torch.device, splits: bool) -> CompiledStage:
+def _compile_stage(lowered: LoweredStage, backend: Backend, splits: bool) -> CompiledStage:
     name = f"stage {lowered.spec.index}"
-    forward = compile_graph(f"{name} forward", lowered.forward, lowered.forward_inputs, device)
+    forward = backend.compile(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
     if lowered.backward is not None and splits:
-        return _compile_split(name, lowered, forward, device)
+        return _compile_split(name, lowered, forward, backend)
     if lowered.backward is not None:
-        backward = compile_graph(
-            f"{name} backward", lowered.backward, lowered.backward_inputs, device
-        )
-    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, device))
+        backward = backend.compile(f"{name} backward", lowered.backward, lowered.backward_inputs)
+    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, backend))
 
 
-def _compile_layout(
-    name: str, lowered: LoweredStage, device: torch.device
-) -> dict[str, Executable]:
+def _compile_layout(name: str, lowered: LoweredStage, backend: Backend) -> dict[str, Executable]:
     """The programs at the ends of a step that change layouts, where there is something to do."""
     weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
     gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
     return {
-        which: compile_graph(f"{name} {which}", Transposition(), specs, device)
+        which: backend.compile(f"{name} {which}", Transposition(), specs)
         for which, specs in (("prepare", weights), ("finish", gradients))
         if specs
     }
 
 
 def _compile_split(
-    name: str, lowered: LoweredStage, forward: Executable, device: torch.device
+    name: str, lowered: LoweredStage, forward: Executable, backend: Backend
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
-    split = split_backward(lowered, device)
+    split = split_backward(lowered, backend.lowering.device)
     parts = [
-        compile_graph(f"{name} {what} gradients", part.graph, part.inputs, device)
+        backend.compile(f"{name} {what} gradients", part.graph, part.inputs)
         if part is not None
         else None
         for what, part in (("input", split.input_part), ("weight", split.weight_part))
     ]
-    layout = _compile_layout(name, lowered, device)
+    layout = _compile_layout(name, lowered, backend)
     return CompiledStage(lowered, forward, None, split, *parts, **layout)
 
 

@@ -15,7 +15,6 @@ from mpxla.errors import MpxlaError
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.trace import describe_rank, merge_ranks
 from mpxla.session import current
-from mpxla.stage.device import wait
 
 __all__ = ["Profile", "profile"]
 
@@ -60,7 +59,7 @@ class Profile:
                 "or call stop) before another one begins."
             )
         session.objects.barrier(tuple(range(session.env.world_size)))
-        self._recorder = session.recorder = Recorder(wait)
+        self._recorder = session.recorder = Recorder(session.backend.wait)
 
     def stop(self) -> None:
         """Ends recording and merges all ranks' records. All ranks must call it.

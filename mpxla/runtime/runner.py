@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpxla.comm.stall import Progress
+from mpxla.device.backend import Backend
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.index_checks import IndexChecks
@@ -18,7 +19,6 @@ from mpxla.runtime.plan import StepPlan, constant_tensors
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
 from mpxla.runtime.states import ModelStates
-from mpxla.stage.device import make_ready, to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner"]
@@ -32,7 +32,7 @@ class PlanRunner:
         states: parameters and buffers of all models.
         link: messages between pipeline ranks.
         pp_rank: this rank.
-        device: this rank's device.
+        backend: of this rank's device.
         reduction: of the gradients over replicas; None for an evaluation step.
         models: labels of the models that the step uses.
         checks: of the indices in the step.
@@ -44,7 +44,7 @@ class PlanRunner:
         states: ModelStates,
         link: PipelineLink,
         pp_rank: int,
-        device: torch.device,
+        backend: Backend,
         reduction: StepReduction | None,
         models: tuple[str, ...],
         checks: IndexChecks,
@@ -56,13 +56,13 @@ class PlanRunner:
         self._states = states
         self._link = link
         self._pp_rank = pp_rank
-        self._device = device
+        self._backend = backend
         self._reduction = reduction
         self._constants = self._upload_constants()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seed: torch.Tensor | None = None
         if reduction is not None:
-            (self._objective_seed,) = to_device([torch.tensor(reduction.objective_scale)], device)
+            (self._objective_seed,) = backend.put([torch.tensor(reduction.objective_scale)])
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -115,7 +115,11 @@ class PlanRunner:
             self._reduction.finish(run.accumulators)
             run.accumulators.clear()
         returned = build_outputs(
-            cut.step.result_leaves, cut.step.result_spec, num_microbatches, fetch
+            cut.step.result_leaves,
+            cut.step.result_spec,
+            num_microbatches,
+            fetch,
+            self._backend.adopt,
         )
         return returned, run
 
@@ -131,30 +135,30 @@ class PlanRunner:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self._states.local_tensors())
-        make_ready(tensors.values())
+        adopted = self._backend.adopt(list(tensors.values()))
+        tensors = dict(zip(tensors, adopted, strict=True))
         tensors.update(self._constants)
         return tensors
 
     def _upload_constants(self) -> Mapping[str, torch.Tensor]:
         needed = {n for p in self.plan.programs.values() for n in p.lowered.spec.constants}
         values = {n: v for n, v in constant_tensors(self.plan.cut).items() if n in needed}
-        return dict(zip(values, to_device(list(values.values()), self._device), strict=True))
+        return dict(zip(values, self._backend.put(list(values.values())), strict=True))
 
     def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        flat = to_device([t for mb in tensors for t in mb], self._device)
-        make_ready(flat)
-        rest = iter(flat)
+        flat = self._backend.put([t for mb in tensors for t in mb])
+        rest = iter(self._backend.adopt(flat))
         return [[next(rest) for _ in mb] for mb in tensors]
 
     def _seeds(self, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:
         keys = [(stage, mb) for stage in self.plan.random_stages for mb in range(count)]
         values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
-        return dict(zip(keys, to_device(values, self._device), strict=True))
+        return dict(zip(keys, self._backend.put(values), strict=True))
 
     def _zero(self, spec: TensorSpec) -> torch.Tensor:
         if spec not in self._zeros:
             zero = torch.zeros(spec.shape, dtype=spec.dtype)
-            (self._zeros[spec],) = to_device([zero], self._device)
+            (self._zeros[spec],) = self._backend.put([zero])
         return self._zeros[spec]
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mpxla.device.backend import Lowering
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.stage.cleanup import is_view
-from mpxla.stage.device import LOWERING_DEVICE
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec
 
@@ -32,11 +32,12 @@ SMALLEST_MODULE = 16
 """Operations of a module that is a window of its own; smaller ones share windows."""
 
 
-def saved_tensors(step: StepGraph) -> dict[str, tuple[SavedTensor, ...]]:
+def saved_tensors(step: StepGraph, lowering: Lowering) -> dict[str, tuple[SavedTensor, ...]]:
     """What the derivative of every node reads, of one microbatch.
 
     Args:
         step: the captured step.
+        lowering: what the backend wants.
 
     Returns:
         Name of a node -> the tensors; nodes that read nothing are left out.
@@ -51,7 +52,7 @@ def saved_tensors(step: StepGraph) -> dict[str, tuple[SavedTensor, ...]]:
             continue
         key = _key(window)
         if key not in known:
-            known[key] = list(_saved_by(lower_stage(window, True, LOWERING_DEVICE)))
+            known[key] = list(_saved_by(lower_stage(window, True, lowering)))
         names = [node.name for node in window.graph.nodes]
         for saved in known[key]:
             tensor = SavedTensor(saved.name_in(window), saved.num_bytes)

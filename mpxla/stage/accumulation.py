@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mpxla.stage.device import is_host_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["AccumulatingBackward", "added"]
@@ -23,6 +22,7 @@ class AccumulatingBackward(torch.nn.Module):
         objective_specs: specs of the objectives, whose gradient is the seed.
         input_specs: specs of the inputs that get a gradient.
         gradients: which results of the derivative are wanted: those of parameters, then of inputs.
+        disguises_sums: see `added`.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class AccumulatingBackward(torch.nn.Module):
         objective_specs: tuple[TensorSpec, ...],
         input_specs: tuple[TensorSpec, ...],
         gradients: tuple[int, ...],
+        disguises_sums: bool = False,
     ):
         super().__init__()
         self.derivative = derivative
@@ -43,6 +44,7 @@ class AccumulatingBackward(torch.nn.Module):
         self._objective_specs = objective_specs
         self._input_specs = input_specs
         self._gradients = gradients
+        self._disguises_sums = disguises_sums
 
     def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
         """Arguments and results as in the docstring of the class."""
@@ -54,7 +56,7 @@ class AccumulatingBackward(torch.nn.Module):
         tangents += [seed.to(spec.dtype).expand(spec.shape) for spec in self._objective_specs]
         results = self.derivative(*saved, *tangents)
         grads = [results[i] for i in self._gradients]
-        updated = added(accumulators, grads, seed)
+        updated = added(accumulators, grads, seed if self._disguises_sums else None)
         for grad, spec in zip(grads[len(updated) :], self._input_specs, strict=True):
             if grad is None:
                 grad = torch.zeros(spec.shape, dtype=spec.dtype, device=seed.device)
@@ -72,15 +74,21 @@ class AccumulatingBackward(torch.nn.Module):
 def added(
     accumulators: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
-    seed: torch.Tensor,
+    seed: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The accumulators with the first gradients added; None adds nothing.
 
+    Args:
+        accumulators: sums so far.
+        grads: of the same shapes; there may be more.
+        seed: a scalar of the program, to disguise the sums with; None leaves them plain.
+
     XLA's CPU backend compiles every lone addition by itself, but fused operations of one kind and
-    shape only once. So there a gradient is multiplied by a one that XLA does not know to be one: 34
-    additions of a GPT with 8 blocks took 1.3 s to compile, and take 0.2 s.
+    shape only once. So there (`Lowering.disguises_sums`) a gradient is multiplied by a one that XLA
+    does not know to be one: 34 additions of a GPT with 8 blocks took 1.3 s to compile, and take
+    0.2 s.
     """
-    one = seed - seed + 1 if is_host_device() else None
+    one = None if seed is None else seed - seed + 1
     return [
         a if g is None else a + (g.to(a.dtype) if one is None else g.to(a.dtype) * one.to(a.dtype))
         for a, g in zip(accumulators, grads, strict=False)

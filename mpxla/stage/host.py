@@ -19,7 +19,6 @@ from torch._ops import OpOverload
 from mpxla.errors import MpxlaError
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
-from mpxla.stage.device import host_view, to_device
 from mpxla.stage.pieces import HostPiece
 from mpxla.stage.spec import TensorSpec
 
@@ -52,13 +51,21 @@ class HostRunner:
     Args:
         title: of the program, for messages.
         piece: what to run.
-        device: where arguments come from and results go.
+        view: waits for a value of the device and gives it on the host.
+        put: host tensors as values of the device.
     """
 
-    def __init__(self, title: str, piece: HostPiece, device: torch.device):
+    def __init__(
+        self,
+        title: str,
+        piece: HostPiece,
+        view: Callable[[Any], torch.Tensor],
+        put: Callable[[Sequence[torch.Tensor]], list[Any]],
+    ):
         self._title = title
         self._piece = piece
-        self._device = device
+        self._view = view
+        self._put = put
         self._nodes = [n for n in piece.module.graph.nodes if isinstance(n.target, OpOverload)]
         self._interpreter = _OnHost(title, piece.module)
         self._is_announced = False
@@ -69,20 +76,16 @@ class HostRunner:
         """Names of the operators that run here, as PyTorch has them."""
         return tuple(sorted({node.target._schema.name for node in self._nodes}))
 
-    def __call__(
-        self, arguments: Sequence[torch.Tensor], seed: int | None = None
-    ) -> list[torch.Tensor]:
+    def __call__(self, arguments: Sequence[Any], seed: int | None = None) -> list[Any]:
         """Waits for the arguments; gives results on the device."""
-        values = [host_view(argument) for argument in arguments]
+        values = [self._view(argument) for argument in arguments]
         with _as_traced(seed if self.is_random else None):
             results = self._interpreter.run(*values)
         if not self._is_announced:
             self._announce()
         own = {value.untyped_storage().data_ptr() for value in values}
         specs = self._piece.output_specs
-        return to_device(
-            [self._checked(r, s, own) for r, s in zip(results, specs, strict=True)], self._device
-        )
+        return self._put([self._checked(r, s, own) for r, s in zip(results, specs, strict=True)])
 
     def _checked(self, value: torch.Tensor, spec: TensorSpec, own: set[int]) -> torch.Tensor:
         """A result as the next piece expects it, in memory of its own."""

@@ -20,9 +20,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mpxla.device.backend import Lowering
 from mpxla.graph.shapes import static_shapes
-from mpxla.stage.composition import composed_derivatives, host_shapes
-from mpxla.stage.decompositions import DECOMPOSITIONS
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["trace_alone", "trace_joint"]
@@ -31,20 +30,24 @@ _Function = Callable[..., list[torch.Tensor]]
 
 
 def trace_alone(
-    function: _Function, inputs: Sequence[TensorSpec], device: torch.device
+    function: _Function, inputs: Sequence[TensorSpec], lowering: Lowering
 ) -> fx.GraphModule:
     """Traces a function without its derivative.
 
     Args:
         function: takes one tensor per spec; returns a list of tensors that share no memory.
         inputs: specs of its arguments.
-        device: device with its index, for instance `xla:0`.
+        lowering: what the backend wants.
     """
     mode = _fake_mode()
-    arguments = _fake(mode, inputs, device)
-    with torch.no_grad(), mode, _dispatched(is_differentiated=False):
-        module = make_fx(function, decomposition_table=DECOMPOSITIONS)(*arguments)
-    return module if _is_functional(module) else _trace_functional(function, arguments, False)
+    arguments = _fake(mode, inputs, lowering.device)
+    with torch.no_grad(), mode, _dispatched(lowering, is_differentiated=False):
+        module = make_fx(function, decomposition_table=lowering.decompositions)(*arguments)
+    return (
+        module
+        if _is_functional(module)
+        else _trace_functional(function, arguments, False, lowering)
+    )
 
 
 def trace_joint(
@@ -52,7 +55,7 @@ def trace_joint(
     inputs: Sequence[TensorSpec],
     differentiated: Sequence[int],
     tangents: Sequence[TensorSpec | None],
-    device: torch.device,
+    lowering: Lowering,
 ) -> fx.GraphModule:
     """Traces a function with its derivative, for torch's partitioner.
 
@@ -61,15 +64,15 @@ def trace_joint(
         inputs: specs of its arguments.
         differentiated: which arguments get a gradient.
         tangents: spec of every result that has a gradient, None for the others.
-        device: device with its index.
+        lowering: what the backend wants.
 
     Returns:
         (arguments, gradients of results) -> (results, gradient of every argument or None).
     """
     mode = _fake_mode()
-    arguments = _fake(mode, inputs, device, differentiated)
+    arguments = _fake(mode, inputs, lowering.device, differentiated)
     has_gradient = [spec is not None for spec in tangents]
-    seeds = _fake(mode, [spec for spec in tangents if spec is not None], device)
+    seeds = _fake(mode, [spec for spec in tangents if spec is not None], lowering.device)
 
     def joint(
         primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
@@ -95,21 +98,20 @@ def trace_joint(
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
         mode,
-        _dispatched(is_differentiated=True),
+        _dispatched(lowering, is_differentiated=True),
     ):
-        module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(arguments, seeds)
+        module = make_fx(joint, decomposition_table=lowering.decompositions)(arguments, seeds)
     if not _is_functional(module):
-        return _trace_functional(function, arguments, True)
+        return _trace_functional(function, arguments, True, lowering)
     copy_fwd_metadata_to_bw_nodes(module)
     return module
 
 
 @contextlib.contextmanager
-def _dispatched(is_differentiated: bool) -> Iterator[None]:
+def _dispatched(lowering: Lowering, is_differentiated: bool) -> Iterator[None]:
     """How operators find their kernels while they are traced."""
     with (
-        composed_derivatives(is_differentiated),
-        host_shapes(),
+        lowering.dispatched(is_differentiated),
         static_shapes(),
         enable_python_dispatcher(),
         fx.traceback.preserve_node_meta(),
@@ -141,9 +143,12 @@ def _is_functional(module: fx.GraphModule) -> bool:
 
 
 def _trace_functional(
-    function: _Function, arguments: list[torch.Tensor], is_joint: bool
+    function: _Function, arguments: list[torch.Tensor], is_joint: bool, lowering: Lowering
 ) -> fx.GraphModule:
-    with torch.set_grad_enabled(is_joint), _dispatched(is_joint):
+    with torch.set_grad_enabled(is_joint), _dispatched(lowering, is_joint):
         return aot_export_joint_simple(
-            function, arguments, trace_joint=is_joint, decompositions=DECOMPOSITIONS
+            function,
+            arguments,
+            trace_joint=is_joint,
+            decompositions=dict(lowering.decompositions),
         )

@@ -1,7 +1,7 @@
 """Lowering of a stage to its forward and backward graphs.
 
-The stage's graph is traced together with its derivative on fake tensors of the XLA device (so that
-operators decompose as that device wants them), then cut into
+The stage's graph is traced together with its derivative on fake tensors of the device (so that
+operators decompose as its backend wants them), then cut into
 
     forward:  (parameters, buffers, constants, inputs) -> (outputs, results, new buffers, saved)
     backward: (accumulators, saved, gradients of outputs, seed)
@@ -27,18 +27,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.cleanup import is_view, simplify
-from mpxla.stage.convolution import expand_convolutions
-from mpxla.stage.decompositions import REPLACEMENTS
-from mpxla.stage.device import is_host_device
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
-from mpxla.stage.linear_algebra import correct_factorizations
-from mpxla.stage.reductions import expand_reductions
 from mpxla.stage.spec import StageSpec, TensorSpec
 
 __all__ = ["LoweredStage", "SavedValue", "lower_stage"]
@@ -59,7 +55,7 @@ class SavedValue:
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """The two graphs of a stage, on XLA tensors, with what their ports mean.
+    """The two graphs of a stage, on tensors of the lowering's device, with what their ports mean.
 
     Attributes:
         spec: the stage.
@@ -94,14 +90,14 @@ class LoweredStage:
 
 
 def lower_stage(
-    spec: StageSpec, is_training: bool, device: torch.device, for_speed: bool = False
+    spec: StageSpec, is_training: bool, lowering: Lowering, for_speed: bool = False
 ) -> LoweredStage:
-    """Lowers a stage for a device.
+    """Lowers a stage for a backend.
 
     Args:
         spec: the stage.
         is_training: whether to derive a backward.
-        device: device with its index, for instance `xla:0`.
+        lowering: what the backend wants.
         for_speed: whether to lay out weights and gradients anew, see `layout`.
 
     Raises:
@@ -111,8 +107,8 @@ def lower_stage(
     inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
     with _use_lazy_graph_module(True), _named(spec):
         if not (is_training and spec.has_backward):
-            return _lower_forward_only(spec, inputs, device)
-        return _lower_joint(spec, inputs, device, for_speed)
+            return _lower_forward_only(spec, inputs, lowering)
+        return _lower_joint(spec, inputs, lowering, for_speed)
 
 
 @contextlib.contextmanager
@@ -163,9 +159,9 @@ def _tangents(spec: StageSpec) -> list[TensorSpec | None]:
     return found + [TensorSpec.of(n.meta["val"]) for n in output.args[0][len(found) :]]
 
 
-def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list[torch.Tensor]]:
+def _stage_function(spec: StageSpec, lowering: Lowering) -> Callable[..., list[torch.Tensor]]:
     """The stage as a function of its arguments; only what carries gradients stays attached."""
-    module = _make_graph_module(torch.nn.Module(), _on_device(spec.graph, device))
+    module = _make_graph_module(torch.nn.Module(), _on_device(spec.graph, lowering))
     attached = [tangent is not None for tangent in _tangents(spec)]
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
@@ -180,19 +176,19 @@ def _stage_function(spec: StageSpec, device: torch.device) -> Callable[..., list
     return run
 
 
-def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """A copy of the graph whose device constants name `device`, in operators that it has."""
+def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
+    """A copy of the graph whose device constants name the device, in operators that it has."""
     copy = fx.Graph()
     output = copy.graph_copy(graph, val_map={})
     copy.output(output)
 
     def moved(value: object) -> object:
-        return device if isinstance(value, torch.device) else value
+        return lowering.device if isinstance(value, torch.device) else value
 
     for node in copy.nodes:
         if node.op == "call_function":
-            own = applied(node.target, lambda part: _on_device(part, device))
-            node.target = own or REPLACEMENTS.get(node.target, node.target)
+            own = applied(node.target, lambda part: _on_device(part, lowering))
+            node.target = own or lowering.replacements.get(node.target, node.target)
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
@@ -201,12 +197,12 @@ def _on_device(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
 
 def _lower_forward_only(
-    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device
+    spec: StageSpec, inputs: tuple[TensorSpec, ...], lowering: Lowering
 ) -> LoweredStage:
-    graph = simplify(trace_alone(_stage_function(spec, device), inputs, device))
+    graph = simplify(trace_alone(_stage_function(spec, lowering), inputs, lowering))
     num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
     _keep_outputs(graph, range(num_outputs))
-    _expand(graph)
+    lowering.expand(graph)
     return LoweredStage(
         spec=spec,
         forward=graph,
@@ -221,23 +217,25 @@ def _lower_forward_only(
 
 
 def _lower_joint(
-    spec: StageSpec, inputs: tuple[TensorSpec, ...], device: torch.device, for_speed: bool
+    spec: StageSpec, inputs: tuple[TensorSpec, ...], lowering: Lowering, for_speed: bool
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
-    function = _stage_function(spec, device)
-    joint = simplify(trace_joint(function, inputs, differentiated, _tangents(spec), device))
+    function = _stage_function(spec, lowering)
+    joint = simplify(trace_joint(function, inputs, differentiated, _tangents(spec), lowering))
     num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
     forward, backward = _partition(joint, num_plain + spec.num_objectives)
-    _expand(forward)
-    _expand(backward)
+    lowering.expand(forward)
+    lowering.expand(backward)
     _recompute_views(forward, backward, num_plain + spec.num_objectives)
     saved, saved_nodes = _route_saved(forward, num_plain, spec.num_objectives)
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
-    if for_speed:
+    if for_speed and lowering.lays_out_weights:
         weights = transpose_weights(forward, len(spec.parameters))
         gradients = transpose_gradients(backward, differentiated[: len(spec.trained)])
-    lowered = _assemble(spec, inputs, forward, backward, saved, saved_nodes, differentiated)
+    lowered = _assemble(
+        spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums
+    )
     return _lay_out(lowered, weights, gradients)
 
 
@@ -250,14 +248,6 @@ def _partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule,
     # Its own search for equal nodes would merge random ones; `simplify` has done that part.
     with functorch_config.patch(cse=False):
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_outputs)
-
-
-def _expand(module: fx.GraphModule) -> None:
-    """Writes operators as others that the device computes rightly, or compiles or runs faster."""
-    correct_factorizations(module)
-    if is_host_device():
-        expand_convolutions(module)
-        expand_reductions(module)
 
 
 def _outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
@@ -347,6 +337,7 @@ def _assemble(
     saved: tuple[SavedValue, ...],
     saved_nodes: Sequence[fx.Node],
     differentiated: Sequence[int],
+    disguises_sums: bool,
 ) -> LoweredStage:
     """Wraps the derivative so that it sums gradients, seeds objectives and accumulates."""
     grad_ports = tuple(
@@ -372,6 +363,7 @@ def _assemble(
         else (),
         input_specs=tuple(inputs[i] for i in differentiated[len(accumulators) :]),
         gradients=tuple(differentiated),
+        disguises_sums=disguises_sums,
     )
     return LoweredStage(
         spec=spec,

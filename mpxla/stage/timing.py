@@ -15,20 +15,20 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._ops import OpOverload
 
+from mpxla.device.backend import Backend
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.stage.device import make_ready, to_device, wait
 
 __all__ = ["measure_operators"]
 
 _NUM_RUNS = 3
 
 
-def measure_operators(step: StepGraph, device: torch.device) -> dict[str, float]:
+def measure_operators(step: StepGraph, backend: Backend) -> dict[str, float]:
     """Times the operators of a step's forward.
 
     Args:
         step: the captured step.
-        device: where to run them.
+        backend: runs them.
 
     Returns:
         Seconds by name of node. Views and what is not an operator are left out.
@@ -36,14 +36,14 @@ def measure_operators(step: StepGraph, device: torch.device) -> dict[str, float]
     known: dict[Any, float] = {}
     found: dict[str, float] = {}
     scalar = torch.zeros(())
-    empty_s = _fastest(lambda values: values[0] + values[0], [scalar], device)
+    empty_s = _fastest(lambda values: values[0] + values[0], [scalar], backend)
     for node in step.graph.nodes:
         if not _is_measured(node):
             continue
         key = _key(node)
         if key not in known:
-            run, tensors = _runnable(node, device)
-            known[key] = max(_fastest(run, tensors, device) - empty_s, 0.0)
+            run, tensors = _runnable(node, backend.device)
+            known[key] = max(_fastest(run, tensors, backend) - empty_s, 0.0)
         found[node.name] = known[key]
     return found
 
@@ -88,17 +88,17 @@ def _runnable(
 
 
 def _fastest(
-    run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor], device: torch.device
+    run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor], backend: Backend
 ) -> float:
     """Seconds of the fastest run; the first one, which compiles, does not count."""
-    values = to_device(tensors, device)
+    values = backend.put(tensors)
     times: list[float] = []
     with torch.no_grad():
         for _ in range(1 + _NUM_RUNS):
-            wait()
+            backend.wait()
             started = time.perf_counter()
             results = pytree.tree_leaves(run(values))
-            make_ready([value for value in results if isinstance(value, torch.Tensor)])
-            wait()
+            backend.adopt([value for value in results if isinstance(value, torch.Tensor)])
+            backend.wait()
             times.append(time.perf_counter() - started)
     return min(times[1:])

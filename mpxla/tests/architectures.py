@@ -215,7 +215,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
 
     current_device()
     main(sys.argv[1:])

@@ -221,7 +221,7 @@ class _Run:
     def train(self, inner: torch.optim.Optimizer, look: Callable[[int, Any], None]) -> None:
         """Trains with an optimizer; `look(step number, returned)` comes before its update."""
         import mpxla as smp
-        from mpxla.stage.compile import num_compilations
+        from mpxla.device.torch_xla.compile import num_compilations
 
         optimizer = smp.DistributedOptimizer(inner)
         for number in range(NUM_STEPS):

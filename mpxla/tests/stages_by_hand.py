@@ -12,6 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.device.torch_xla.lowering import make_lowering
+
 __all__ = ["Outcome", "differences", "run_in_stages", "run_plainly"]
 
 
@@ -66,7 +68,7 @@ def run_in_stages(
 
     graph = capture_factory(model, (dict(batch),), step)
     keys = {"pipeline_parallel_degree": num_stages, "memory_weight": memory_weight}
-    cut = cut_step(graph, Config(**keys), {}, None)
+    cut = cut_step(graph, Config(**keys), make_lowering(True), {}, None)
     run = _Run(model, cut, [v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor)])
     for stage in cut.stages:
         run.forward(stage)
@@ -119,10 +121,9 @@ class _Run:
         self.gradients: dict[str, torch.Tensor] = {}
 
     def forward(self, spec: Any) -> None:
-        from mpxla.stage.device import LOWERING_DEVICE
         from mpxla.stage.lower import lower_stage
 
-        lowered = lower_stage(spec, True, LOWERING_DEVICE)
+        lowered = lower_stage(spec, True, make_lowering(True))
         held = [self.state[n] for n in (*spec.parameters, *spec.buffers, *spec.constants)]
         read = [self.values[p.name] if p.leaf < 0 else self.leaves[p.leaf] for p in spec.inputs]
         arguments = [*held, *read]
@@ -159,8 +160,8 @@ def _call(
     name: str, module: nn.Module, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Compiles a program, runs it once, and brings its results to the host."""
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device, to_device, to_host
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
 
     device = current_device()
     for spec, given in zip(inputs, arguments, strict=True):

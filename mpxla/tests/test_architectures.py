@@ -12,7 +12,7 @@ GROUP = 8
 
 
 def tried(names):
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
     from mpxla.tests.architectures import outcomes
 
     current_device()

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ LAYERS = (
     ("topology",),
     # Graphs are cut into stage specifications, so these two know each other's vocabulary.
     ("schedule", "graph", "comm", "stage.spec"),
+    ("device.backend",),
     ("stage",),
+    ("device.torch_xla", "device.pjrt", "device.null"),
+    ("device.choice", "device"),
     ("session",),
     ("runtime",),
     ("parallel", "nn", "checkpoint"),
@@ -55,13 +59,12 @@ def modules() -> dict[str, Path]:
 
 
 def layer_of(module: str) -> int:
-    package = module.split(".")[0]
-    for number, names in enumerate(LAYERS):
-        if module in names:
-            return number
-    for number, names in enumerate(LAYERS):
-        if package in names:
-            return number
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        for number, names in enumerate(LAYERS):
+            if prefix in names:
+                return number
     raise AssertionError(f"{module} has no layer; add it to LAYERS")
 
 
@@ -136,12 +139,39 @@ def test_planning_uses_neither_torch_nor_torch_xla():
         assert "numpy" not in third_party(module), module
 
 
-def test_torch_xla_is_imported_by_few():
-    users = {module for module in modules() if "torch_xla" in third_party(module)}
-    assert users == {
-        *("stage.device", "stage.compile", "stage.trial"),
-        *("comm.xla_programs", "comm.xla_device", "comm.xla_world"),
-    }
+# Names of packages that only the folder of their backend may import, however it does so.
+BACKENDS = {"device.torch_xla": {"torch_xla", "jax", "jaxlib"}, "device.pjrt": {"jax", "jaxlib"}}
+# Texts that mean pending work and kinds of tensors, which only backends know.
+_DEVICE_WORDS = re.compile(
+    r"\bmake_ready\b|\.is_xla\b|\bxm\.|_XLAC\b|(?<!backend)(?<!\(\))\.sync\("
+)
+
+
+def backend_packages(module: str) -> set[str]:
+    """Packages of backends that a module imports anywhere in its text, by name too."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found |= {str(text).split(".")[0] for text in texts}
+    return found & {"torch_xla", "jax", "jaxlib"}
+
+
+def test_only_backends_import_their_packages():
+    for module in modules():
+        allowed = next((p for f, p in BACKENDS.items() if module.startswith(f)), set())
+        assert backend_packages(module) <= allowed, module
+
+
+def test_only_backends_know_pending_work():
+    for module, path in modules().items():
+        text = path.read_text()
+        if not module.startswith("device"):
+            assert not _DEVICE_WORDS.findall(text), module
 
 
 def test_only_env_reads_the_environment():
@@ -207,3 +237,28 @@ def test_the_api_is_described_without_torch_xla():
     loaded = loaded_by("import mpxla.graph.capture, mpxla.parallel.tags, mpxla.runtime.microbatch")
     assert "torch" in loaded
     assert "torch_xla" not in packages(loaded)
+
+
+_WITHOUT_BACKENDS = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in ("torch_xla", "jax", "jaxlib"):
+            return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def test_all_but_backends_is_imported_without_any():
+    """As where torch_xla is not installed; what is asked for then says what to install."""
+    own = [m.removesuffix(".__init__") for m in modules() if not m.startswith(tuple(BACKENDS))]
+    own = [m for m in own if m not in ("__init__", "__main__", "compat.__main__")]
+    lines = [f"import mpxla.{name}" for name in own]
+    lines += ["from mpxla.device.choice import open_backend", "try: open_backend()"]
+    lines += ["except mpxla.ConfigError as error: assert 'mpxla[torch-xla]' in str(error), error"]
+    lines += ["else: raise AssertionError('a backend was found')"]
+    loaded = loaded_by("\n".join([_WITHOUT_BACKENDS, *lines]))
+    assert "mpxla.session" in loaded
+    assert not packages(loaded) & {"torch_xla", "jax", "jaxlib"}

@@ -44,7 +44,7 @@ def seeded(build, seed=3):
 
 
 def num_compilations() -> int:
-    from mpxla.stage.compile import num_compilations
+    from mpxla.device.torch_xla.compile import num_compilations
 
     return num_compilations()
 

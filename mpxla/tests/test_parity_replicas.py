@@ -127,7 +127,7 @@ def train_plainly(case: Case) -> Found:
 def train(case: Case) -> Found:
     """Runs on every rank."""
     import mpxla as smp
-    from mpxla.stage.compile import num_compilations
+    from mpxla.device.torch_xla.compile import num_compilations
 
     smp.init(
         {

@@ -23,7 +23,7 @@ def counts():
     """Programs compiled so far, by torch_xla's timer and by its counter."""
     import torch_xla.debug.metrics as metrics
 
-    from mpxla.stage.compile import num_compilations
+    from mpxla.device.torch_xla.compile import num_compilations
 
     return num_compilations(), metrics.counter_value("UncachedCompile") or 0
 

@@ -10,12 +10,12 @@ import torch
 
 import mpxla as smp
 from mpxla import session
-from mpxla.comm import xla_cpu
 from mpxla.comm.host import HostTransport
 from mpxla.comm.packing import as_bytes
 from mpxla.comm.recorder import Kind, check
 from mpxla.comm.transport import Use
 from mpxla.comm.xla import XlaTransport
+from mpxla.device.torch_xla.collectives import cpu_runner
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, TopologyError
 from mpxla.testing import run_ranks, run_ranks_unpooled
@@ -177,10 +177,10 @@ def test_collectives_that_differ_are_an_error():
 def start_without_jax():
     """jax is missing on rank 1; rank 0 has it."""
     missing = (None, "No module named 'jax'")
-    found = xla_cpu._import_jax()
+    found = cpu_runner._import_jax()
     broken = missing if read_environment().rank == 1 else found
     with (
-        patch.object(xla_cpu, "_import_jax", lambda: broken),
+        patch.object(cpu_runner, "_import_jax", lambda: broken),
         pytest.raises(MpxlaError) as caught,
     ):
         smp.init({"ddp": True, "transport": "xla"})

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mpxla.comm.mesh import Mesh, Meshes
-from mpxla.comm.xla_device import DeviceRunner, is_device_world
-from mpxla.comm.xla_programs import Operand, Program, operand_of, trace
+from mpxla.comm.xla_programs import Operand, Program, operand_of
+from mpxla.device.torch_xla.collectives.device_runner import DeviceRunner, is_device_world
+from mpxla.device.torch_xla.collectives.programs import trace
+from mpxla.device.torch_xla.tensors import current_device
 from mpxla.errors import TopologyError
-from mpxla.stage.device import current_device
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from mpxla.comm.loopback import loopback_world
 from mpxla.comm.recorder import Recorder
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
-from mpxla.comm.xla_cpu import CpuRunner
+from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.testing import run_ranks, run_ranks_unpooled
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpxla.device.choice import open_backend
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.stage.spec import TensorSpec
 from mpxla.testing import run_ranks
@@ -60,16 +61,16 @@ def test_a_bucket_is_split_into_views():
 
 
 def pack_on_the_device():
+    from mpxla.device.torch_xla.compile import num_compilations
+    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.parallel.buckets import Packer
-    from mpxla.stage.compile import num_compilations
-    from mpxla.stage.device import current_device, to_device
 
     device = current_device()
     specs = (TensorSpec((2,), F32), TensorSpec((1, 3), F32), TensorSpec((2,), F32))
     bucket = Bucket(("a", "b", "c"), specs, (0,), parts=4)
     b = to_device([torch.tensor([[1.0, 2.0, 3.0]])], device)
-    found = [Packer(bucket, ["b"], F32, device)(b, 0.5).cpu()]
-    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, device)
+    found = [Packer(bucket, ["b"], F32, open_backend())(b, 0.5).cpu()]
+    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, open_backend())
     tensors = to_device([torch.ones(2), torch.ones(1, 3), torch.full((2,), 3.0)], device)
     before = num_compilations()
     found += [packer(tensors, scale).cpu() for scale in (1.0, 0.5)]

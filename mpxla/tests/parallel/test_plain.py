@@ -27,8 +27,8 @@ def batch(replica, number):
 
 
 def differentiate(config, passes):
+    from mpxla.device.torch_xla.tensors import flush
     from mpxla.session import current
-    from mpxla.stage.device import flush
 
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(Net(), backward_passes_per_step=passes)
@@ -76,8 +76,8 @@ def test_gradients_are_reduced_when_the_backward_is_over(config, passes):
 
 def thaw(numbers):
     """The first layer is frozen before, and trained from the second step on."""
+    from mpxla.device.torch_xla.tensors import flush
     from mpxla.session import current
-    from mpxla.stage.device import flush
 
     smp.init({"ddp": True})
     raw = Net()

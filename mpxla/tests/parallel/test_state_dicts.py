@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla.device.choice import open_backend
 from mpxla.errors import CheckpointError
 from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
 from mpxla.testing import run_ranks
@@ -16,8 +17,8 @@ Pair = namedtuple("Pair", "left right")
 def copy_to_host():
     import torch_xla.debug.metrics as met
 
+    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.parallel.state_dicts import to_host
-    from mpxla.stage.device import current_device, to_device
 
     device = current_device()
     ready = to_device([torch.arange(6.0).view(2, 3), torch.tensor([True, False])], device)
@@ -32,7 +33,7 @@ def copy_to_host():
         text="adam",
     )
     met.clear_all()
-    found = to_host(values)
+    found = to_host(values, open_backend())
     num_transfers = met.metric_data("TransferFromDeviceTime")[0]
     host += 1
     ready[0].zero_()
@@ -67,7 +68,7 @@ def test_a_structure_without_tensors_is_left_alone():
 def copy_nothing():
     from mpxla.parallel.state_dicts import to_host
 
-    return to_host({"lr": 0.1, "betas": (0.9, 0.99)})
+    return to_host({"lr": 0.1, "betas": (0.9, 0.99)}, open_backend())
 
 
 @pytest.mark.unit

@@ -107,8 +107,8 @@ def count_what_it_costs(config):
     """Collectives, programs and values read back, of clipping and updating, after the first."""
     import torch_xla.debug.metrics as metrics
 
+    from mpxla.device.torch_xla.compile import num_compilations
     from mpxla.session import current
-    from mpxla.stage.compile import num_compilations
 
     def num_read():
         transfers = metrics.metric_data("TransferFromDeviceTime")

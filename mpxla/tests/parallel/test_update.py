@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mpxla.device.choice import open_backend
 from mpxla.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -71,13 +72,13 @@ def make(device):
 
 def train(name, device, num_steps, compiled):
     """Values after some steps; the second group has its own rate, its last parameter rests once."""
+    from mpxla.device.torch_xla.tensors import flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
-    from mpxla.stage.device import flush, make_ready
 
     parameters = make(device)
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}]
     optimizer = OPTIMIZERS[name](groups)
-    update = CompiledUpdate(optimizer) if compiled else None
+    update = CompiledUpdate(optimizer, open_backend()) if compiled else None
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):
@@ -97,7 +98,7 @@ def train(name, device, num_steps, compiled):
 
 
 def train_both(names):
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
 
     device = current_device()
     return {
@@ -118,9 +119,9 @@ def test_updates_equal_those_on_the_host_whatever_the_optimizer():
 
 
 def train_with_hooks():
+    from mpxla.device.torch_xla.compile import num_compilations
+    from mpxla.device.torch_xla.tensors import current_device, make_ready
     from mpxla.parallel.update import CompiledUpdate
-    from mpxla.stage.compile import num_compilations
-    from mpxla.stage.device import current_device, make_ready
 
     parameters = make(current_device())
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -130,7 +131,7 @@ def train_with_hooks():
         return lambda *_: seen.append((name, all(p.grad is not None for p in parameters)))
 
     optimizer.register_step_pre_hook(note("before, early"))
-    update = CompiledUpdate(optimizer)
+    update = CompiledUpdate(optimizer, open_backend())
     optimizer.register_step_pre_hook(note("before, late"))
     optimizer.register_step_post_hook(note("after"))
     counts = []
@@ -157,12 +158,12 @@ def test_hooks_see_gradients_and_only_the_first_step_compiles():
 
 
 def cycle_momentum():
+    from mpxla.device.torch_xla.tensors import current_device, flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
-    from mpxla.stage.device import current_device, flush, make_ready
 
     (parameter,) = parameters = make(current_device())[:1]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    update = CompiledUpdate(optimizer)
+    update = CompiledUpdate(optimizer, open_backend())
     for step in range(12):
         parameter.grad = torch.ones(parameter.shape).to(parameter.device)
         make_ready([parameter.grad])
@@ -186,14 +187,14 @@ def test_settings_that_change_in_every_step_end_compilation():
 
 def step_with_rate_zero(name):
     """An embedding of which one row is never read, warmed up from 0."""
+    from mpxla.device.torch_xla.tensors import flush
     from mpxla.parallel.update import CompiledUpdate
-    from mpxla.stage.device import flush
 
     values = []
     for device in ("cpu", "xla"):
         weight = torch.nn.Parameter(torch.tensor([0.5, 0.0, -1.0]).to(device))
         optimizer = OPTIMIZERS[name]([weight])
-        update = CompiledUpdate(optimizer) if device == "xla" else optimizer
+        update = CompiledUpdate(optimizer, open_backend()) if device == "xla" else optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
         for _ in range(3):
             weight.grad = torch.tensor([1.0, -2.0, 0.0]).to(device)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mpxla.device.choice import open_backend
 from mpxla.parallel.update_python import NotTraceableError, described
 from mpxla.testing import run_ranks
 
@@ -213,8 +214,8 @@ REASONS = {
 
 def train(kind, device):
     """Values after some steps, and why updates are not compiled."""
+    from mpxla.device.torch_xla.tensors import flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
-    from mpxla.stage.device import flush, make_ready
 
     generator = torch.Generator().manual_seed(0)
     parameters = [
@@ -222,7 +223,7 @@ def train(kind, device):
         for shape in ((4, 3), (3,))
     ]
     optimizer = kind(parameters)
-    update = CompiledUpdate(optimizer) if device != "cpu" else optimizer
+    update = CompiledUpdate(optimizer, open_backend()) if device != "cpu" else optimizer
     for step in range(NUM_STEPS):
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
@@ -238,7 +239,7 @@ def train(kind, device):
 
 
 def train_all():
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
 
     device = current_device()
     return {kind.__name__: (train(kind, "cpu")[0], *train(kind, device)) for kind in KINDS}

@@ -47,7 +47,9 @@ def hold_and_predict(pipeline):
         step(model, tokens(8))
     finally:
         LiveValues.save, LiveValues.restore = save, restore
-    found = forecast(model._engine.first_cut, current().config, MachineModel())
+    found = forecast(
+        model._engine.first_cut, current().config, MachineModel(), current().backend.lowering
+    )
     programs = [p.name for p in found.programs if p.rank == smp.pp_rank()]
     (plan,) = (known.runner for known in model._engine.calls.plans)
     compiled = [e.name for s in plan.plan.programs.values() for e in s.programs]

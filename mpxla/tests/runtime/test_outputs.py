@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 
 def output(*parts):
-    return StepOutput(lambda: [torch.tensor(part) for part in parts])
+    return StepOutput(lambda: [torch.tensor(part) for part in parts], list)
 
 
 def test_reductions():
@@ -42,7 +42,7 @@ def test_reductions_of_numbers_that_are_not_floats():
 
 def test_values_are_fetched_once_when_they_are_looked_at():
     calls = []
-    found = StepOutput(lambda: calls.append(1) or [torch.zeros(2)])
+    found = StepOutput(lambda: calls.append(1) or [torch.zeros(2)], list)
     assert repr(found) == "StepOutput(not read yet)"
     assert calls == []
     assert found.outputs is found.outputs

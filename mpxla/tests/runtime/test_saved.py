@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla.device.torch_xla.lowering import make_lowering
 from mpxla.testing import run_ranks
 from mpxla.tests.models import Gpt, classify, conv_net, labelled, mlp, predict_tokens, tokens
 
@@ -46,7 +47,6 @@ def attributed_and_lowered(name, window):
     from mpxla.config import Config
     from mpxla.runtime import saved
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage.device import LOWERING_DEVICE
     from mpxla.stage.lower import lower_stage
 
     before = saved.LARGEST_WINDOW, saved.SMALLEST_MODULE
@@ -54,12 +54,12 @@ def attributed_and_lowered(name, window):
         saved.LARGEST_WINDOW, saved.SMALLEST_MODULE = window
     try:
         step = captured(name)
-        tensors = saved.saved_tensors(step)
+        tensors = saved.saved_tensors(step, make_lowering(True))
         found = []
         for stages in (1, 2, 4):
             config = Config(pipeline_parallel_degree=stages, microbatches=4, memory_weight=0.5)
-            cut = cut_step(step, config, {}, None, saved=tensors)
-            lowered = [lower_stage(s, True, LOWERING_DEVICE) for s in cut.stages]
+            cut = cut_step(step, config, make_lowering(True), {}, None, saved=tensors)
+            lowered = [lower_stage(s, True, make_lowering(True)) for s in cut.stages]
             seen = [load.activation_bytes for load in cut.partition.loads]
             found.append((seen, [saved.saved_bytes(stage) for stage in lowered]))
         return found
@@ -94,8 +94,8 @@ def windows_of_a_deep_gpt():
     step = captured_deep()
     saved.lower_stage = counting
     try:
-        first = saved.saved_tensors(step)
-        return calls, first == saved.saved_tensors(step), len(step.graph.nodes)
+        first = saved.saved_tensors(step, make_lowering(True))
+        return calls, first == saved.saved_tensors(step, make_lowering(True)), len(step.graph.nodes)
     finally:
         saved.lower_stage = lower
 
@@ -119,7 +119,7 @@ def cuts_by_schedule(pipeline, memory_weight):
 
     keys = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
     config = Config(**keys, memory_weight=memory_weight)
-    cut = cut_step(captured_deep(), config, {}, None)
+    cut = cut_step(captured_deep(), config, make_lowering(True), {}, None)
     return cut.in_flight, [load.activation_bytes for load in cut.partition.loads]
 
 

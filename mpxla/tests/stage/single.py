@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mpxla.device.choice import open_backend
+
 __all__ = ["differences"]
 
 
@@ -26,8 +28,8 @@ def differences(
         How far loss and gradient of the weight are off, relative to their largest element, and the
         operators that ran on the host.
     """
+    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.runtime.plan import _compile_stage
-    from mpxla.stage.device import current_device, to_device
 
     torch.manual_seed(0)
     x = torch.randn(shape)
@@ -36,7 +38,7 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    stage = _compile_stage(lowered, current_device(), False)
+    stage = _compile_stage(lowered, open_backend(), False)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
@@ -67,5 +69,5 @@ def _lowered(model, x):
     names = {name: name for name, _ in model.named_parameters()}
     graph = capture_step(step, model, [x], names)
     config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
-    cut = cut_step(graph, config, {}, None)
-    return lower_stage(cut.stages[0], True, torch.device("xla:0")), graph.constants
+    cut = cut_step(graph, config, open_backend().lowering, {}, None)
+    return lower_stage(cut.stages[0], True, open_backend().lowering), graph.constants

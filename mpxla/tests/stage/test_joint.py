@@ -1,16 +1,19 @@
 """Tracing with the derivative gives what torch's own export of joint graphs gives."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
+from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.device.torch_xla.operators.decompositions import DECOMPOSITIONS
 from mpxla.stage import joint
-from mpxla.stage.decompositions import DECOMPOSITIONS
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.spec import TensorSpec
 
-CPU = torch.device("cpu")
+CPU = dataclasses.replace(make_lowering(True), device=torch.device("cpu"))
 SQUARE = TensorSpec((4, 4), torch.float32)
 
 pytestmark = pytest.mark.unit
@@ -50,9 +53,7 @@ def test_graphs_are_those_of_torch(name):
     results = function(*arguments)
     seeds = [torch.randn(r.shape, generator=generator) for r in results]
     expected = torch.autograd.grad(results, arguments, seeds)
-    traced = trace_joint(
-        function, [SQUARE] * 2, (0, 1), [TensorSpec.of(r) for r in results], torch.device(CPU)
-    )
+    traced = trace_joint(function, [SQUARE] * 2, (0, 1), [TensorSpec.of(r) for r in results], CPU)
     known = aot_export_joint_simple(
         function, arguments, trace_joint=True, decompositions=DECOMPOSITIONS
     )

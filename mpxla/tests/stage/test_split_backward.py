@@ -29,8 +29,8 @@ class Block(nn.Module):
 
 
 def compare_parts(kind):
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device, to_device
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.stage.split_backward import split_backward
 
     torch.manual_seed(1)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from mpxla.config import Config
+from mpxla.device.choice import open_backend
+from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.plan import CutStep, compile_stages, constant_tensors, cut_step, schedule_step
 from mpxla.schedule.action import Action, Op
-from mpxla.stage.device import current_device, to_device, to_host
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["LocalStep", "StepValues"]
@@ -67,13 +68,11 @@ class LocalStep:
             microbatches=1,
         )
         pins = {f"model.{path}": stage for path, stage in (pins or {}).items()}
-        self.cut: CutStep = cut_step(graph, config, pins, None)
+        self.cut: CutStep = cut_step(graph, config, open_backend().lowering, pins, None)
         schedule = schedule_step(self.cut, config)
         self.programs = {}
         for rank in range(num_stages):
-            self.programs.update(
-                compile_stages(self.cut, schedule, rank, current_device()).programs
-            )
+            self.programs.update(compile_stages(self.cut, schedule, rank, open_backend()).programs)
 
     def run(self, seed: int = 0) -> StepValues:
         """Runs the step for one microbatch."""

@@ -16,9 +16,9 @@ import torch.utils._pytree as pytree
 import torch_xla
 from torch import nn
 
+from mpxla.device.torch_xla.compile import Executable
 from mpxla.errors import MpxlaError
 from mpxla.graph.stepgraph import is_random
-from mpxla.stage.compile import Executable
 from mpxla.tests.sweep.local import LocalStep, StepValues
 from mpxla.tests.sweep.samples import Case
 

@@ -14,7 +14,8 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from mpxla.comm.transport import Group
-from mpxla.comm.xla_programs import Program, trace, upload
+from mpxla.comm.xla_programs import Program
+from mpxla.device.torch_xla.collectives.programs import trace, upload
 from mpxla.errors import TopologyError
 
 __all__ = ["DeviceRunner", "is_device_world"]

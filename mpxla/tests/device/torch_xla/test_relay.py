@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from mpxla.comm.relay import Relay
+from mpxla.device.torch_xla.collectives.relay import Relay
 
 pytestmark = pytest.mark.unit
 

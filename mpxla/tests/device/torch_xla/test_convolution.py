@@ -8,8 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from mpxla.stage import convolution
-from mpxla.stage.convolution import Window, contract, expand_convolutions, spread, weight_gradient
+from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.device.torch_xla.operators import convolution
+from mpxla.device.torch_xla.operators.convolution import (
+    Window,
+    contract,
+    expand_convolutions,
+    spread,
+    weight_gradient,
+)
 from mpxla.testing import run_ranks
 
 aten = torch.ops.aten
@@ -178,7 +185,7 @@ def operators_of_stage(is_host):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step, current_recorder
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage import lower
+    from mpxla.stage.lower import lower_stage
 
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.GELU(), torch.nn.ConvTranspose2d(4, 3, 2)
@@ -191,19 +198,15 @@ def operators_of_stage(is_host):
         return loss
 
     graph = capture_step(step, model, [torch.zeros(2, 3, 8, 8)], objects)
-    (stage,) = cut_step(graph, Config(), {}, None).stages
-    known, lower.is_host_device = lower.is_host_device, lambda: is_host
-    try:
-        found = []
-        for is_training in (True, False):
-            lowered = lower.lower_stage(stage, is_training, torch.device("xla:0"))
-            graphs = [lowered.forward.graph]
-            if is_training:
-                graphs.append(lowered.backward.derivative.graph)
-            for part in graphs:
-                found.append([str(o) for o in targets_of(part) if o in OPERATORS])
-    finally:
-        lower.is_host_device = known
+    (stage,) = cut_step(graph, Config(), make_lowering(True), {}, None).stages
+    found = []
+    for is_training in (True, False):
+        lowered = lower_stage(stage, is_training, make_lowering(is_host))
+        graphs = [lowered.forward.graph]
+        if is_training:
+            graphs.append(lowered.backward.derivative.graph)
+        for part in graphs:
+            found.append([str(o) for o in targets_of(part) if o in OPERATORS])
     return found
 
 

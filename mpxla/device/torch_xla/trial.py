@@ -18,7 +18,7 @@ import torch_xla.debug.metrics as metrics
 from torch import fx
 from torch._ops import OpOverload
 
-from mpxla.stage.device import to_device
+from mpxla.device.torch_xla.tensors import to_device
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["fallbacks", "has_code", "learn", "needs_host"]

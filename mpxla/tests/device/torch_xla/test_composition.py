@@ -109,8 +109,8 @@ def test_operator_gives_the_numbers_of_plain_torch(results, name):
 def test_rules_are_taken_out_again():
     from torch._subclasses import fake_impls
 
+    from mpxla.device.torch_xla.operators.composition import composed_derivatives, host_shapes
     from mpxla.graph.shapes import static_shapes
-    from mpxla.stage.composition import composed_derivatives, host_shapes
 
     std = torch.ops.aten.std.default
     tables = (std.py_kernels, fake_impls.op_implementations_dict)

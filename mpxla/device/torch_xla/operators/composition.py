@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mpxla.stage.decompositions import CALLED_INSIDE
-from mpxla.stage.trial import has_code
+from mpxla.device.torch_xla.operators.decompositions import CALLED_INSIDE
+from mpxla.device.torch_xla.trial import has_code
 
 __all__ = ["composed_derivatives", "host_shapes"]
 

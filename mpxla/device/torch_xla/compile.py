@@ -27,15 +27,15 @@ import torch_xla.debug.metrics as metrics
 from torch import fx
 from torch._ops import OpOverload
 
+from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
+from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import describe, place
 from mpxla.stage.accumulation import AccumulatingBackward
-from mpxla.stage.device import host_view, is_host_device, to_device
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, PieceList, annotate, split_graph
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
-from mpxla.stage.trial import fallbacks, learn, needs_host
 
 __all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilations"]
 
@@ -343,7 +343,7 @@ def _runner_of(
     name: str, piece: Piece, device: torch.device, keep_text: bool
 ) -> Executable | HostRunner:
     if isinstance(piece, HostPiece):
-        return HostRunner(name, piece, device)
+        return HostRunner(name, piece, host_view, lambda tensors: to_device(tensors, device))
     module = _Checked(piece.module, piece.output_specs)
     return _compile_whole(name, module, piece.input_specs, device, keep_text)
 

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mpxla.stage.reductions import expand_reductions, row_max, row_sum
+from mpxla.device.torch_xla.operators.reductions import expand_reductions, row_max, row_sum
 from mpxla.testing import run_ranks
 
 aten = torch.ops.aten
@@ -119,9 +119,9 @@ def kernels_of(kind, folder):
     import re
     from collections import Counter
 
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device
     from mpxla.stage.accumulation import added
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device
     from mpxla.stage.spec import TensorSpec
 
     shape = (8, 384)

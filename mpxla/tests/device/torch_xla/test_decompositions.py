@@ -36,7 +36,7 @@ def test_reason_for_fill_and_unfold():
 
 
 def gradients_of_elu():
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
 
     values = torch.linspace(-2, 1, 7)
     found = []
@@ -54,7 +54,7 @@ def test_reason_for_elu():
 
 
 def permutations_of_one_seed():
-    from mpxla.stage.device import current_device, set_random_state
+    from mpxla.device.torch_xla.tensors import current_device, set_random_state
 
     device, found = current_device(), []
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_replacement_of_unfold_is_unfold(shape, dimension, size, step):
 
 
 def both_unfolds(*arguments):
-    from mpxla.stage.decompositions import REPLACEMENTS
+    from mpxla.device.torch_xla.operators.decompositions import REPLACEMENTS
 
     shape, *rest = arguments
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
@@ -121,8 +121,8 @@ class Drop(torch.nn.Module):
 
 
 def mask_of_dropout():
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device, to_device
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.stage.spec import TensorSpec
 
     device = current_device()

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table, get_decompositions
 
-from mpxla.stage.arithmetic import ARITHMETIC
-from mpxla.stage.linear_algebra import FACTORIZATIONS, SOLVERS
-from mpxla.stage.normalization import group_norm, instance_norm, layer_norm
-from mpxla.stage.order import ORDER_STATISTICS
-from mpxla.stage.pooling import POOLINGS
-from mpxla.stage.special import digamma, lgamma
-from mpxla.stage.spectral import short_time_fourier
+from mpxla.device.torch_xla.operators.arithmetic import ARITHMETIC
+from mpxla.device.torch_xla.operators.linear_algebra import FACTORIZATIONS, SOLVERS
+from mpxla.device.torch_xla.operators.normalization import group_norm, instance_norm, layer_norm
+from mpxla.device.torch_xla.operators.order import ORDER_STATISTICS
+from mpxla.device.torch_xla.operators.pooling import POOLINGS
+from mpxla.device.torch_xla.operators.special import digamma, lgamma
+from mpxla.device.torch_xla.operators.spectral import short_time_fourier
 
 __all__ = ["CALLED_INSIDE", "DECOMPOSITIONS", "REPLACEMENTS"]
 

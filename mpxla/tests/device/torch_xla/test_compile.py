@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 import mpxla as smp
-from mpxla.stage.compile import compile_graph
-from mpxla.stage.device import current_device, to_device
+from mpxla.device.torch_xla.compile import compile_graph
+from mpxla.device.torch_xla.tensors import current_device, to_device
 from mpxla.stage.spec import TensorSpec
 from mpxla.testing import run_ranks
 
@@ -28,8 +28,8 @@ class Draw(nn.Module):
 
 
 def compiled(module, *shapes):
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device
     from mpxla.stage.spec import TensorSpec
 
     specs = [TensorSpec(shape, torch.float32) for shape in shapes]
@@ -37,13 +37,13 @@ def compiled(module, *shapes):
 
 
 def on_device(*tensors):
-    from mpxla.stage.device import current_device, to_device
+    from mpxla.device.torch_xla.tensors import current_device, to_device
 
     return to_device(tensors, current_device())
 
 
 def run_mixed():
-    from mpxla.stage.compile import num_compilations
+    from mpxla.device.torch_xla.compile import num_compilations
 
     program = compiled(Mixed(), (3,), (5,), (3,))
     a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])
@@ -70,8 +70,8 @@ def test_program_takes_and_gives_what_the_module_does():
 
 
 def run_random():
-    from mpxla.stage.compile import num_compilations
-    from mpxla.stage.device import make_ready
+    from mpxla.device.torch_xla.compile import num_compilations
+    from mpxla.device.torch_xla.tensors import make_ready
 
     program = compiled(Draw(), (50,))
     (x,) = on_device(torch.zeros(50))
@@ -100,8 +100,8 @@ class Wrong(nn.Module):
 
 
 def run_indices():
-    from mpxla.stage.compile import compile_graph
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.compile import compile_graph
+    from mpxla.device.torch_xla.tensors import current_device
     from mpxla.stage.spec import TensorSpec
 
     first = compiled(Wrong(), (3,))
@@ -172,7 +172,7 @@ def test_program_without_computation_hands_its_arguments_on():
 
 
 def run_in_order():
-    from mpxla.stage.compile import Executable
+    from mpxla.device.torch_xla.compile import Executable
 
     programs = [compiled(Mixed(), (3,), (5,), (3,)), compiled(Draw(), (2,))]
     before = Executable._next_ticket.item()

@@ -11,8 +11,8 @@ VALUES = [0, 1, 7, 0.0, 1.0, 2.5, True, False]
 
 
 def upload():
-    from mpxla.stage.compile import num_compilations
-    from mpxla.stage.device import current_device, make_ready, to_device
+    from mpxla.device.torch_xla.compile import num_compilations
+    from mpxla.device.torch_xla.tensors import current_device, make_ready, to_device
 
     device = current_device()
     host = [torch.tensor(value) for value in VALUES]
@@ -42,7 +42,7 @@ def test_uploads_are_copies_and_compile_nothing():
 def scalar_constants():
     import torch_xla
 
-    from mpxla.stage.device import current_device
+    from mpxla.device.torch_xla.tensors import current_device
 
     moved = torch.tensor(1.0).to(current_device())
     return torch_xla._XLAC._check_tensor_need_materialization([moved])
@@ -53,7 +53,7 @@ def test_reason_for_not_using_to():
 
 
 def download():
-    from mpxla.stage.device import current_device, host_view, make_ready, to_device
+    from mpxla.device.torch_xla.tensors import current_device, host_view, make_ready, to_device
 
     device = current_device()
     host = [torch.tensor(value) for value in VALUES]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpxla.stage.normalization import layer_norm
+from mpxla.device.torch_xla.operators.normalization import layer_norm
 from mpxla.testing import run_ranks
 from mpxla.tests.stage.middle import middle_stage
 

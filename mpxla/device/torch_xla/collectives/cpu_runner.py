@@ -23,9 +23,10 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
 from mpxla.comm.ports import reserved_port
-from mpxla.comm.relay import Relay
 from mpxla.comm.transport import Group
-from mpxla.comm.xla_programs import Program, trace
+from mpxla.comm.xla_programs import Program
+from mpxla.device.torch_xla.collectives.programs import trace
+from mpxla.device.torch_xla.collectives.relay import Relay
 from mpxla.errors import MpxlaError, RankMismatch
 
 __all__ = ["CpuRunner"]

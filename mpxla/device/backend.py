@@ -1,0 +1,212 @@
+"""What the rest of mpxla knows of a device: the protocols of a backend and of its programs.
+
+This file must not know any backend. A backend may import errors, log, env, comm and the pure parts
+of graph and stage; it must not know ranks' schedules, models or the session.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from mpxla.comm.host import HostTransport
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla_queue import Runner
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["Backend", "Buffer", "Executable", "Lowering"]
+
+Buffer = Any
+"""A value on the device that may still be computed. It goes into executables; to look at it, ask
+the backend."""
+
+
+class Executable(Protocol):
+    """A compiled program with fixed shapes.
+
+    Attributes:
+        name: for messages, for instance "stage 1 forward".
+        is_random: whether it draws random numbers, from the seed given with each call.
+        num_inputs: number of arguments.
+        num_buffers: buffers that the program takes (unused arguments dropped, constants added).
+        host_operators: names of operators that run on the host.
+    """
+
+    name: str
+    is_random: bool
+    num_inputs: int
+    num_buffers: int
+    host_operators: tuple[str, ...]
+
+    def __call__(self, arguments: Sequence[Buffer], seed: Buffer | None = None) -> list[Buffer]:
+        """Starts the program; returns its results at once, as buffers still being computed.
+
+        Args:
+            arguments: one buffer per spec. Donated ones must not be used afterwards.
+            seed: an int64 scalar on the device, for a random program.
+        """
+        ...
+
+    def text(self) -> str:
+        """The program, for reading; empty unless it was compiled with `keep_text`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How stages are lowered for a backend.
+
+    Attributes:
+        device: device of the fake tensors on which stages are traced, with its index.
+        decompositions: operator -> function that writes it with others, while it is traced.
+        replacements: operator -> operator or function that stands in for it, before tracing.
+        dispatched: whether derivatives are traced -> a context in which operators find the kernels
+            that this backend wants; entered around tracing.
+        expand: rewrites a lowered graph in place, as the backend's compiler likes it.
+        lays_out_weights: whether transposed weights and gradients make products faster.
+        disguises_sums: whether an addition to an accumulator should not be one of its own, see
+            `stage/accumulation.py`.
+    """
+
+    device: torch.device
+    decompositions: Mapping[Any, Callable[..., Any]]
+    replacements: Mapping[Any, Any]
+    dispatched: Callable[[bool], AbstractContextManager[None]]
+    expand: Callable[[fx.GraphModule], None]
+    lays_out_weights: bool
+    disguises_sums: bool
+
+
+class Backend(Protocol):
+    """Runs programs on this process's device.
+
+    Attributes:
+        name: "torch_xla", "pjrt" or "null".
+        device: where users see parameters, gradients and results. First use claims the device.
+        lowering: what it wants of graphs; does not touch the device.
+        is_host: whether the device's memory is the host's.
+        has_doubles: whether programs may compute in float64.
+        num_compilations: programs that this process has compiled so far.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    @property
+    def lowering(self) -> Lowering: ...  # noqa: D102
+    @property
+    def is_host(self) -> bool: ...  # noqa: D102
+    @property
+    def has_doubles(self) -> bool: ...  # noqa: D102
+    @property
+    def num_compilations(self) -> int: ...  # noqa: D102
+
+    def compile(
+        self,
+        name: str,
+        graph: torch.nn.Module,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int] = (),
+        keep_text: bool = False,
+    ) -> Executable:
+        """Compiles a graph for the device.
+
+        Args:
+            name: for messages.
+            graph: takes one tensor per spec; returns a list of tensors.
+            inputs: specs of its arguments.
+            donated: arguments whose memory results may take; a backend may leave it.
+            keep_text: whether to keep the program's text.
+
+        Raises:
+            LoweringError: an operator can run neither on the device nor on the host.
+        """
+        ...
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+        """Host tensors as buffers, in one batch; what is on the device already stays."""
+        ...
+
+    def get(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+        """Copies on the host, of one point in time; nothing shares memory with the originals."""
+        ...
+
+    def view(self, buffer: Buffer) -> torch.Tensor:
+        """Waits for a buffer and gives it on the host; for reading only, it may share memory."""
+        ...
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+        """The user's tensors (parameters, gradients, state) as arguments of programs.
+
+        Starts what is pending of them.
+        """
+        ...
+
+    def publish(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+        """Buffers as the tensors that users see, on `device`."""
+        ...
+
+    def spec(self, buffer: Buffer) -> TensorSpec:
+        """Shape and dtype of a buffer."""
+        ...
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device; host tensors have to be `put` there."""
+        ...
+
+    def flush(self) -> None:
+        """Starts everything that users left pending."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until the device has finished everything that was started."""
+        ...
+
+    def random_state(self) -> int:
+        """State of the device's own random generator."""
+        ...
+
+    def set_random_state(self, state: int) -> None:
+        """Puts that generator into an earlier state."""
+        ...
+
+    def memory_counters(self) -> dict[str, int] | None:
+        """Bytes that the device counts: `bytes_used`, `bytes_limit`, perhaps more; None if none."""
+        ...
+
+    def reaches(self, world_size: int) -> bool:
+        """Whether programs of this process's device reach the devices of all processes."""
+        ...
+
+    def open_runner(self, host: HostTransport, address: str) -> Runner:
+        """What executes the programs of the `xla` transport. Every rank calls it.
+
+        Args:
+            host: for meetings; outlives the runner.
+            address: this process's network address.
+        """
+        ...
+
+    def join_world(
+        self,
+        transport: Transport,
+        local_rank: int,
+        local_size: int,
+        has_reduced: Callable[[torch.optim.Optimizer], bool],
+    ) -> Callable[[], None]:
+        """Makes collectives on tensors of the device mean the processes of the job.
+
+        Args:
+            transport: reaches the other processes, on the host.
+            local_rank: this process among those of its host.
+            local_size: processes of this host.
+            has_reduced: whether mpxla reduces the gradients of an optimizer's parameters.
+
+        Returns:
+            A function that undoes it.
+        """
+        ...

@@ -1,0 +1,56 @@
+"""Which backend a process uses. The folder of a backend is imported only when it is chosen."""
+
+import functools
+import importlib
+import importlib.util
+
+from mpxla.device.backend import Backend
+from mpxla.errors import ConfigError
+
+__all__ = ["BACKENDS", "open_backend"]
+
+BACKENDS = {
+    "torch_xla": ("torch_xla", "mpxla.device.torch_xla.backend", "TorchXlaBackend"),
+    "pjrt": ("jax", "mpxla.device.pjrt.backend", "PjrtBackend"),
+}
+"""Name -> the package that it needs, and its class. The first one that is installed is the default;
+the extras of mpxla that install the packages are called `torch-xla` and `pjrt`."""
+
+
+def open_backend(name: str | None = None) -> Backend:
+    """The backend of this process: its device's runtime is one per process, and so is this.
+
+    Args:
+        name: which one (the variable MPXLA_DEVICE); None for the first that is installed.
+
+    Raises:
+        ConfigError: there is no such backend, or the package that it needs is not installed.
+    """
+    if name is None:
+        name = next((n for n, (package, *_) in BACKENDS.items() if _is_installed(package)), None)
+        if name is None:
+            raise ConfigError(
+                "no backend is installed: mpxla needs torch_xla or jax to run programs. "
+                "Install one with pip install 'mpxla[torch-xla]' or pip install 'mpxla[pjrt]'."
+            )
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"device: {name!r} is not a backend; choose one of {', '.join(BACKENDS)}."
+        )
+    if not _is_installed(BACKENDS[name][0]):
+        raise ConfigError(
+            f"device: {name!r} needs the package {BACKENDS[name][0]}, which is not installed. "
+            f"Install it with pip install 'mpxla[{name.replace('_', '-')}]', or choose another "
+            f"backend."
+        )
+    return _opened(name)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def _opened(name: str) -> Backend:
+    _, module, kind = BACKENDS[name]
+    return getattr(importlib.import_module(module), kind)()

@@ -1,0 +1,142 @@
+"""The backend on torch_xla: CPU, and accelerators that have a plugin for it (Neuron)."""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from mpxla.comm.host import HostTransport
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla_queue import Runner
+from mpxla.device.backend import Lowering
+from mpxla.device.torch_xla import tensors
+from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
+from mpxla.device.torch_xla.collectives.device_runner import DeviceRunner, is_device_world
+from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
+from mpxla.device.torch_xla.collectives.world import XlaWorld
+from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
+from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["TorchXlaBackend"]
+
+
+class TorchXlaBackend:
+    """Compiles and runs programs by torch_xla; see `Backend`. Buffers are tensors of its device."""
+
+    name = "torch_xla"
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The XLA device of this process, with its index."""
+        return tensors.current_device()
+
+    @functools.cached_property
+    def lowering(self) -> Lowering:
+        """How stages are lowered for the device."""
+        return make_lowering(self.is_host)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the processor itself."""
+        return tensors.is_host_device()
+
+    @property
+    def has_doubles(self) -> bool:
+        """Accelerators compute in float32 at most."""
+        return tensors.is_host_device()
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that XLA has compiled in this process so far."""
+        return num_compilations()
+
+    def compile(
+        self,
+        name: str,
+        graph: torch.nn.Module,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int] = (),
+        keep_text: bool = False,
+    ) -> Executable:
+        """See `Backend.compile`; nothing is donated here."""
+        return compile_graph(name, graph, inputs, self.device, keep_text)
+
+    def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Host tensors on the device; those that are there stay."""
+        return tensors.to_device(tensors_, self.device)
+
+    def get(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the host."""
+        return tensors.to_host(buffers)
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Waits; on the host, for reading only."""
+        return tensors.host_view(buffer)
+
+    def adopt(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Starts what is pending of these tensors."""
+        tensors.make_ready(tensors_)
+        return list(tensors_)
+
+    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers are what users see."""
+        return list(buffers)
+
+    def spec(self, buffer: torch.Tensor) -> TensorSpec:
+        """Shape and dtype of a buffer."""
+        return TensorSpec.of(buffer)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of XLA's."""
+        return tensor.device.type == "xla"
+
+    def flush(self) -> None:
+        """Starts all pending lazy computation of the process."""
+        tensors.flush()
+
+    def wait(self) -> None:
+        """Waits until the device has finished everything that was started."""
+        tensors.wait()
+
+    def random_state(self) -> int:
+        """State of XLA's generator, from which eager random operators draw."""
+        return tensors.random_state()
+
+    def set_random_state(self, state: int) -> None:
+        """Puts it into an earlier state."""
+        tensors.set_random_state(state)
+
+    def memory_counters(self) -> dict[str, int] | None:
+        """What the device's runtime counts, in bytes; None on the CPU."""
+        return tensors.memory_counters()
+
+    def reaches(self, world_size: int) -> bool:
+        """Whether the devices of all processes form one PJRT world, which CPU processes do not."""
+        return is_device_world(world_size)
+
+    def open_runner(self, host: HostTransport, address: str) -> Runner:
+        """Executes programs on the device's world, or by jaxlib between CPU processes."""
+        if is_device_world(host.world_size):
+            return DeviceRunner(host.rank, host.world_size)
+        return CpuRunner(host, address)
+
+    def join_world(
+        self,
+        transport: Transport,
+        local_rank: int,
+        local_size: int,
+        has_reduced: Callable[[torch.optim.Optimizer], bool],
+    ) -> Callable[[], None]:
+        """Collectives of torch and of torch_xla mean the processes of the job."""
+        has_world = is_device_world(transport.world_size)
+        collectives = DeviceCollectives(has_world)
+        if has_world:
+            return collectives.close
+        world = XlaWorld(transport, local_rank, local_size, has_reduced)
+
+        def undo() -> None:
+            world.close()
+            collectives.close()
+
+        return undo

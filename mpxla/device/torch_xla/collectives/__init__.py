@@ -1,0 +1,1 @@
+"""Collectives of torch_xla: in programs, and by the names of torch and torch_xla."""

@@ -1,0 +1,46 @@
+"""How stages are lowered for torch_xla: on fake tensors of its device, with its corrections."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from mpxla.device.backend import Lowering
+from mpxla.device.torch_xla.operators.composition import composed_derivatives, host_shapes
+from mpxla.device.torch_xla.operators.convolution import expand_convolutions
+from mpxla.device.torch_xla.operators.decompositions import DECOMPOSITIONS, REPLACEMENTS
+from mpxla.device.torch_xla.operators.linear_algebra import correct_factorizations
+from mpxla.device.torch_xla.operators.reductions import expand_reductions
+
+__all__ = ["make_lowering"]
+
+
+def make_lowering(is_host: bool) -> Lowering:
+    """What torch_xla wants of graphs; touches no device.
+
+    Args:
+        is_host: whether the device is the processor itself.
+    """
+    return Lowering(
+        device=torch.device("xla:0"),  # the kind of device counts; nothing is allocated there
+        decompositions=DECOMPOSITIONS,
+        replacements=REPLACEMENTS,
+        dispatched=_dispatched,
+        expand=_expand_for_host if is_host else correct_factorizations,
+        lays_out_weights=is_host,
+        disguises_sums=is_host,
+    )
+
+
+@contextlib.contextmanager
+def _dispatched(is_differentiated: bool) -> Iterator[None]:
+    with composed_derivatives(is_differentiated), host_shapes():
+        yield
+
+
+def _expand_for_host(module: fx.GraphModule) -> None:
+    """Also what only XLA's CPU backend compiles or runs slowly."""
+    correct_factorizations(module)
+    expand_convolutions(module)
+    expand_reductions(module)
