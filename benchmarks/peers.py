@@ -129,7 +129,7 @@ def mpxla(
     import torch.distributed as dist
 
     import mpxla as smp
-    from mpxla.device.torch_xla.tensors import wait
+    from mpxla.session import current
 
     smp.init(
         {
@@ -162,7 +162,7 @@ def mpxla(
         dispatching = time.thread_time()
         optimizer.step()
         updates.append(time.thread_time() - dispatching)
-        wait()
+        current().backend.wait()
         elapsed = time.perf_counter() - started
         run = model.last_run
         shares.append(run.values.wait_s / elapsed)

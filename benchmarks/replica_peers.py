@@ -66,7 +66,7 @@ def train(
     import torch
 
     import mpxla as smp
-    from mpxla.device.torch_xla.tensors import wait
+    from mpxla.session import current
 
     shared = {"ddp": True, "optimize": "speed", "memory_weight": 0.0}
     smp.init({**shared, "microbatches": num_microbatches, **config})
@@ -86,7 +86,7 @@ def train(
         optimizer.zero_grad()
         loss = train_step(model, ids, targets)
         optimizer.step()
-        wait()
+        current().backend.wait()
         return loss.reduce_mean().item()
 
     return timed(step, warm_up, steps) | memory_of(optimizer)
@@ -118,7 +118,6 @@ def all_reduce(case: Any, num_microbatches: int, warm_up: int, steps: int) -> di
     import torch.distributed as dist
 
     import mpxla as smp
-    from mpxla.device.torch_xla.tensors import to_device
     from mpxla.session import current
 
     smp.init({"ddp": True})
@@ -135,7 +134,7 @@ def all_reduce(case: Any, num_microbatches: int, warm_up: int, steps: int) -> di
             times.append(time.perf_counter() - started)
         return sorted(times[warm_up:])[steps // 2]
 
-    (tensor,) = to_device([host], session.device)
+    (tensor,) = session.backend.put([host])
     bare_s = seconds(lambda: dist.all_reduce(host))
     step_s = seconds(lambda: session.transport.all_reduce(tensor, group).result())
     megabytes = host.numel() * 4 / 1e6

@@ -1,6 +1,6 @@
 """NCCL as the name of a backend of `torch.distributed` becomes gloo.
 
-Collectives take device tensors wherever mpxla runs (`mpxla/comm/device_collectives.py`).
+Collectives take device tensors wherever mpxla runs (`Backend.join_world`).
 """
 
 import contextlib

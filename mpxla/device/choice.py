@@ -13,8 +13,8 @@ BACKENDS = {
     "torch_xla": ("torch_xla", "mpxla.device.torch_xla.backend", "TorchXlaBackend"),
     "pjrt": ("jax", "mpxla.device.pjrt.backend", "PjrtBackend"),
 }
-"""Name -> the package that it needs, and its class. The first one that is installed is the default;
-the extras of mpxla that install the packages are called `torch-xla` and `pjrt`."""
+"""Name -> the package that it needs, and its class. The first one that is installed is the default."""
+_INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install jax"}
 
 
 def open_backend(name: str | None = None) -> Backend:
@@ -31,7 +31,7 @@ def open_backend(name: str | None = None) -> Backend:
         if name is None:
             raise ConfigError(
                 "no backend is installed: mpxla needs torch_xla or jax to run programs. "
-                "Install one with pip install 'mpxla[torch-xla]' or pip install 'mpxla[pjrt]'."
+                f"Install one, by {' or '.join(_INSTALL.values())}."
             )
     if name not in BACKENDS:
         raise ConfigError(
@@ -40,8 +40,7 @@ def open_backend(name: str | None = None) -> Backend:
     if not _is_installed(BACKENDS[name][0]):
         raise ConfigError(
             f"device: {name!r} needs the package {BACKENDS[name][0]}, which is not installed. "
-            f"Install it with pip install 'mpxla[{name.replace('_', '-')}]', or choose another "
-            f"backend."
+            f"Install it by {_INSTALL[name]}, or choose another backend."
         )
     return _opened(name)
 
