@@ -1,0 +1,87 @@
+"""Programs of several pieces, for backends that cannot run all operators on the device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.stage.host import HostRunner
+from mpxla.stage.pieces import PieceList
+
+__all__ = ["PiecewiseExecutable"]
+
+
+class PiecewiseExecutable:
+    """A program of several pieces; called like any other, see `Executable`.
+
+    Compute pieces are started as ever. A host piece waits for its arguments, so that a call returns
+    only when the last of them has run.
+
+    Args:
+        name: for messages.
+        plan: what the pieces take and give.
+        runners: what runs each of them: executables and host runners.
+        view: waits for a value of the device and gives it on the host.
+        put: host tensors as values of the device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: PieceList,
+        runners: Sequence[Any],
+        view: Callable[[Any], torch.Tensor],
+        put: Callable[[Sequence[torch.Tensor]], list[Any]],
+    ):
+        self.name = name
+        self.num_inputs = plan.num_arguments
+        self.is_random = any(runner.is_random for runner in runners)
+        on_device = [r for r in runners if not isinstance(r, HostRunner)]
+        self.num_buffers = sum(runner.num_buffers for runner in on_device)
+        found = (r.operators for r in runners if isinstance(r, HostRunner))
+        self.host_operators = tuple(sorted({name for names in found for name in names}))
+        self._plan = plan
+        self._runners = tuple(runners)
+        self._last_uses = plan.last_uses()
+        self._view, self._put = view, put
+
+    def __call__(self, arguments: Sequence[Any], seed: Any = None) -> list[Any]:
+        """Runs the pieces; returns results that may still be computed."""
+        missing = self._plan.num_values - self._plan.num_arguments
+        values: list[Any] = [*arguments, *[None] * missing]
+        seeds = _Seeds(seed, self._view)
+        for piece, runner, done in zip(
+            self._plan.pieces, self._runners, self._last_uses, strict=True
+        ):
+            taken = [values[number] for number in piece.inputs]
+            given = runner(taken, self._seed_of(runner, seeds) if runner.is_random else None)
+            for number, value in zip(piece.outputs, given, strict=True):
+                values[number] = value
+            for number in done:
+                values[number] = None
+        return [values[number] for number in self._plan.results]
+
+    def _seed_of(self, runner: Any, seeds: "_Seeds") -> Any:
+        number = seeds.next()
+        if isinstance(runner, HostRunner):
+            return number
+        return self._put([torch.tensor(number, dtype=torch.int64)])[0]
+
+    def text(self) -> str:
+        """Text of the compute pieces and code of the host pieces, in order."""
+        return "\n".join(runner.text() for runner in self._runners)
+
+
+class _Seeds:
+    """Seeds of the random pieces of one call: two with one seed would draw the same numbers."""
+
+    def __init__(self, first: Any, view: Callable[[Any], torch.Tensor]):
+        self._first = first
+        self._view = view
+        self._count = 0
+
+    def next(self) -> int:
+        assert self._first is not None, "random programs are called with a seed"
+        number = int(self._view(self._first)) + self._count * 0x9E3779B97F4A7C15
+        self._count += 1
+        return number & 0x7FFFFFFFFFFFFFFF

@@ -1,0 +1,249 @@
+"""The backend on any PJRT plugin of jax's: CPU, CUDA, TPU, Neuron.
+
+Users see ordinary tensors of PyTorch, on the processor or on a CUDA device of the same memory;
+programs take and give jax's arrays.
+"""
+
+import collections
+import functools
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from mpxla.device.backend import Lowering
+from mpxla.device.piecewise import PiecewiseExecutable
+from mpxla.device.pjrt.arrays import (
+    ImportCache,
+    copy_to_device,
+    host_copies,
+    host_view,
+    shared_tensor,
+)
+from mpxla.device.pjrt.dtypes import torch_dtype
+from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
+from mpxla.device.pjrt.graphs import is_known, unknown_nodes
+from mpxla.device.pjrt.lowering import make_lowering
+from mpxla.device.pjrt.modules import flat_graph
+from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.stepgraph import describe
+from mpxla.stage.host import HostRunner
+from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, split_graph
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["PjrtBackend"]
+
+_KEY_KINDS = {"neuron": "rbg", "axon": "rbg"}
+"""Generators that plugins want in place of threefry."""
+
+_NUM_WATCHED = 64
+"""How many calls `wait` looks back. Programs of one device end in order, give or take a few."""
+
+
+class PjrtBackend:
+    """Compiles and runs programs by jax.
+
+    Args:
+        platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
+        device_index: which of the platform's devices on this machine.
+        compile_cache: folder in which compiled programs are kept; "" keeps none.
+        key_kind: jax's name of the random generator; None: what the plugin wants.
+
+    Raises:
+        MpxlaError: jax has no such platform here, or not as many devices.
+    """
+
+    name = "pjrt"
+    has_doubles = True
+
+    def __init__(
+        self,
+        platform: str | None = None,
+        device_index: int = 0,
+        compile_cache: str = "",
+        key_kind: str | None = None,
+    ):
+        self._device = _find_device(platform, device_index)
+        if compile_cache:
+            _keep_programs(compile_cache)
+        self.is_host = self._device.platform == "cpu"
+        is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
+        self.device = torch.device("cuda", device_index) if is_cuda else torch.device("cpu")
+        self._key_kind = key_kind or _KEY_KINDS.get(self._device.platform, "threefry2x32")
+        self._imports = ImportCache(self._device, self.device.type == self._memory)
+        self._started: collections.deque[weakref.ref[jax.Array]] = collections.deque(
+            maxlen=_NUM_WATCHED
+        )
+        self._random_state = 0
+
+    @functools.cached_property
+    def lowering(self) -> Lowering:
+        """How stages are lowered for jax."""
+        return make_lowering()
+
+    @property
+    def _memory(self) -> str:
+        """PyTorch's name for the kind of memory that arrays lie in."""
+        return {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(self._device.platform, "")
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that this process has compiled, or found in the cache, so far."""
+        return PjrtExecutable.num_compilations
+
+    def compile(
+        self,
+        name: str,
+        graph: torch.nn.Module,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int] = (),
+        keep_text: bool = False,
+    ) -> PjrtExecutable | PiecewiseExecutable:
+        """Compiles a module; see `Backend.compile`.
+
+        Operators that jax has no function for, and PyTorch does not write with others, run on the
+        host if PyTorch has a kernel there.
+        """
+        module = flat_graph(name, graph, inputs)
+        if not unknown_nodes(module.graph):
+            return self._compile(name, module, inputs, donated, keep_text)
+        # Between pieces lie values that nobody else has; arguments are not donated to any of them.
+        plan = split_graph(module.graph, _kind_of, module)
+        runners = [
+            self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text)
+            for i, piece in enumerate(plan.pieces)
+        ]
+        return PiecewiseExecutable(name, plan, runners, self.view, self.put)
+
+    def _compile(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int],
+        keep_text: bool,
+    ) -> PjrtExecutable:
+        where = (self._key_kind, self._device, self._started)
+        return compile_flat(name, module, inputs, donated, keep_text, *where)
+
+    def _runner_of(self, name: str, piece: Piece, keep_text: bool) -> PjrtExecutable | HostRunner:
+        if isinstance(piece, HostPiece):
+            return HostRunner(name, piece, self.view, self.put)
+        return self._compile(name, piece.module, piece.input_specs, (), keep_text)
+
+    def put(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        """Host tensors as arrays with memory of their own; arrays stay."""
+        return [
+            value if isinstance(value, jax.Array) else copy_to_device(value, self._device)
+            for value in tensors
+        ]
+
+    def get(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
+        """Waits; copies on the host."""
+        return host_copies(buffers)
+
+    def view(self, buffer: jax.Array) -> torch.Tensor:
+        """Waits; a host tensor for reading only, which may share memory."""
+        return host_view(buffer)
+
+    def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        """The user's tensors as arguments, sharing memory where that is possible."""
+        return [
+            value if isinstance(value, jax.Array) else self._imports.array_of(value)
+            for value in tensors
+        ]
+
+    def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
+        """Waits; buffers as tensors that users see, sharing memory where that is possible."""
+        found = []
+        for buffer in buffers:
+            if isinstance(buffer, torch.Tensor):
+                found.append(buffer)
+                continue
+            tensor = shared_tensor(buffer, self.device)
+            self._imports.remember(tensor, buffer)
+            found.append(tensor)
+        return found
+
+    def spec(self, buffer: jax.Array) -> TensorSpec:
+        """Shape and dtype of a buffer."""
+        return TensorSpec(tuple(buffer.shape), torch_dtype(buffer.dtype))
+
+    def is_on_device(self, tensor: Any) -> bool:
+        """Whether a value is an array, or a tensor of the device's own memory."""
+        return isinstance(tensor, jax.Array) or tensor.device == self.device
+
+    def flush(self) -> None:
+        """Nothing waits to be started."""
+
+    def wait(self) -> None:
+        """Waits until everything that was started has ended."""
+        while self._started:
+            array = self._started.popleft()()
+            if array is not None and not array.is_deleted():
+                array.block_until_ready()
+
+    def random_state(self) -> int:
+        """State of the device's own generator, which no program draws from."""
+        return self._random_state
+
+    def set_random_state(self, state: int) -> None:
+        """Takes note of a state, for `random_state`."""
+        self._random_state = state
+
+    def memory_counters(self) -> dict[str, int] | None:
+        """Bytes that the device counts (`bytes_used`, `bytes_limit`, ...); None if it does not."""
+        found = self._device.memory_stats()
+        if not found:
+            return None
+        names = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
+        return {names.get(key, key): int(value) for key, value in found.items()}
+
+
+def _kind_of(node: fx.Node) -> type[Piece]:
+    if is_known(node.target):
+        return ComputePiece
+    name = node.target.name() if isinstance(node.target, OpOverload) else ""
+    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        raise LoweringError(
+            f"{describe(node)} can run neither on the device nor on the host: it has no jax "
+            f"function, PyTorch does not write it with other operators, and has no kernel of it "
+            f"for the CPU. Write it with other operators, or register a kernel."
+        )
+    return HostPiece
+
+
+def _find_device(platform: str | None, index: int) -> jax.Device:
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    try:
+        devices = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # without a plugin jax fails an assertion
+        extra = {"cuda": "cuda13` or `cuda12", "neuron": "neuron", "tpu": "jax[tpu]"}
+        reason = f": {error}" if str(error) else ""
+        remedy = (
+            f"Install mpxla with the extra `{extra[platform]}`"
+            if platform in extra
+            else "Name a platform that jax has a plugin for"
+        )
+        raise MpxlaError(
+            f"device: jax has no platform {platform or 'at all'!r} on this machine{reason}. "
+            f"{remedy}, or choose another device."
+        ) from error
+    if index >= len(devices):
+        raise MpxlaError(
+            f"device: this process would use {devices[0].platform} device {index} of its machine, "
+            f"which has {len(devices)}. Start as many processes per machine as it has devices."
+        )
+    return devices[index]
+
+
+def _keep_programs(folder: str) -> None:
+    """Makes jax keep compiled programs on disk, quickly compiled ones too."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

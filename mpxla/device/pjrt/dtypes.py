@@ -1,0 +1,123 @@
+"""Dtypes of PyTorch and of jax, and PyTorch's rules for mixing them.
+
+Jax counts in 64 bits here as PyTorch does: whoever imports this module turns `jax_enable_x64` on.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+__all__ = [
+    "as_float",
+    "cast",
+    "compute_dtype",
+    "jax_dtype",
+    "promote",
+    "result_type",
+    "torch_dtype",
+]
+
+# Without it jax would make int32 of int64 and float32 of float64, in silence.
+jax.config.update("jax_enable_x64", True)
+
+_JAX: dict[torch.dtype, np.dtype] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(jnp.bfloat16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+    torch.float8_e4m3fn: np.dtype(jnp.float8_e4m3fn),
+    torch.float8_e5m2: np.dtype(jnp.float8_e5m2),
+}
+_TORCH = {dtype: key for key, dtype in _JAX.items()}
+
+
+def jax_dtype(dtype: torch.dtype) -> np.dtype:
+    """Jax's dtype for one of PyTorch's."""
+    try:
+        return _JAX[dtype]
+    except KeyError:
+        raise TypeError(f"jax has no dtype for {dtype}") from None
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """PyTorch's dtype for one of jax's."""
+    return _TORCH[np.dtype(dtype)]
+
+
+def _number_dtype(number: object) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
+    if isinstance(number, int):
+        return torch.int64
+    if isinstance(number, complex):
+        return torch.complex64 if torch.get_default_dtype() != torch.float64 else torch.complex128
+    return torch.get_default_dtype()
+
+
+def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
+    """What a lower category adds: numbers to tensors without dimensions, these to all others."""
+    if higher is None or lower is None:
+        return higher or lower
+    if higher.is_complex:
+        return higher
+    if higher.is_floating_point:
+        return higher.to_complex() if lower.is_complex else higher
+    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
+        return torch.promote_types(higher, lower)
+    return higher
+
+
+def result_type(*values: Any) -> np.dtype:
+    """The dtype in which PyTorch computes with arrays and Python numbers together."""
+    found: list[torch.dtype | None] = [None, None, None]  # with dimensions, without, numbers
+    for value in values:
+        if value is None:
+            continue
+        is_array = hasattr(value, "dtype")
+        dtype = torch_dtype(value.dtype) if is_array else _number_dtype(value)
+        place = 2 if not is_array else 0 if value.ndim else 1
+        old = found[place]
+        found[place] = dtype if old is None else torch.promote_types(old, dtype)
+    dtype = _combine(found[0], _combine(found[1], found[2]))
+    return jax_dtype(dtype or torch.get_default_dtype())
+
+
+def cast(value: Any, dtype: np.dtype | torch.dtype) -> jax.Array:
+    """An array or number as an array of this dtype."""
+    wanted = jax_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if isinstance(value, int) and not isinstance(value, bool) and wanted.kind in "iu":
+        value = np.array(value & (2 ** (8 * wanted.itemsize) - 1), np.uint64).astype(wanted)
+    return jnp.asarray(value, wanted)
+
+
+def promote(*values: Any) -> list[jax.Array]:
+    """All values in the dtype that PyTorch computes in."""
+    dtype = result_type(*values)
+    return [cast(value, dtype) for value in values]
+
+
+def as_float(*values: Any) -> list[jax.Array]:
+    """As `promote`; integers and booleans become numbers of the default dtype."""
+    dtype = result_type(*values)
+    if dtype.kind in "biu":
+        dtype = jax_dtype(torch.get_default_dtype())
+    return [cast(value, dtype) for value in values]
+
+
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of sums over values of a low-precision dtype, as PyTorch's kernels have it."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind not in "biu" else dtype

@@ -1,0 +1,155 @@
+"""Programs of XLA: an ATen graph compiled ahead of time by jax, and called with arrays.
+
+A call costs the host some 3 us per buffer; results are arrays that are still being computed. What
+the graph hands on as it came is not part of the program: as a result of it, it would be a copy.
+"""
+
+import collections
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from torch import fx
+
+from mpxla.device.pjrt.dtypes import jax_dtype
+from mpxla.device.pjrt.graphs import as_function, is_random_graph
+from mpxla.errors import LoweringError
+from mpxla.stage.spec import TensorSpec
+
+Started = collections.deque[weakref.ref[jax.Array]]
+
+__all__ = ["PjrtExecutable", "compile_flat"]
+
+
+class PjrtExecutable:
+    """A compiled program.
+
+    Args:
+        name: for messages.
+        call: the program, or None where there is nothing to compute.
+        results: for every result, the number of the program's result, or of an argument as (i,).
+        num_inputs: how many arguments it takes.
+        is_random: whether it takes a seed as well.
+        text: StableHLO, if it is kept.
+        started: takes a weak reference to one result of every call, for `PjrtBackend.wait`.
+    """
+
+    host_operators: tuple[str, ...] = ()
+    num_compilations: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Sequence[jax.Array]] | None,
+        results: Sequence[int | tuple[int]],
+        num_inputs: int,
+        is_random: bool,
+        text: str,
+        started: Started,
+    ):
+        self._started = started
+        self.name = name
+        self.num_inputs = num_inputs
+        self.num_buffers = num_inputs + is_random
+        self.is_random = is_random
+        self._call = call
+        self._results = tuple(results)
+        self._is_plain = self._results == tuple(range(len(self._results)))
+        self._text = text
+
+    def __call__(
+        self, arguments: Sequence[jax.Array], seed: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """Starts the program; returns its results at once, as arrays still being computed."""
+        if self._call is None:
+            computed: Sequence[jax.Array] = ()
+        elif self.is_random:
+            computed = self._call(seed, *arguments)
+        else:
+            computed = self._call(*arguments)
+        if computed:
+            self._started.append(weakref.ref(computed[-1]))
+        if self._is_plain:
+            return list(computed)
+        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def text(self) -> str:
+        """The program's StableHLO, for reading only."""
+        return self._text
+
+
+def compile_flat(
+    name: str,
+    module: fx.GraphModule,
+    inputs: Sequence[TensorSpec],
+    donated: Collection[int],
+    keep_text: bool,
+    key_kind: str,
+    device: jax.Device,
+    started: Started,
+) -> PjrtExecutable:
+    """Compiles a flat graph.
+
+    Args:
+        name: for messages.
+        module: every node knows its value (`meta["val"]`).
+        inputs: specs of its arguments.
+        donated: arguments whose memory the results may take.
+        keep_text: whether to keep the program's StableHLO.
+        key_kind: jax's name of the random generator, `threefry2x32` or `rbg`.
+        device: where it runs.
+        started: see `PjrtExecutable`.
+
+    Raises:
+        LoweringError: an operator has no jax function, or XLA refuses the program.
+    """
+    wanted, results = _results_of(module)
+    is_random = is_random_graph(module.graph)
+    if not wanted:
+        return PjrtExecutable(name, None, results, len(inputs), False, "", started)
+    function = as_function(name, module)
+
+    def program(*arrays: Any) -> list[Any]:
+        key = jax.random.key(arrays[0], impl=key_kind) if is_random else None
+        found = function(key, arrays[1:] if is_random else arrays)
+        return [found[i] for i in wanted]
+
+    there = jax.sharding.SingleDeviceSharding(device)
+    kinds = [(s.shape, jax_dtype(s.dtype)) for s in inputs]
+    if is_random:
+        kinds.insert(0, ((), np.dtype(np.int64)))
+    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
+    kept = {i for r in results if not isinstance(r, int) for i in r}
+    donors = tuple(i + is_random for i in sorted(donated) if i not in kept)
+    try:
+        lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
+        compiled = lowered.compile()
+    except LoweringError:
+        raise
+    except Exception as error:  # XLA raises anything
+        raise LoweringError(
+            f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
+        ) from error
+    PjrtExecutable.num_compilations += 1
+    text = lowered.as_text() if keep_text else ""
+    return PjrtExecutable(name, compiled, results, len(inputs), is_random, text, started)
+
+
+def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:
+    """Which results the program computes, and where each of the graph's results is found."""
+    place = {n: i for i, n in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
+    (output,) = [n for n in module.graph.nodes if n.op == "output"]
+    computed: list[int] = []
+    number: dict[fx.Node, int] = {}
+    results: list[int | tuple[int]] = []
+    for i, node in enumerate(output.args[0]):
+        if node in place:
+            results.append((place[node],))
+            continue
+        if node not in number:
+            number[node] = len(computed)
+            computed.append(i)
+        results.append(number[node])
+    return computed, results

@@ -1,0 +1,41 @@
+"""How stages are lowered for jax: on fake tensors of the processor, in plain operators."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mpxla.device.backend import Lowering
+from mpxla.device.pjrt.graphs import decompositions
+from mpxla.device.pjrt.replacements import REPLACEMENTS
+
+__all__ = ["make_lowering"]
+
+
+def make_lowering() -> Lowering:
+    """What the backend wants of graphs; touches no device.
+
+    Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
+    """
+    return Lowering(
+        device=torch.device("cpu"),
+        decompositions=decompositions(),
+        replacements=REPLACEMENTS,
+        dispatched=_plain_operators,
+        expand=_as_it_is,
+        lays_out_weights=False,
+        disguises_sums=False,
+    )
+
+
+@contextlib.contextmanager
+def _plain_operators(is_differentiated: bool) -> Iterator[None]:
+    """Attention as products and softmax, and none of the processor's own fused kernels."""
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+def _as_it_is(module: fx.GraphModule) -> None:
+    """XLA's CPU compiler of today's jaxlib needs no other graphs."""

@@ -1,0 +1,115 @@
+"""Activation functions and their derivatives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpxla.device.pjrt.dtypes import cast
+from mpxla.device.pjrt.table import implements
+
+
+def _gelu(x: jax.Array, approximate: str) -> jax.Array:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+@implements("gelu")
+def _gelu_forward(x: jax.Array, *, approximate: str = "none") -> jax.Array:
+    return _gelu(x, approximate)
+
+
+@implements("gelu_backward")
+def _gelu_backward(gradient: jax.Array, x: jax.Array, *, approximate: str = "none") -> jax.Array:
+    return jax.vjp(lambda y: _gelu(y, approximate), x)[1](gradient.astype(x.dtype))[0]
+
+
+@implements("relu")
+def _relu(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, cast(0, x.dtype))
+
+
+@implements("silu")
+def _silu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(x)
+
+
+@implements("silu_backward")
+def _silu_backward(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    slope = jax.nn.sigmoid(x)
+    return gradient * slope * (1 + x * (1 - slope))
+
+
+@implements("tanh_backward")
+def _tanh_backward(gradient: jax.Array, result: jax.Array) -> jax.Array:
+    return gradient * (1 - result * result).conj()
+
+
+@implements("sigmoid_backward")
+def _sigmoid_backward(gradient: jax.Array, result: jax.Array) -> jax.Array:
+    return gradient * ((1 - result) * result).conj()
+
+
+@implements("threshold_backward")
+def _threshold_backward(gradient: jax.Array, x: jax.Array, threshold: Any) -> jax.Array:
+    return jnp.where(x <= cast(threshold, x.dtype), cast(0, gradient.dtype), gradient)
+
+
+@implements("threshold")
+def _threshold(x: jax.Array, threshold: Any, value: Any) -> jax.Array:
+    return jnp.where(x <= cast(threshold, x.dtype), cast(value, x.dtype), x)
+
+
+@implements("elu")
+def _elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
+    below = jnp.expm1(jnp.minimum(x, 0) * input_scale) * (alpha * scale)
+    return jnp.where(x > 0, x * scale, below).astype(x.dtype)
+
+
+@implements("leaky_relu")
+def _leaky_relu(x: jax.Array, slope: Any = 0.01) -> jax.Array:
+    return jnp.where(x > 0, x, x * slope)
+
+
+@implements("hardtanh")
+def _hardtanh(x: jax.Array, low: Any = -1, high: Any = 1) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, cast(low, x.dtype)), cast(high, x.dtype))
+
+
+@implements("softplus")
+def _softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
+    scaled = x * beta
+    is_linear = scaled > threshold
+    return jnp.where(is_linear, x, jnp.log1p(jnp.exp(jnp.where(is_linear, 0, scaled))) / beta)
+
+
+@implements("log_sigmoid_forward")
+def _log_sigmoid(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logarithm, and a buffer that PyTorch's CPU kernel keeps for its derivative."""
+    rest = jnp.exp(-jnp.abs(x))
+    return jnp.minimum(x, 0) - jnp.log1p(rest), rest
+
+
+@implements("log_sigmoid_backward")
+def _log_sigmoid_backward(gradient: jax.Array, x: jax.Array, _: jax.Array) -> jax.Array:
+    return gradient * jax.nn.sigmoid(-x)
+
+
+@implements("_prelu_kernel")
+def _prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, x, x * weight)
+
+
+@implements("_prelu_kernel_backward")
+def _prelu_backward(
+    gradient: jax.Array, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return (
+        jnp.where(x > 0, gradient, gradient * weight),
+        jnp.where(x > 0, cast(0, x.dtype), gradient * x),
+    )
+
+
+@implements("hardshrink_backward", "softshrink_backward")
+def _shrink_backward(gradient: jax.Array, x: jax.Array, lambd: Any) -> jax.Array:
+    is_inside = (x >= -lambd) & (x <= lambd)
+    return jnp.where(is_inside, cast(0, gradient.dtype), gradient)

@@ -1,0 +1,198 @@
+"""Arithmetic of two or three operands, and of bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpxla.device.pjrt.dtypes import as_float, cast, promote, result_type
+from mpxla.device.pjrt.table import implements
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    return value if isinstance(factor, (int, float)) and factor == 1 else value * factor
+
+
+def _is_bool(value: jax.Array) -> bool:
+    return value.dtype.kind == "b"
+
+
+def _is_integer(value: jax.Array) -> bool:
+    return value.dtype.kind in "iu"
+
+
+@implements("add.Tensor", "add.Scalar")
+def _add(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
+    a, b = promote(left, right)
+    return a | b if _is_bool(a) else a + _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
+
+
+@implements("sub.Tensor", "sub.Scalar")
+def _subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
+    a, b = promote(left, right)
+    return a - _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
+
+
+@implements("rsub.Scalar", "rsub.Tensor")
+def _subtract_from(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
+    return _subtract(right, left, alpha)
+
+
+@implements("mul.Tensor", "mul.Scalar")
+def _multiply(left: Any, right: Any) -> jax.Array:
+    a, b = promote(left, right)
+    return a & b if _is_bool(a) else a * b
+
+
+@implements("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
+def _divide(left: Any, right: Any, rounding_mode: str | None = None) -> jax.Array:
+    if rounding_mode is None:
+        a, b = as_float(left, right)
+        return a / b
+    a, b = promote(left, right)
+    if rounding_mode == "floor":
+        return _divide_floored(a, b)
+    if _is_integer(a):
+        shape = jnp.broadcast_shapes(a.shape, b.shape)
+        return lax.div(jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape))
+    return jnp.trunc(a / b)
+
+
+def _divide_floored(a: jax.Array, b: jax.Array) -> jax.Array:
+    if not _is_integer(a):
+        # As PyTorch does: exact for quotients near an integer, infinite for division by zero.
+        rest = lax.rem(*jnp.broadcast_arrays(a, b))
+        quotient = (a - rest) / b
+        quotient = jnp.where((rest != 0) & ((b < 0) != (rest < 0)), quotient - 1, quotient)
+        floored = jnp.floor(quotient)
+        floored = jnp.where(quotient - floored > 0.5, floored + 1, floored)
+        floored = jnp.where(quotient == 0, jnp.copysign(jnp.zeros_like(floored), a / b), floored)
+        return jnp.where(b == 0, a / b, floored)
+    return jnp.floor_divide(a, b)
+
+
+@implements("floor_divide", "floor_divide.Scalar")
+def _floor_divide(left: Any, right: Any) -> jax.Array:
+    return _divide(left, right, "floor")
+
+
+@implements("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
+def _remainder(left: Any, right: Any) -> jax.Array:
+    a, b = promote(left, right)
+    return jnp.remainder(a, b)
+
+
+@implements("fmod.Tensor", "fmod.Scalar")
+def _fmod(left: Any, right: Any) -> jax.Array:
+    a, b = promote(left, right)
+    return lax.rem(*jnp.broadcast_arrays(a, b))
+
+
+@implements("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
+def _power(base: Any, exponent: Any) -> jax.Array:
+    a, b = promote(base, exponent)
+    if isinstance(exponent, (int, float)):
+        if exponent == 2:
+            return a * a
+        if exponent == 3:
+            return a * a * a
+        if exponent == 0.5 and not _is_integer(a):
+            return jnp.sqrt(a)
+    if _is_integer(a):
+        # A negative exponent gives the integer part of the inverse.
+        inverse = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(b % 2 == 0, 1, -1), 0))
+        return jnp.where(b < 0, inverse, jnp.power(a, jnp.maximum(b, 0))).astype(a.dtype)
+    return jnp.power(a, b)
+
+
+def _binary(
+    names: tuple[str, ...],
+    function: Callable[..., Any],
+    prepare: Callable[..., list[jax.Array]] = promote,
+) -> None:
+    implements(*names)(lambda left, right: function(*prepare(left, right)))
+
+
+_binary(("maximum",), jnp.maximum)
+_binary(("minimum",), jnp.minimum)
+_binary(("fmax",), jnp.fmax)
+_binary(("fmin",), jnp.fmin)
+_binary(("gcd",), jnp.gcd)
+_binary(("lcm",), lambda a, b: jnp.abs(jnp.lcm(a, b)))
+_binary(("atan2",), jnp.arctan2, as_float)
+_binary(("hypot",), jnp.hypot, as_float)
+_binary(("copysign.Tensor", "copysign.Scalar"), jnp.copysign, as_float)
+_binary(("nextafter",), jnp.nextafter)
+_binary(("logaddexp",), jnp.logaddexp, as_float)
+_binary(("logaddexp2",), jnp.logaddexp2, as_float)
+_binary(("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"), jnp.bitwise_and)
+_binary(("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"), jnp.bitwise_or)
+_binary(("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"), jnp.bitwise_xor)
+_binary(("heaviside",), lambda a, b: jnp.where(a == 0, b, (a > 0).astype(a.dtype)))
+_SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+_binary(tuple(f"bitwise_left_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_left(a, b))
+_binary(tuple(f"bitwise_right_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_right(a, b))
+
+
+def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
+    is_out = (b < 0) | (b >= 8 * a.dtype.itemsize)
+    return jnp.where(is_out, 0, jnp.left_shift(a, jnp.where(is_out, 0, b)))
+
+
+def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
+    most = 8 * a.dtype.itemsize - 1
+    return jnp.right_shift(a, jnp.where((b < 0) | (b > most), most, b).astype(a.dtype))
+
+
+@implements("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other")
+def _x_log_y(left: Any, right: Any) -> jax.Array:
+    a, b = as_float(left, right)
+    return jnp.where(jnp.isnan(b), jnp.nan, jnp.where(a == 0, 0, a * jnp.log(b)))
+
+
+@implements("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
+def _x_log1p_y(left: Any, right: Any) -> jax.Array:
+    a, b = as_float(left, right)
+    return jnp.where(jnp.isnan(b), jnp.nan, jnp.where(a == 0, 0, a * jnp.log1p(b)))
+
+
+@implements("addcmul")
+def _add_product(start: Any, left: Any, right: Any, value: Any = 1) -> jax.Array:
+    s, a, b = promote(start, left, right)
+    return s + _scaled(a, cast(value, a.dtype) if value != 1 else 1) * b
+
+
+@implements("addcdiv")
+def _add_quotient(start: Any, left: Any, right: Any, value: Any = 1) -> jax.Array:
+    s, a, b = as_float(start, left, right)
+    return s + _scaled(a, value) / b
+
+
+@implements("lerp.Scalar", "lerp.Tensor")
+def _interpolate(start: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
+    near = weight if isinstance(weight, complex) or jnp.iscomplexobj(weight) else jnp.abs(weight)
+    is_near = jnp.abs(near) < 0.5
+    apart = end - start
+    w = cast(weight, result_type(start, end))
+    return jnp.where(is_near, start + w * apart, end - apart * (1 - w))
+
+
+@implements("clamp", "clamp.Tensor")
+def _clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
+    dtype = result_type(value, low, high)
+    value = cast(value, dtype)
+    if low is not None:
+        value = jnp.maximum(value, cast(low, dtype))
+    return value if high is None else jnp.minimum(value, cast(high, dtype))
+
+
+@implements("clamp_min", "clamp_min.Tensor")
+def _clamp_min(value: jax.Array, low: Any) -> jax.Array:
+    return _clamp(value, low)
+
+
+@implements("clamp_max", "clamp_max.Tensor")
+def _clamp_max(value: jax.Array, high: Any) -> jax.Array:
+    return _clamp(value, None, high)

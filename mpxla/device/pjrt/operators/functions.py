@@ -1,0 +1,186 @@
+"""Functions of one number, elementwise."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from mpxla.device.pjrt.dtypes import as_float, cast
+from mpxla.device.pjrt.table import implements
+
+
+def _digamma(x: jax.Array) -> jax.Array:
+    """In float64: next to a pole, float32 leaves nothing of the distance to it."""
+    return special.digamma(x.astype(np.float64)).astype(x.dtype)
+
+
+# Integers become numbers of the default dtype first.
+_OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
+    "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
+    "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
+    "cos": jnp.cos,
+    "cosh": jnp.cosh,
+    "deg2rad": jnp.deg2rad,
+    "digamma": _digamma,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "erfinv": special.erfinv,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "i0": special.i0,
+    "lgamma": special.gammaln,
+    "log": jnp.log,
+    "log10": lambda x: jnp.log(x) * (1 / math.log(10)),
+    "log1p": jnp.log1p,
+    "log2": jnp.log2,
+    "rad2deg": jnp.rad2deg,
+    "reciprocal": lambda x: 1 / x,
+    "rsqrt": lax.rsqrt,
+    "sigmoid": jax.nn.sigmoid,
+    "sin": jnp.sin,
+    "sinc": jnp.sinc,
+    "sinh": jnp.sinh,
+    "special_entr": special.entr,
+    "special_i0e": special.i0e,
+    "special_i1": special.i1,
+    "special_i1e": special.i1e,
+    "special_log_ndtr": special.log_ndtr,
+    "special_ndtri": special.ndtri,
+    "sqrt": jnp.sqrt,
+    "tan": jnp.tan,
+    "tanh": jnp.tanh,
+}
+for _name, _function in _OF_FLOATS.items():
+    implements(_name)(lambda x, f=_function: f(*as_float(x)))
+
+
+def _unless_integer(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x: x if x.dtype.kind in "biu" else function(x)
+
+
+def _sgn(x: jax.Array) -> jax.Array:
+    if not jnp.iscomplexobj(x):
+        return x if x.dtype.kind == "b" else jnp.where(jnp.isnan(x), 0, jnp.sign(x))
+    size = jnp.abs(x)
+    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
+
+
+_OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "abs": jnp.abs,
+    "bitwise_not": jnp.bitwise_not,
+    "ceil": _unless_integer(jnp.ceil),
+    "conj_physical": jnp.conj,
+    "_conj": jnp.conj,
+    "_conj_physical": jnp.conj,
+    "resolve_conj": lambda x: x,
+    "resolve_neg": lambda x: x,
+    "floor": _unless_integer(jnp.floor),
+    "frac": lambda x: x - jnp.trunc(x),
+    "imag": jnp.imag,
+    "real": jnp.real,
+    "isinf": jnp.isinf,
+    "isfinite": jnp.isfinite,
+    "isnan": jnp.isnan,
+    "isneginf": lambda x: jnp.isneginf(x) if x.dtype.kind not in "biu" else jnp.zeros_like(x, bool),
+    "isposinf": lambda x: jnp.isposinf(x) if x.dtype.kind not in "biu" else jnp.zeros_like(x, bool),
+    "logical_not": jnp.logical_not,
+    "neg": jnp.negative,
+    "positive": lambda x: x,
+    "round": _unless_integer(jnp.round),
+    "sgn": _sgn,
+    "sign": _sgn,
+    "signbit": lambda x: jnp.signbit(x) if x.dtype.kind not in "bu" else jnp.zeros_like(x, bool),
+    "square": lambda x: x * x,
+    "trunc": _unless_integer(jnp.trunc),
+}
+for _name, _function in _OF_ALL.items():
+    implements(_name)(_function)
+
+
+@implements("angle")
+def _angle(x: jax.Array) -> jax.Array:
+    x = as_float(x)[0]
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, math.pi, 0).astype(x.dtype))
+
+
+@implements("round.decimals")
+def _round_to_decimals(x: jax.Array, *, decimals: int = 0) -> jax.Array:
+    if x.dtype.kind in "biu" or decimals == 0:
+        return x if x.dtype.kind in "biu" else jnp.round(x)
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(x * scale) / scale if decimals > 0 else jnp.round(x / scale) * scale
+
+
+@implements("nan_to_num")
+def _nan_to_num(
+    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> jax.Array:
+    if x.dtype.kind in "biu":
+        return x
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@implements("polar")
+def _polar(length: jax.Array, angle: jax.Array) -> jax.Array:
+    return lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
+
+
+@implements("complex")
+def _complex(real: jax.Array, imag: jax.Array) -> jax.Array:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@implements("view_as_real")
+def _view_as_real(x: jax.Array) -> jax.Array:
+    return jnp.stack([x.real, x.imag], -1)
+
+
+@implements("view_as_complex")
+def _view_as_complex(x: jax.Array) -> jax.Array:
+    return lax.complex(x[..., 0], x[..., 1])
+
+
+@implements("logit")
+def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+    x = as_float(x)[0]
+    if eps is not None:
+        x = jnp.clip(x, cast(eps, x.dtype), cast(1 - eps, x.dtype))
+    return jnp.log(x / (1 - x))
+
+
+@implements("polygamma")
+def _polygamma(order: int, x: jax.Array) -> jax.Array:
+    x = as_float(x)[0]
+    return _digamma(x) if order == 0 else special.polygamma(np.int64(order), x)
+
+
+@implements("special_zeta")
+def _zeta(x: jax.Array, q: jax.Array) -> jax.Array:
+    return special.zeta(*as_float(x, q))
+
+
+@implements("igamma")
+def _lower_gamma(shape: jax.Array, x: jax.Array) -> jax.Array:
+    return special.gammainc(*as_float(shape, x))
+
+
+@implements("igammac")
+def _upper_gamma(shape: jax.Array, x: jax.Array) -> jax.Array:
+    return special.gammaincc(*as_float(shape, x))
+
+
+@implements("mvlgamma")
+def _multivariate_lgamma(x: jax.Array, p: int) -> jax.Array:
+    x = as_float(x)[0]
+    return sum(special.gammaln(x - i / 2) for i in range(p)) + p * (p - 1) / 4 * math.log(math.pi)

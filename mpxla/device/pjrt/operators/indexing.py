@@ -1,0 +1,101 @@
+"""Reading by indices.
+
+Indices out of range, for which PyTorch raises an error, give NaN where the dtype has it: programs
+cannot raise.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpxla.device.pjrt.table import implements
+
+
+def take(x: jax.Array, index: jax.Array, dim: int) -> jax.Array:
+    """Slices of `x` along a dimension."""
+    return jnp.take(x, index, axis=dim, mode="fill")
+
+
+def along(x: jax.Array, dim: int, index: jax.Array) -> tuple[jax.Array, ...]:
+    """Places in `x` of an index that goes along one dimension, as `gather` has them."""
+    ranks = np.ogrid[tuple(slice(size) for size in index.shape)]
+    places: list[Any] = list(ranks)
+    places[dim % x.ndim] = index
+    return tuple(places)
+
+
+@implements("embedding")
+def _embedding(
+    weight: jax.Array,
+    index: jax.Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> jax.Array:
+    return take(weight, index, 0)
+
+
+@implements("index_select")
+def _index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+    if not x.ndim:
+        return x
+    return take(x, index.reshape(-1), dim % x.ndim)
+
+
+@implements("gather")
+def _gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
+    if not x.ndim:
+        return jnp.broadcast_to(x, index.shape)
+    if not index.ndim:
+        return x[index]
+    return x.at[along(x, dim, index)].get(mode="fill")
+
+
+def places_of(indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
+    """PyTorch's list of indices as NumPy's tuple."""
+    return tuple(slice(None) if index is None else index for index in indices)
+
+
+def refuse_masks(indices: Sequence[jax.Array | None]) -> None:
+    """Masks give shapes that depend on values, which no program of XLA has."""
+    if any(i is not None and i.dtype.kind in "b" for i in indices):
+        raise NotImplementedError(
+            "an index of booleans gives a shape that depends on values; use torch.where"
+        )
+
+
+@implements("index.Tensor", "_unsafe_index.Tensor")
+def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
+    refuse_masks(indices)
+    return x.at[places_of(indices)].get(mode="fill")
+
+
+@implements("take")
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x.reshape(-1), index, mode="fill")
+
+
+@implements("_unsafe_masked_index")
+def _masked_index(
+    x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Any
+) -> jax.Array:
+    clipped = _clip(x, indices)
+    return jnp.where(mask, x[places_of(clipped)], jnp.asarray(fill, x.dtype))
+
+
+@implements("_unsafe_masked_index_put_accumulate")
+def _masked_index_add(
+    x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array
+) -> jax.Array:
+    added = jnp.where(mask, values, 0).astype(x.dtype)
+    return x.at[places_of(_clip(x, indices))].add(added)
+
+
+def _clip(x: jax.Array, indices: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+    return [
+        None if index is None else jnp.clip(index, 0, x.shape[i] - 1)
+        for i, index in enumerate(indices)
+    ]

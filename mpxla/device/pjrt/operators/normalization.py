@@ -1,0 +1,292 @@
+"""Normalization over features, groups and batches, and its derivatives.
+
+Means and variances of low-precision values are computed in float32, as PyTorch does.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mpxla.device.pjrt.dtypes import compute_dtype
+from mpxla.device.pjrt.table import implements
+
+Three = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(compute_dtype(x.dtype))
+
+
+def _moments(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    mean = jnp.mean(x, axes, keepdims=True)
+    return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
+
+
+@implements("native_layer_norm")
+def _layer_norm(
+    x: jax.Array,
+    shape: Sequence[int],
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wide = _wide(x)
+    mean, variance = _moments(wide, axes)
+    scale = lax.rsqrt(variance + eps)
+    result = (wide - mean) * scale
+    result = result if weight is None else result * weight
+    result = result if bias is None else result + bias
+    return result.astype(x.dtype), mean, scale
+
+
+@implements("native_layer_norm_backward")
+def _layer_norm_backward(
+    gradient: jax.Array,
+    x: jax.Array,
+    shape: Sequence[int],
+    mean: jax.Array,
+    scale: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    output_mask: Sequence[bool],
+) -> Three:
+    inner = tuple(range(x.ndim - len(shape), x.ndim))
+    outer = tuple(range(x.ndim - len(shape)))
+    wide = _wide(gradient)
+    normalized = (_wide(x) - mean) * scale
+    of_normalized = wide if weight is None else wide * weight
+    of_x = of_weight = of_bias = None
+    if output_mask[0]:
+        share = jnp.mean(of_normalized, inner, keepdims=True)
+        along = jnp.mean(of_normalized * normalized, inner, keepdims=True)
+        of_x = (of_normalized - share - normalized * along) * scale
+    if output_mask[1]:
+        of_weight = jnp.sum(wide * normalized, outer)
+    if output_mask[2]:
+        of_bias = jnp.sum(wide, outer)
+    return of_x, of_weight, of_bias
+
+
+@implements("_fused_rms_norm")
+def _rms_norm(
+    x: jax.Array, shape: Sequence[int], weight: jax.Array | None, eps: float | None
+) -> tuple[jax.Array, jax.Array]:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wide = _wide(x)
+    eps = float(jnp.finfo(wide.dtype).eps) if eps is None else eps
+    scale = lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + eps)
+    result = wide * scale
+    return (result if weight is None else result * weight).astype(x.dtype), scale
+
+
+@implements("_fused_rms_norm_backward")
+def _rms_norm_backward(
+    gradient: jax.Array,
+    x: jax.Array,
+    shape: Sequence[int],
+    scale: jax.Array,
+    weight: jax.Array | None,
+    output_mask: Sequence[bool],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    inner = tuple(range(x.ndim - len(shape), x.ndim))
+    wide, normalized = _wide(gradient), _wide(x) * scale
+    of_normalized = wide if weight is None else wide * weight
+    along = jnp.mean(of_normalized * normalized, inner, keepdims=True)
+    of_x = (of_normalized - normalized * along) * scale if output_mask[0] else None
+    is_wanted = output_mask[1] and weight is not None
+    outer = tuple(range(x.ndim - len(shape)))
+    return of_x, jnp.sum(wide * normalized, outer) if is_wanted else None
+
+
+@implements("native_group_norm")
+def _group_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    batch: int,
+    channels: int,
+    places: int,
+    groups: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    wide = _wide(x).reshape(batch, groups, -1)
+    mean, variance = _moments(wide, (2,))
+    scale = lax.rsqrt(variance + eps)
+    result = ((wide - mean) * scale).reshape(batch, channels, places)
+    result = result if weight is None else result * weight.reshape(1, channels, 1)
+    result = result if bias is None else result + bias.reshape(1, channels, 1)
+    return result.reshape(x.shape).astype(x.dtype), mean[..., 0], scale[..., 0]
+
+
+@implements("native_group_norm_backward")
+def _group_norm_backward(
+    gradient: jax.Array,
+    x: jax.Array,
+    mean: jax.Array,
+    scale: jax.Array,
+    weight: jax.Array | None,
+    batch: int,
+    channels: int,
+    places: int,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Three:
+    wide = _wide(gradient).reshape(batch, channels, places)
+    grouped = (batch, groups, -1)
+    centered = _wide(x).reshape(grouped) - mean[..., None]
+    normalized = centered * scale[..., None]
+    of_x = of_weight = of_bias = None
+    if output_mask[0]:
+        of_normalized = wide if weight is None else wide * weight.reshape(1, channels, 1)
+        of_normalized = of_normalized.reshape(grouped)
+        share = jnp.mean(of_normalized, 2, keepdims=True)
+        along = jnp.mean(of_normalized * normalized, 2, keepdims=True)
+        of_x = ((of_normalized - share - normalized * along) * scale[..., None]).reshape(x.shape)
+    if output_mask[1]:
+        of_weight = jnp.sum(wide * normalized.reshape(wide.shape), (0, 2))
+    if output_mask[2]:
+        of_bias = jnp.sum(wide, (0, 2))
+    return of_x, of_weight, of_bias
+
+
+def _by_channel(values: jax.Array, x: jax.Array) -> jax.Array:
+    """[C] to go with [B, C, ...]."""
+    return values.reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+def _batch_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    result = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+    result = result if weight is None else result * _by_channel(weight, x)
+    return (result if bias is None else result + _by_channel(bias, x)).astype(x.dtype)
+
+
+def _updated(old: jax.Array | None, new: jax.Array, momentum: float) -> jax.Array | None:
+    return None if old is None else old * (1 - momentum) + momentum * new.astype(old.dtype)
+
+
+@implements("_native_batch_norm_legit_functional")
+def _batch_norm_functional(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array | None, ...]:
+    if not training:
+        result = _in_evaluation(x, weight, bias, running_mean, running_var, eps)
+        return (*result, running_mean, running_var)
+    axes = (0, *range(2, x.ndim))
+    count = math.prod(x.shape[a] for a in axes)
+    mean, variance = (v.reshape(-1) for v in _moments(_wide(x), axes))
+    scale = lax.rsqrt(variance + eps)
+    return (
+        _batch_norm(x, weight, bias, mean, scale),
+        mean,
+        scale,
+        _updated(running_mean, mean, momentum),
+        _updated(running_var, variance * (count / max(count - 1, 1)), momentum),
+    )
+
+
+def _in_evaluation(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    variance: jax.Array,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scale = lax.rsqrt(_wide(variance) + eps)
+    empty = jnp.zeros((0,), scale.dtype)
+    return _batch_norm(x, weight, bias, _wide(mean), scale), empty, empty
+
+
+@implements("_native_batch_norm_legit_no_training")
+def _batch_norm_no_training(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _in_evaluation(x, weight, bias, running_mean, running_var, eps)
+
+
+@implements("_native_batch_norm_legit.no_stats")
+def _batch_norm_without_statistics(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array | None, ...]:
+    none: Any = None
+    return _batch_norm_functional(x, weight, bias, none, none, True, momentum, eps)[:3]
+
+
+@implements("native_batch_norm")
+def _native_batch_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array | None, ...]:
+    settings = (running_mean, running_var, training, momentum, eps)
+    return _batch_norm_functional(x, weight, bias, *settings)[:3]
+
+
+@implements("native_batch_norm_backward")
+def _batch_norm_backward(
+    gradient: jax.Array,
+    x: jax.Array,
+    weight: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    saved_mean: jax.Array | None,
+    saved_scale: jax.Array | None,
+    training: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> Three:
+    axes = (0, *range(2, x.ndim))
+    wide = _wide(gradient)
+    mean, scale = saved_mean, saved_scale
+    if not training:
+        mean, scale = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+    scale = _by_channel(scale, x)
+    normalized = (_wide(x) - _by_channel(mean, x)) * scale
+    of_x = of_weight = of_bias = None
+    if output_mask[0]:
+        factor = scale if weight is None else scale * _by_channel(weight, x)
+        of_x = wide
+        if training:
+            share = jnp.mean(wide, axes, keepdims=True)
+            along = jnp.mean(wide * normalized, axes, keepdims=True)
+            of_x = wide - share - normalized * along
+        of_x = of_x * factor
+    if output_mask[1]:
+        of_weight = jnp.sum(wide * normalized, axes)
+    if output_mask[2]:
+        of_bias = jnp.sum(wide, axes)
+    return of_x, of_weight, of_bias

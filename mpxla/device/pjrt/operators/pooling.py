@@ -1,0 +1,298 @@
+"""Pooling in one to three dimensions, and its derivatives.
+
+A window is read offset by offset, each as a strided slice of the padded input: [offsets, ...].
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpxla.device.pjrt.table import implements
+
+Sizes = int | Sequence[int]
+
+
+def _spread(values: Sizes, count: int) -> list[int]:
+    found = [values] if isinstance(values, int) else list(values)
+    return found * (count // len(found))
+
+
+def _count(size: int, window: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """How many windows there are along a dimension."""
+    span = size + 2 * padding - dilation * (window - 1) - 1
+    count = -(-span // stride) + 1 if ceil else span // stride + 1
+    # The last window must start inside the input or its left margin.
+    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+class _Windows:
+    """Where the windows of a pooling lie.
+
+    Args:
+        shape: of the input's last dimensions.
+        settings: window, stride, padding, dilation; one number or one for each dimension.
+        ceil: whether windows may go over the end.
+    """
+
+    def __init__(self, shape: Sequence[int], settings: Sequence[Sizes], ceil: bool):
+        rank = len(shape)
+        self.shape = tuple(shape)
+        window, stride, padding, dilation = settings
+        self.window = _spread(window, rank)
+        is_given = not (isinstance(stride, Sequence) and not len(stride)) and stride is not None
+        self.stride = _spread(stride, rank) if is_given else self.window
+        self.padding = _spread(padding, rank)
+        self.dilation = _spread(dilation, rank)
+        parts = zip(shape, self.window, self.stride, self.padding, self.dilation, strict=True)
+        self.counts = tuple(_count(*part, ceil) for part in parts)
+
+    def starts(self, dim: int) -> np.ndarray:
+        """First places of the windows along a dimension; negative in the margin."""
+        return np.arange(self.counts[dim]) * self.stride[dim] - self.padding[dim]
+
+    def offsets(self) -> list[tuple[int, ...]]:
+        """Offsets of a window's places from its first."""
+        return list(itertools.product(*(range(k) for k in self.window)))
+
+    def padded(self, x: jax.Array, value: object) -> jax.Array:
+        """The input with margins wide enough for all windows."""
+        config = [(0, 0, 0)] * (x.ndim - len(self.shape))
+        for dim, size in enumerate(self.shape):
+            last = int(self.starts(dim)[-1]) + self.dilation[dim] * (self.window[dim] - 1)
+            config.append((self.padding[dim], max(0, last - size + 1), 0))
+        return lax.pad(x, jnp.asarray(value, x.dtype), config)
+
+    def slices(self, x: jax.Array, value: object) -> list[jax.Array]:
+        """For every offset, what the windows hold there: [..., counts]."""
+        padded = self.padded(x, value)
+        before = x.ndim - len(self.shape)
+        found = []
+        for offset in self.offsets():
+            first = [o * d for o, d in zip(offset, self.dilation, strict=True)]
+            last = [
+                f + (n - 1) * s + 1 for f, n, s in zip(first, self.counts, self.stride, strict=True)
+            ]
+            found.append(
+                lax.slice(
+                    padded,
+                    (*[0] * before, *first),
+                    (*x.shape[:before], *last),
+                    (*[1] * before, *self.stride),
+                )
+            )
+        return found
+
+    def places(self) -> np.ndarray:
+        """Flat places in the input: [offsets, counts]."""
+        found = []
+        for offset in self.offsets():
+            flat = np.zeros((1,) * len(self.shape), np.int64)
+            for dim, size in enumerate(self.shape):
+                along = self.starts(dim) + offset[dim] * self.dilation[dim]
+                flat = flat * size + along.reshape(
+                    [-1 if d == dim else 1 for d in range(len(self.shape))]
+                )
+            found.append(np.broadcast_to(flat, self.counts))
+        return np.stack(found)
+
+    def sizes(self, counts_margin: bool) -> np.ndarray:
+        """How many places each window has for an average: [counts]."""
+        total = np.ones((1,) * len(self.shape), np.int64)
+        for dim, size in enumerate(self.shape):
+            first = self.starts(dim)
+            last = np.minimum(first + self.window[dim], size + self.padding[dim])
+            if not counts_margin:
+                first, last = np.maximum(first, 0), np.minimum(last, size)
+            shape = [-1 if d == dim else 1 for d in range(len(self.shape))]
+            total = total * (last - first).reshape(shape)
+        return total
+
+
+def _least(x: jax.Array) -> object:
+    return -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
+
+
+def _max_pool(rank: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def call(
+        x: jax.Array,
+        kernel_size: Sizes,
+        stride: Sizes = (),
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        settings = (kernel_size, stride, padding, dilation)
+        windows = _Windows(x.shape[-rank:], settings, ceil_mode)
+        # A margin is never the place of a maximum, not even among -inf.
+        inside = windows.slices(jnp.ones(windows.shape, bool), False)
+        stacked = jnp.stack(windows.slices(x, _least(x)))
+        is_in = jnp.stack(inside).reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
+        first_in = jnp.argmax(is_in, 0)
+        best = jnp.argmax(stacked, 0)
+        best = jnp.where(jnp.take_along_axis(is_in, best[None], 0)[0], best, first_in)
+        places = windows.places().reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
+        return jnp.max(stacked, 0), jnp.take_along_axis(jnp.asarray(places), best[None], 0)[0]
+
+    return call
+
+
+def _max_pool_backward(rank: int) -> Callable[..., jax.Array]:
+    def call(
+        gradient: jax.Array,
+        x: jax.Array,
+        kernel_size: Sizes,
+        stride: Sizes,
+        padding: Sizes,
+        dilation: Sizes,
+        ceil_mode: bool,
+        indices: jax.Array,
+    ) -> jax.Array:
+        return _spread_to_places(gradient, indices, x.shape, rank)
+
+    return call
+
+
+def _spread_to_places(
+    values: jax.Array, places: jax.Array, shape: Sequence[int], rank: int
+) -> jax.Array:
+    """Adds values [..., counts] at their flat places of `shape`."""
+    rows = math.prod(shape[:-rank])
+    flat = jnp.zeros((rows, math.prod(shape[-rank:])), values.dtype)
+    row = np.arange(rows)[:, None]
+    return flat.at[row, places.reshape(rows, -1)].add(values.reshape(rows, -1)).reshape(shape)
+
+
+for _rank in (2, 3):
+    implements(f"max_pool{_rank}d_with_indices")(_max_pool(_rank))
+    implements(f"max_pool{_rank}d_with_indices_backward")(_max_pool_backward(_rank))
+
+
+def _average(
+    rank: int, x: jax.Array, windows: _Windows, counts_margin: bool, divisor: int | None
+) -> jax.Array:
+    wide = x.astype(np.float32) if x.dtype.itemsize < 4 and x.dtype.kind not in "iu" else x
+    total = lax.reduce_window(
+        windows.padded(wide, 0),
+        np.zeros((), wide.dtype),
+        lax.add,
+        (*[1] * (x.ndim - rank), *windows.window),
+        (*[1] * (x.ndim - rank), *windows.stride),
+        "VALID",
+    )
+    total = total[(..., *(slice(count) for count in windows.counts))]
+    sizes = divisor or jnp.asarray(windows.sizes(counts_margin), wide.dtype)
+    return (total / sizes).astype(x.dtype)
+
+
+def _avg_pool(rank: int) -> Callable[..., jax.Array]:
+    def call(
+        x: jax.Array,
+        kernel_size: Sizes,
+        stride: Sizes = (),
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> jax.Array:
+        windows = _Windows(x.shape[-rank:], (kernel_size, stride, padding, 1), ceil_mode)
+        return _average(rank, x, windows, count_include_pad, divisor_override)
+
+    return call
+
+
+def _avg_pool_backward(rank: int) -> Callable[..., jax.Array]:
+    forward = _avg_pool(rank)
+
+    def call(gradient: jax.Array, x: jax.Array, *settings: object) -> jax.Array:
+        return jax.vjp(lambda v: forward(v, *settings), x)[1](gradient)[0]
+
+    return call
+
+
+for _rank in (1, 2, 3):
+    implements(f"avg_pool{_rank}d")(_avg_pool(_rank))
+    if _rank > 1:
+        implements(f"avg_pool{_rank}d_backward")(_avg_pool_backward(_rank))
+
+
+def _bounds(size: int, count: int) -> list[tuple[int, int]]:
+    """First and last place + 1 of the parts that adaptive pooling cuts a dimension into."""
+    return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+
+
+def _adaptive_average(rank: int) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
+        for dim, count in zip(range(x.ndim - rank, x.ndim), output_size, strict=True):
+            parts = [
+                jnp.mean(lax.slice_in_dim(x, a, b, axis=dim), dim, keepdims=True)
+                for a, b in _bounds(x.shape[dim], count)
+            ]
+            x = jnp.concatenate(parts, dim) if parts else lax.slice_in_dim(x, 0, 0, axis=dim)
+        return x
+
+    return call
+
+
+def _adaptive_average_backward(rank: int) -> Callable[..., jax.Array]:
+    forward = _adaptive_average(rank)
+
+    def call(gradient: jax.Array, x: jax.Array) -> jax.Array:
+        size = gradient.shape[-rank:]
+        return jax.vjp(lambda v: forward(v, size), x)[1](gradient)[0]
+
+    return call
+
+
+for _rank in (2, 3):
+    implements(f"_adaptive_avg_pool{_rank}d")(_adaptive_average(_rank))
+    implements(f"_adaptive_avg_pool{_rank}d_backward")(_adaptive_average_backward(_rank))
+
+
+def _adaptive_max(rank: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def call(x: jax.Array, output_size: Sizes) -> tuple[jax.Array, jax.Array]:
+        counts = _spread(output_size, rank)
+        shape = x.shape[-rank:]
+        bounds = [_bounds(size, count) for size, count in zip(shape, counts, strict=True)]
+        flat = np.arange(math.prod(shape)).reshape(shape)
+        values, places = [], []
+        for part in itertools.product(*bounds):
+            where = tuple(slice(a, b) for a, b in part)
+            piece = x[(..., *where)].reshape(*x.shape[:-rank], -1)
+            values.append(jnp.max(piece, -1))
+            places.append(jnp.asarray(flat[where].reshape(-1))[jnp.argmax(piece, -1)])
+        result = (*x.shape[:-rank], *counts)
+        return jnp.stack(values, -1).reshape(result), jnp.stack(places, -1).reshape(result)
+
+    return call
+
+
+def _adaptive_max_backward(rank: int) -> Callable[..., jax.Array]:
+    def call(gradient: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
+        return _spread_to_places(gradient, indices, x.shape, rank)
+
+    return call
+
+
+for _rank in (2, 3):
+    implements(f"adaptive_max_pool{_rank}d")(_adaptive_max(_rank))
+    implements(f"adaptive_max_pool{_rank}d_backward")(_adaptive_max_backward(_rank))
+
+
+def _max_unpool(rank: int) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, indices: jax.Array, output_size: Sequence[int], *_: object) -> jax.Array:
+        rows = math.prod(x.shape[:-rank])
+        flat = jnp.zeros((rows, math.prod(output_size)), x.dtype)
+        row = np.arange(rows)[:, None]
+        found = flat.at[row, indices.reshape(rows, -1)].set(x.reshape(rows, -1))
+        return found.reshape(*x.shape[:-rank], *output_size)
+
+    return call
+
+
+for _rank in (2, 3):
+    implements(f"max_unpool{_rank}d")(_max_unpool(_rank))

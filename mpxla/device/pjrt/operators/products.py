@@ -1,0 +1,87 @@
+"""Products of matrices. Those of low precision are summed in float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpxla.device.pjrt.dtypes import cast, compute_dtype
+from mpxla.device.pjrt.table import implements
+
+
+def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """A product of matrices or batches of them, in the dtype of the operands."""
+    wide = compute_dtype(left.dtype)
+    wanted = wide if wide != left.dtype else None
+    return jnp.matmul(left, right, preferred_element_type=wanted).astype(left.dtype)
+
+
+implements("mm", "bmm", "mv", "matmul")(product)
+
+
+@implements("dot")
+def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.sum(left * right)
+
+
+@implements("vdot")
+def _vdot(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.conj(left) * right)
+
+
+def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+    """beta start + alpha added; with beta 0, NaN in `start` does not count."""
+    added = added if alpha == 1 else added * cast(alpha, added.dtype)
+    if beta == 0:
+        return jnp.broadcast_to(added, jnp.broadcast_shapes(start.shape, added.shape))
+    return (start if beta == 1 else start * cast(beta, start.dtype)) + added
+
+
+@implements("addmm", "addmv", "baddbmm")
+def _add_product(
+    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
+    return _sum(start, product(left, right), beta, alpha)
+
+
+@implements("addbmm")
+def _add_products(
+    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
+    return _sum(start, jnp.sum(product(left, right), 0), beta, alpha)
+
+
+@implements("addr")
+def _add_outer_product(
+    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
+    return _sum(start, jnp.outer(left, right), beta, alpha)
+
+
+@implements("linear")
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    result = product(x, weight.T)
+    return result if bias is None else result + bias
+
+
+@implements("_int_mm")
+def _int_mm(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.matmul(left, right, preferred_element_type=np.int32)
+
+
+@implements("_trilinear")
+def _trilinear(
+    first: jax.Array,
+    second: jax.Array,
+    third: jax.Array,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> jax.Array:
+    parts = zip((first, second, third), (expand1, expand2, expand3), strict=True)
+    a, b, c = (jnp.expand_dims(x, tuple(sorted(dims))) for x, dims in parts)
+    return jnp.sum(a * b * c, tuple(sumdim))

@@ -1,0 +1,213 @@
+"""Random numbers. Each function takes a key of jax's first; equal keys give equal numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from mpxla.device.pjrt.dtypes import compute_dtype, jax_dtype
+from mpxla.device.pjrt.table import random
+
+
+def _dtype(dtype: torch.dtype | None, other: np.dtype | None = None) -> np.dtype:
+    if dtype is not None:
+        return jax_dtype(dtype)
+    return other or jax_dtype(torch.get_default_dtype())
+
+
+def _uniform(key: jax.Array, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
+    """In [0, 1); drawn in float32 for low precision, where rounding could give one."""
+    wide = compute_dtype(dtype)
+    drawn = jax.random.uniform(key, tuple(shape), wide)
+    if wide == dtype:
+        return drawn
+    below = np.float32(1) - np.float32(jnp.finfo(dtype).epsneg)
+    return jnp.minimum(drawn, below).astype(dtype)
+
+
+def _normal(key: jax.Array, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
+    if dtype.kind == "c":
+        return jax.random.normal(key, tuple(shape), dtype)
+    return jax.random.normal(key, tuple(shape), compute_dtype(dtype)).astype(dtype)
+
+
+@random("rand")
+def _rand(key: jax.Array, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _uniform(key, shape, _dtype(dtype))
+
+
+@random("rand_like")
+def _rand_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _uniform(key, x.shape, _dtype(dtype, x.dtype))
+
+
+@random("randn")
+def _randn(key: jax.Array, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _normal(key, shape, _dtype(dtype))
+
+
+@random("randn_like")
+def _randn_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _normal(key, x.shape, _dtype(dtype, x.dtype))
+
+
+def _integers(
+    key: jax.Array, low: int, high: int, shape: Sequence[int], dtype: np.dtype
+) -> jax.Array:
+    return jax.random.randint(key, tuple(shape), low, high, np.int64).astype(dtype)
+
+
+@random("randint")
+def _randint(
+    key: jax.Array, high: int, shape: Sequence[int], *, dtype: torch.dtype | None = torch.int64
+) -> jax.Array:
+    return _integers(key, 0, high, shape, _dtype(dtype, np.dtype(np.int64)))
+
+
+@random("randint.low")
+def _randint_low(
+    key: jax.Array,
+    low: int,
+    high: int,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = torch.int64,
+) -> jax.Array:
+    return _integers(key, low, high, shape, _dtype(dtype, np.dtype(np.int64)))
+
+
+@random("randint_like")
+def _randint_like(
+    key: jax.Array, x: jax.Array, high: int, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    return _integers(key, 0, high, x.shape, _dtype(dtype, x.dtype))
+
+
+@random("randint_like.low_dtype")
+def _randint_like_low(
+    key: jax.Array, x: jax.Array, low: int, high: int, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    return _integers(key, low, high, x.shape, _dtype(dtype, x.dtype))
+
+
+@random("randperm")
+def _randperm(key: jax.Array, count: int, *, dtype: torch.dtype | None = torch.int64) -> jax.Array:
+    order = jax.random.permutation(key, count)
+    return order.astype(_dtype(dtype, np.dtype(np.int64)))
+
+
+@random("bernoulli")
+def _bernoulli(key: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.random.bernoulli(key, x.astype(compute_dtype(x.dtype))).astype(x.dtype)
+
+
+@random("bernoulli.p")
+def _bernoulli_p(key: jax.Array, x: jax.Array, p: float = 0.5) -> jax.Array:
+    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
+
+
+@random("bernoulli.Tensor")
+def _bernoulli_like(key: jax.Array, x: jax.Array, p: jax.Array) -> jax.Array:
+    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
+
+
+@random("native_dropout")
+def _dropout(
+    key: jax.Array, x: jax.Array, p: float, train: bool | None
+) -> tuple[jax.Array, jax.Array]:
+    if train is False or p == 0:
+        return x, jnp.ones(x.shape, bool)
+    if p == 1:
+        return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
+    kept = jax.random.bernoulli(key, 1 - p, x.shape)
+    return jnp.where(kept, x * (1 / (1 - p)), 0).astype(x.dtype), kept
+
+
+@random("uniform")
+def _uniform_like(key: jax.Array, x: jax.Array, low: float = 0, high: float = 1) -> jax.Array:
+    return low + (high - low) * _uniform(key, x.shape, x.dtype)
+
+
+@random("normal_functional")
+def _normal_like(key: jax.Array, x: jax.Array, mean: float = 0, std: float = 1) -> jax.Array:
+    return mean + std * _normal(key, x.shape, x.dtype)
+
+
+@random("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+def _normal_around(key: jax.Array, mean: Any, std: Any = 1.0) -> jax.Array:
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    dtype = next(v.dtype for v in (mean, std) if hasattr(v, "dtype"))
+    return mean + std * _normal(key, shape, dtype)
+
+
+@random("normal.float_float")
+def _normal_of(
+    key: jax.Array,
+    mean: float,
+    std: float,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+) -> jax.Array:
+    return mean + std * _normal(key, shape, _dtype(dtype))
+
+
+@random("exponential")
+def _exponential(key: jax.Array, x: jax.Array, lambd: float = 1) -> jax.Array:
+    drawn = jax.random.exponential(key, x.shape, compute_dtype(x.dtype))
+    return (drawn / lambd).astype(x.dtype)
+
+
+@random("cauchy")
+def _cauchy(key: jax.Array, x: jax.Array, median: float = 0, sigma: float = 1) -> jax.Array:
+    return median + sigma * jax.random.cauchy(key, x.shape, compute_dtype(x.dtype))
+
+
+@random("log_normal")
+def _log_normal(key: jax.Array, x: jax.Array, mean: float = 1, std: float = 2) -> jax.Array:
+    return jnp.exp(mean + std * _normal(key, x.shape, compute_dtype(x.dtype)))
+
+
+@random("geometric")
+def _geometric(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
+    # log(u) / log(1 - p), rounded up, for u in (0, 1]
+    drawn = 1 - jax.random.uniform(key, x.shape, np.float32)
+    return jnp.maximum(jnp.ceil(jnp.log(drawn) / np.log1p(-p)), 1).astype(x.dtype)
+
+
+@random("poisson")
+def _poisson(key: jax.Array, rate: jax.Array) -> jax.Array:
+    return jax.random.poisson(key, rate).astype(rate.dtype)
+
+
+@random("multinomial")
+def _multinomial(
+    key: jax.Array, weights: jax.Array, count: int, replacement: bool = False
+) -> jax.Array:
+    """Indices [..., count] of rows [..., C]."""
+    logits = jnp.log(weights)
+    if replacement:
+        shape = (count, *weights.shape[:-1])
+        return jnp.moveaxis(jax.random.categorical(key, logits, -1, shape=shape), 0, -1)
+    # The greatest of perturbed logits are a sample without replacement.
+    race = logits + jax.random.gumbel(key, weights.shape, logits.dtype)
+    return jax.lax.top_k(race, count)[1]
+
+
+@random("rrelu_with_noise_functional")
+def _rrelu(
+    key: jax.Array,
+    x: jax.Array,
+    noise: jax.Array,
+    lower: float = 0.125,
+    upper: float = 0.3333333333333333,
+    training: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    if not training:
+        return jnp.where(x > 0, x, x * ((lower + upper) / 2)), noise
+    slope = lower + (upper - lower) * _uniform(key, x.shape, x.dtype)
+    drawn = jnp.where(x > 0, 1, slope)
+    return x * drawn, drawn

@@ -1,0 +1,304 @@
+"""Sums, products, extrema, moments and running sums."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from mpxla.device.pjrt.dtypes import as_float, compute_dtype, jax_dtype
+from mpxla.device.pjrt.operators.views import convert
+from mpxla.device.pjrt.table import implements
+
+Dims = int | Sequence[int] | None
+
+
+def axes_of(dims: Dims, rank: int, empty_is_all: bool = True) -> tuple[int, ...]:
+    """Dimensions as jax wants them; None, and an empty list unless told otherwise, is all."""
+    if dims is None or (empty_is_all and not isinstance(dims, int) and not len(dims)):
+        return tuple(range(rank))
+    chosen = [dims] if isinstance(dims, int) else dims
+    return tuple(d % rank for d in chosen) if rank else ()
+
+
+def _sum_dtype(x: jax.Array, dtype: torch.dtype | None) -> np.dtype:
+    if dtype is not None:
+        return jax_dtype(dtype)
+    return np.dtype(np.int64) if x.dtype.kind in "biu" else x.dtype
+
+
+def _sum(
+    x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    wanted = _sum_dtype(x, dtype)
+    x = convert(x, wanted)
+    return jnp.sum(x, axes_of(dims, x.ndim), keepdims=keepdim, dtype=wanted)
+
+
+implements("sum.dim_IntList")(_sum)
+
+
+@implements("sum")
+def _sum_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _sum(x, dtype=dtype)
+
+
+@implements("nansum")
+def _nansum(
+    x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    return _sum(jnp.where(jnp.isnan(x), 0, x).astype(x.dtype), dims, keepdim, dtype=dtype)
+
+
+@implements("mean.dim")
+def _mean(
+    x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    x = x if dtype is None else convert(x, jax_dtype(dtype))
+    return jnp.mean(x, axes_of(dims, x.ndim), keepdims=keepdim)
+
+
+@implements("mean")
+def _mean_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _mean(x, dtype=dtype)
+
+
+@implements("prod")
+def _product_of_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return jnp.prod(convert(x, _sum_dtype(x, dtype)))
+
+
+@implements("prod.dim_int")
+def _product(
+    x: jax.Array, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    return jnp.prod(convert(x, _sum_dtype(x, dtype)), axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@implements("amax")
+def _amax(x: jax.Array, dims: Dims = (), keepdim: bool = False) -> jax.Array:
+    return jnp.max(x, axes_of(dims, x.ndim), keepdims=keepdim)
+
+
+@implements("amin")
+def _amin(x: jax.Array, dims: Dims = (), keepdim: bool = False) -> jax.Array:
+    return jnp.min(x, axes_of(dims, x.ndim), keepdims=keepdim)
+
+
+@implements("aminmax")
+def _aminmax(
+    x: jax.Array, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _amin(x, dim, keepdim), _amax(x, dim, keepdim)
+
+
+implements("max")(jnp.max)
+implements("min")(jnp.min)
+
+
+def _arg(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+        if not x.ndim:
+            return jnp.zeros((), np.int64)
+        if dim is None:
+            found = function(x.reshape(-1))
+            return found.reshape((1,) * x.ndim) if keepdim else found
+        return function(x, dim, keepdims=keepdim)
+
+    return call
+
+
+_argmax = implements("argmax")(_arg(jnp.argmax))
+_argmin = implements("argmin")(_arg(jnp.argmin))
+
+
+@implements("max.dim")
+def _max(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return _amax(x, dim, keepdim), _argmax(x, dim, keepdim)
+
+
+@implements("min.dim")
+def _min(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    return _amin(x, dim, keepdim), _argmin(x, dim, keepdim)
+
+
+def _logic(name: str, function: Callable[..., jax.Array]) -> None:
+    implements(name)(lambda x: function(x.astype(bool)))
+
+    @implements(f"{name}.dim", f"{name}.dims")
+    def _over(x: jax.Array, dims: Dims = None, keepdim: bool = False) -> jax.Array:
+        return function(x.astype(bool), axes_of(dims, x.ndim), keepdims=keepdim)
+
+
+_logic("any", jnp.any)
+_logic("all", jnp.all)
+
+
+@implements("count_nonzero.dim_IntList")
+def _count_nonzero(x: jax.Array, dims: Dims) -> jax.Array:
+    return jnp.sum(x != 0, axes_of(dims, x.ndim))
+
+
+@implements("count_nonzero")
+def _count_nonzero_along(x: jax.Array, dim: int | None = None) -> jax.Array:
+    return _count_nonzero(x, dim)
+
+
+def _variance(
+    x: jax.Array, dims: Dims, correction: Any, keepdim: bool
+) -> tuple[jax.Array, jax.Array]:
+    axes = axes_of(dims, x.ndim)
+    wide = x.astype(compute_dtype(x.dtype)) if x.dtype.kind == "f" else x
+    wide = wide if wide.dtype.kind in "fc" else as_float(x)[0]
+    mean = jnp.mean(wide, axes, keepdims=True)
+    count = float(np.prod([x.shape[a] for a in axes], dtype=np.int64))
+    correction = 1 if correction is None else correction
+    total = jnp.sum(jnp.square(jnp.abs(wide - mean)), axes, keepdims=keepdim)
+    return total / max(count - correction, 0.0), mean if keepdim else jnp.squeeze(mean, axes)
+
+
+@implements("var.correction")
+def _var(
+    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
+    return _variance(x, dims, correction, keepdim)[0]
+
+
+@implements("std.correction")
+def _std(
+    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
+    return jnp.sqrt(_var(x, dims, correction=correction, keepdim=keepdim))
+
+
+@implements("var_mean.correction")
+def _var_mean(
+    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _variance(x, dims, correction, keepdim)
+
+
+@implements("std_mean.correction")
+def _std_mean(
+    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    variance, mean = _variance(x, dims, correction, keepdim)
+    return jnp.sqrt(variance), mean
+
+
+@implements("logsumexp")
+def _logsumexp(x: jax.Array, dims: Dims, keepdim: bool = False) -> jax.Array:
+    x = as_float(x)[0]
+    return jax.scipy.special.logsumexp(x, axes_of(dims, x.ndim), keepdims=keepdim)
+
+
+@implements("linalg_vector_norm")
+def _vector_norm(
+    x: jax.Array,
+    order: Any = 2,
+    dims: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> jax.Array:
+    x = x if dtype is None else convert(x, jax_dtype(dtype))
+    axes = axes_of(dims, x.ndim, empty_is_all=False)
+    size = jnp.abs(x)
+    if order == 0:
+        return jnp.sum((x != 0).astype(size.dtype), axes, keepdims=keepdim)
+    if order in (float("inf"), float("-inf")):
+        return (jnp.max if order > 0 else jnp.min)(size, axes, keepdims=keepdim)
+    if order == 1:
+        return jnp.sum(size, axes, keepdims=keepdim)
+    size = size.astype(compute_dtype(size.dtype))
+    if order == 2:
+        return jnp.sqrt(jnp.sum(size * size, axes, keepdims=keepdim))
+    return jnp.power(jnp.sum(jnp.power(size, order), axes, keepdims=keepdim), 1 / order)
+
+
+def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
+        x = convert(x, _sum_dtype(x, dtype))
+        return function(x, dim) if x.ndim else x
+
+    return call
+
+
+implements("cumsum")(_running(jnp.cumsum))
+implements("cumprod")(_running(jnp.cumprod))
+
+
+@implements("logcumsumexp")
+def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
+    return lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x
+
+
+def _cumulative_extremum(x: jax.Array, dim: int, is_max: bool) -> tuple[jax.Array, jax.Array]:
+    """The last of equal values counts, and a NaN stays."""
+    if not x.ndim:
+        return x, jnp.zeros((), np.int64)
+    dim %= x.ndim
+    places = lax.broadcasted_iota(np.int64, x.shape, dim)
+
+    def later(
+        old: tuple[jax.Array, jax.Array], new: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        wins = new[0] >= old[0] if is_max else new[0] <= old[0]
+        wins = (wins | jnp.isnan(new[0])) & (~jnp.isnan(old[0]) | jnp.isnan(new[0]))
+        return jnp.where(wins, new[0], old[0]), jnp.where(wins, new[1], old[1])
+
+    return lax.associative_scan(later, (x, places), axis=dim)
+
+
+@implements("cummax")
+def _cummax(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _cumulative_extremum(x, dim, True)
+
+
+@implements("cummin")
+def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _cumulative_extremum(x, dim, False)
+
+
+@implements("_softmax")
+def _softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+    wide = x.astype(compute_dtype(x.dtype))
+    result = jax.nn.softmax(wide, dim) if x.ndim else jnp.ones_like(wide)
+    return result if half_to_float else result.astype(x.dtype)
+
+
+@implements("_safe_softmax")
+def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> jax.Array:
+    """Rows of which all are masked out are zeros, not NaN."""
+    x = x if dtype is None else convert(x, jax_dtype(dtype))
+    is_masked = jnp.all(x == -jnp.inf, dim, keepdims=True)
+    return jnp.where(is_masked, 0, jax.nn.softmax(x, dim))
+
+
+@implements("_log_softmax")
+def _log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+    wide = x.astype(compute_dtype(x.dtype))
+    result = jax.nn.log_softmax(wide, dim) if x.ndim else jnp.zeros_like(wide)
+    return result if half_to_float else result.astype(x.dtype)
+
+
+@implements("_softmax_backward_data")
+def _softmax_backward(
+    gradient: jax.Array, result: jax.Array, dim: int, dtype: torch.dtype
+) -> jax.Array:
+    if not result.ndim:
+        return jnp.zeros_like(result)
+    product = gradient * result
+    return product - result * jnp.sum(product, dim, keepdims=True)
+
+
+@implements("_log_softmax_backward_data")
+def _log_softmax_backward(
+    gradient: jax.Array, result: jax.Array, dim: int, dtype: torch.dtype
+) -> jax.Array:
+    if not result.ndim:
+        return jnp.zeros_like(result)
+    return gradient - jnp.exp(result) * jnp.sum(gradient, dim, keepdims=True)

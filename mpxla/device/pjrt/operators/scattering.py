@@ -1,0 +1,230 @@
+"""Writing by indices. Indices out of range write nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpxla.device.pjrt.dtypes import cast
+from mpxla.device.pjrt.operators.indexing import along, places_of
+from mpxla.device.pjrt.table import implements
+
+
+@implements("index_put", "_unsafe_index_put")
+def _index_put(
+    x: jax.Array,
+    indices: Sequence[jax.Array | None],
+    values: jax.Array,
+    accumulate: bool = False,
+) -> jax.Array:
+    mask = indices[0]
+    if mask is not None and mask.dtype.kind == "b":
+        return _masked_put(x, indices, values, accumulate)
+    where = x.at[places_of(indices)]
+    values = values.astype(x.dtype)
+    return where.add(values) if accumulate else where.set(values)
+
+
+def _masked_put(
+    x: jax.Array, indices: Sequence[Any], values: jax.Array, accumulate: bool
+) -> jax.Array:
+    """`x[mask] = values`, where every place gets the same."""
+    mask = indices[0]
+    is_one = values.size == 1 or values.shape == x.shape[mask.ndim :]
+    if len(indices) > 1 or not is_one:
+        raise NotImplementedError(
+            "an index of booleans with a value for each place needs to count them; use torch.where"
+        )
+    values = jnp.broadcast_to(values.astype(x.dtype), x.shape[mask.ndim :])
+    mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+    return jnp.where(mask, x + values if accumulate else values, x)
+
+
+def _sized(source: Any, index: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Those of the source that have an index."""
+    if not hasattr(source, "shape"):
+        return cast(source, dtype)
+    return source[tuple(slice(size) for size in index.shape)].astype(dtype)
+
+
+def _at(x: jax.Array, dim: int, index: jax.Array) -> Any:
+    return x.at[along(x, dim, index)]
+
+
+def _with_a_dimension(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Also for tensors without dimensions."""
+
+    def call(x: jax.Array, dim: int, index: jax.Array, source: Any, *rest: Any, **keywords: Any):
+        row = index if index.ndim else index[None]
+        source = source[None] if getattr(source, "ndim", 1) == 0 and not index.ndim else source
+        if x.ndim and index.ndim:
+            return function(x, dim, index, source, *rest, **keywords)
+        found = function(x if x.ndim else x[None], dim, row, source, *rest, **keywords)
+        return found if x.ndim else found[0]
+
+    return call
+
+
+@implements("scatter.value", "scatter.src")
+@_with_a_dimension
+def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array:
+    return _at(x, dim, index).set(_sized(source, index, x.dtype))
+
+
+@implements("scatter.reduce", "scatter.value_reduce")
+@_with_a_dimension
+def _scatter_with(
+    x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str
+) -> jax.Array:
+    where, values = _at(x, dim, index), _sized(source, index, x.dtype)
+    return where.add(values) if reduce == "add" else where.multiply(values)
+
+
+@implements("scatter_add")
+@_with_a_dimension
+def _scatter_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    return _at(x, dim, index).add(_sized(source, index, x.dtype))
+
+
+_STARTS: dict[str, Callable[[np.dtype], Any]] = {
+    "sum": lambda dtype: 0,
+    "mean": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "amax": lambda dtype: -jnp.inf if dtype.kind == "f" else jnp.iinfo(dtype).min,
+    "amin": lambda dtype: jnp.inf if dtype.kind == "f" else jnp.iinfo(dtype).max,
+}
+
+
+def _reduce_at(
+    x: jax.Array, places: tuple[Any, ...], values: jax.Array, reduce: str, include_self: bool
+) -> jax.Array:
+    """Sums, means, ... of what comes together at a place."""
+    if x.dtype.kind == "b":
+        return _reduce_at(
+            x.astype(np.int32), places, values.astype(np.int32), reduce, include_self
+        ).astype(bool)
+    start = x
+    if not include_self:
+        start = x.at[places].set(cast(_STARTS[reduce](x.dtype), x.dtype))
+    where = start.at[places]
+    if reduce == "amax":
+        return where.max(values)
+    if reduce == "amin":
+        return where.min(values)
+    if reduce == "prod":
+        return where.multiply(values)
+    total = where.add(values)
+    if reduce == "sum":
+        return total
+    ones = jnp.full(x.shape, int(include_self), x.dtype)
+    count = jnp.maximum(ones.at[places].add(jnp.ones_like(values)), 1)
+    return jnp.floor_divide(total, count) if x.dtype.kind in "iu" else total / count
+
+
+@implements("scatter_reduce.two")
+@_with_a_dimension
+def _scatter_reduce(
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    source: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> jax.Array:
+    values = _sized(source, index, x.dtype)
+    return _reduce_at(x, along(x, dim, index), values, reduce, include_self)
+
+
+def _row(x: jax.Array, dim: int, index: jax.Array) -> tuple[Any, ...]:
+    return (*(slice(None),) * (dim % x.ndim), index.reshape(-1))
+
+
+@implements("index_add")
+def _index_add(
+    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1
+) -> jax.Array:
+    values = source.astype(x.dtype)
+    values = values if alpha == 1 else values * cast(alpha, x.dtype)
+    if not x.ndim:
+        return x + jnp.sum(values)
+    values = values if values.ndim else values[None]
+    return x.at[_row(x, dim, index)].add(values)
+
+
+@implements("index_copy")
+def _index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    if not x.ndim:
+        return source.reshape(())
+    source = source if source.ndim else source[None]
+    return x.at[_row(x, dim, index)].set(source.astype(x.dtype))
+
+
+@implements("index_fill.int_Scalar", "index_fill.int_Tensor")
+def _index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    if not x.ndim:
+        return cast(value, x.dtype)
+    return x.at[_row(x, dim, index)].set(cast(value, x.dtype))
+
+
+@implements("index_reduce")
+def _index_reduce(
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    source: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> jax.Array:
+    is_scalar = not x.ndim
+    x = x[None] if is_scalar else x
+    source = source.reshape(-1) if not source.ndim else source
+    found = _reduce_at(x, _row(x, dim, index), source, reduce, include_self)
+    return found[0] if is_scalar else found
+
+
+@implements("masked_scatter")
+def _masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    mask = jnp.broadcast_to(mask, x.shape)
+    order = jnp.cumsum(mask.reshape(-1)) - 1
+    values = jnp.take(source.reshape(-1), jnp.maximum(order, 0), mode="clip")
+    return jnp.where(mask, values.reshape(x.shape), x)
+
+
+@implements("masked_scatter_backward")
+def _masked_scatter_backward(
+    gradient: jax.Array, mask: jax.Array, sizes: Sequence[int]
+) -> jax.Array:
+    """What the mask picks of the gradient, in order; the rest of the result is zero."""
+    count = int(np.prod(sizes, dtype=np.int64))
+    mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
+    places = jnp.where(mask, jnp.cumsum(mask) - 1, count)
+    picked = jnp.zeros(count, gradient.dtype).at[places].set(gradient.reshape(-1), mode="drop")
+    return picked.reshape(tuple(sizes))
+
+
+@implements("put")
+def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
+    where = x.reshape(-1).at[index]
+    return (where.add(source) if accumulate else where.set(source)).reshape(x.shape)
+
+
+@implements("embedding_dense_backward")
+def _embedding_backward(
+    gradient: jax.Array,
+    index: jax.Array,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> jax.Array:
+    """[..., D] at [...] -> [num_weights, D]."""
+    index, gradient = index.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+    if scale_grad_by_freq:
+        counts = jnp.zeros(num_weights, gradient.dtype).at[index].add(1)
+        gradient = gradient / counts[index][:, None]
+    if padding_idx >= 0:
+        gradient = jnp.where((index == padding_idx)[:, None], 0, gradient)
+    return jnp.zeros((num_weights, gradient.shape[-1]), gradient.dtype).at[index].add(gradient)

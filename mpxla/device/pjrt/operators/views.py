@@ -1,0 +1,260 @@
+"""Shapes: views in PyTorch, plain values here; and copies between dtypes."""
+
+import builtins
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from mpxla.device.pjrt.dtypes import cast, jax_dtype
+from mpxla.device.pjrt.table import implements
+
+
+@implements("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy")
+def _reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    shape = list(shape)
+    if -1 in shape:
+        rest = int(np.prod([s for s in shape if s != -1], dtype=np.int64))
+        shape[shape.index(-1)] = x.size // rest if rest else 0
+    return jnp.reshape(x, shape)
+
+
+@implements("view.dtype")
+def _bitcast(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+    wanted = jax_dtype(dtype)
+    old, new = x.dtype.itemsize, wanted.itemsize
+    if new > old:
+        x = x.reshape(*x.shape[:-1], -1, new // old)
+    result = lax.bitcast_convert_type(x, wanted)
+    return result.reshape(*result.shape[:-2], -1) if new < old else result
+
+
+@implements("t")
+def _t(x: jax.Array) -> jax.Array:
+    return x.T
+
+
+@implements("transpose.int")
+def _transpose(x: jax.Array, first: int, second: int) -> jax.Array:
+    return jnp.swapaxes(x, first, second) if x.ndim else x
+
+
+@implements("permute", "permute_copy")
+def _permute(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    return jnp.transpose(x, dims)
+
+
+@implements("unsqueeze")
+def _unsqueeze(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.expand_dims(x, dim)
+
+
+@implements("squeeze")
+def _squeeze(x: jax.Array) -> jax.Array:
+    return jnp.squeeze(x)
+
+
+@implements("squeeze.dim")
+def _squeeze_one(x: jax.Array, dim: int) -> jax.Array:
+    return _squeeze_some(x, (dim,))
+
+
+@implements("squeeze.dims")
+def _squeeze_some(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    return jnp.squeeze(x, tuple(d for d in dims if x.ndim and x.shape[d] == 1))
+
+
+@implements("expand", "expand_copy")
+def _expand(x: jax.Array, shape: Sequence[int], *, implicit: bool = False) -> jax.Array:
+    first = len(shape) - x.ndim
+    full = [x.shape[i - first] if size == -1 else size for i, size in enumerate(shape)]
+    return jnp.broadcast_to(x, full)
+
+
+@implements("slice.Tensor")
+def _slice(
+    x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> jax.Array:
+    first, last, _ = builtins.slice(start, end).indices(x.shape[dim])
+    return lax.slice_in_dim(x, first, max(first, last), step, dim % x.ndim)
+
+
+def _place(rank: int, dim: int, index: Any) -> tuple[Any, ...]:
+    return (*(builtins.slice(None),) * (dim % rank), index)
+
+
+@implements("slice_backward")
+def _slice_backward(
+    gradient: jax.Array, shape: Sequence[int], dim: int, start: int, end: int, step: int
+) -> jax.Array:
+    where = _place(len(shape), dim, builtins.slice(start, end, step))
+    return jnp.zeros(shape, gradient.dtype).at[where].set(gradient)
+
+
+@implements("slice_scatter")
+def _slice_scatter(
+    x: jax.Array,
+    source: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    return x.at[_place(x.ndim, dim, builtins.slice(start, end, step))].set(source.astype(x.dtype))
+
+
+@implements("select.int", "select_copy.int")
+def _select(x: jax.Array, dim: int, index: int) -> jax.Array:
+    return lax.index_in_dim(x, index % x.shape[dim], dim % x.ndim, keepdims=False)
+
+
+@implements("select_backward")
+def _select_backward(gradient: jax.Array, shape: Sequence[int], dim: int, index: int) -> jax.Array:
+    return jnp.zeros(shape, gradient.dtype).at[_place(len(shape), dim, index)].set(gradient)
+
+
+@implements("select_scatter")
+def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+    return x.at[_place(x.ndim, dim, index)].set(source.astype(x.dtype))
+
+
+@implements("split_with_sizes", "split_with_sizes_copy")
+def _split_with_sizes(x: jax.Array, sizes: Sequence[int], dim: int = 0) -> list[jax.Array]:
+    ends = np.cumsum([0, *sizes])
+    return [
+        lax.slice_in_dim(x, int(a), int(b), axis=dim % x.ndim) for a, b in itertools.pairwise(ends)
+    ]
+
+
+@implements("split.Tensor")
+def _split(x: jax.Array, size: int, dim: int = 0) -> list[jax.Array]:
+    whole = x.shape[dim]
+    if not whole or not size:
+        return [x]
+    starts = range(0, whole, size)
+    return _split_with_sizes(x, [min(size, whole - s) for s in starts], dim)
+
+
+@implements("unbind.int", "unbind_copy.int")
+def _unbind(x: jax.Array, dim: int = 0) -> list[jax.Array]:
+    return [_select(x, dim, i) for i in range(x.shape[dim])]
+
+
+@implements("cat")
+def _concatenate(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+    kept = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch skips those
+    dtype = jnp.result_type(*parts) if len({p.dtype for p in parts}) > 1 else parts[0].dtype
+    return jnp.concatenate([p.astype(dtype) for p in kept], dim)
+
+
+@implements("stack")
+def _stack(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+    return jnp.stack(parts, dim)
+
+
+for _name in ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"):
+
+    @implements(_name)
+    def _same(x: jax.Array) -> jax.Array:
+        return x
+
+
+@implements("_to_copy")
+def _to_copy(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return x if dtype is None else convert(x, jax_dtype(dtype))
+
+
+@implements("copy")
+def _copy(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(convert(new, old.dtype), old.shape)
+
+
+def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Another dtype; small integers of a number keep its last bits, as on PyTorch's CPU."""
+    if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
+        return x.astype(np.int64).astype(dtype)
+    if x.dtype.kind == "c" and dtype.kind != "c":
+        x = x.real
+    return x.astype(dtype)
+
+
+@implements("narrow_copy")
+def _narrow_copy(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+    return _slice(x, dim, start, start % max(x.shape[dim], 1) + length)
+
+
+@implements("constant_pad_nd")
+def _pad(x: jax.Array, padding: Sequence[int], value: Any = 0) -> jax.Array:
+    pairs = [(padding[2 * i], padding[2 * i + 1], 0) for i in range(len(padding) // 2)]
+    config = [(0, 0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
+    return lax.pad(x, cast(value, x.dtype), config)
+
+
+@implements("flip")
+def _flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    return jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x
+
+
+@implements("roll")
+def _roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.Array:
+    if not x.size or not x.ndim:
+        return x
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
+
+
+@implements("repeat")
+def _repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
+    return jnp.tile(x, tuple(repeats))
+
+
+@implements("diagonal", "diagonal_copy")
+def _diagonal(x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+    return jnp.diagonal(x, offset, dim1, dim2)
+
+
+def _on_diagonal(x: jax.Array, source: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
+    moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    count = source.shape[-1]
+    rows = jnp.arange(count) + max(-offset, 0)
+    columns = jnp.arange(count) + max(offset, 0)
+    moved = moved.at[..., rows, columns].set(source.astype(x.dtype))
+    return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
+
+
+@implements("diagonal_scatter")
+def _diagonal_scatter(
+    x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
+    return _on_diagonal(x, source, offset, dim1, dim2)
+
+
+@implements("diagonal_backward")
+def _diagonal_backward(
+    gradient: jax.Array, shape: Sequence[int], offset: int, dim1: int, dim2: int
+) -> jax.Array:
+    return _on_diagonal(jnp.zeros(shape, gradient.dtype), gradient, offset, dim1, dim2)
+
+
+@implements("unfold")
+def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
+    if not x.ndim:
+        return x.reshape(1)[:size]
+    dim %= x.ndim
+    starts = np.arange((x.shape[dim] - size) // step + 1) * step
+    windows = jnp.take(x, starts[:, None] + np.arange(size), dim)
+    return jnp.moveaxis(windows, dim + 1, -1)
+
+
+@implements("tril")
+def _tril(x: jax.Array, diagonal: int = 0) -> jax.Array:
+    return jnp.tril(x, diagonal)
+
+
+@implements("triu")
+def _triu(x: jax.Array, diagonal: int = 0) -> jax.Array:
+    return jnp.triu(x, diagonal)

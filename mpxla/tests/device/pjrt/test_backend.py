@@ -1,0 +1,233 @@
+"""The PJRT backend in one process: programs, arrays that share memory, seeds, errors."""
+
+import gc
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.errors import LoweringError
+from mpxla.stage.spec import TensorSpec
+
+VECTOR = TensorSpec((4,), torch.float32)
+LARGE = TensorSpec((64, 64), torch.float32)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return PjrtBackend("cpu")
+
+
+def run(backend, function, *tensors, seed=None, **options):
+    specs = [TensorSpec.of(t) for t in tensors]
+    program = backend.compile("test", Function(function), specs, **options)
+    given = None if seed is None else backend.put([torch.tensor(seed)])[0]
+    return [t.clone() for t in map(backend.view, program(backend.put(tensors), given))]
+
+
+def test_a_program_computes_and_knows_its_sizes(backend):
+    program = backend.compile("sum", Function(lambda a, b: [a + b, a]), [VECTOR, VECTOR])
+    first, second = backend.put([torch.arange(4.0), torch.ones(4)])
+    total, passed_on = program([first, second])
+    assert torch.equal(backend.view(total), torch.arange(4.0) + 1)
+    assert passed_on is first, "an argument that is a result is not copied"
+    assert (program.num_inputs, program.num_buffers, program.is_random) == (2, 2, False)
+    assert backend.spec(total) == VECTOR
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+     torch.uint8, torch.bool, torch.complex64],
+)  # fmt: skip
+def test_all_dtypes_there_and_back(backend, dtype):
+    for tensor in (torch.arange(6).reshape(2, 3).t() % 2, torch.tensor(1), torch.zeros(0, 3)):
+        tensor = tensor.to(dtype)
+        (there,) = backend.put([tensor])
+        for back in (backend.get([there])[0], backend.view(there), *backend.publish([there])):
+            assert back.dtype is dtype and torch.equal(back, tensor)
+        (adopted,) = backend.adopt([tensor])
+        assert torch.equal(backend.view(adopted), tensor)
+
+
+def test_what_is_put_has_memory_of_its_own(backend):
+    tensor = torch.zeros(1024)
+    (there,) = backend.put([tensor])
+    tensor.fill_(1)
+    assert not backend.view(there).any()
+    copy = backend.get([there])[0]
+    copy.fill_(2)
+    assert not backend.view(there).any()
+    assert backend.put([there])[0] is there
+
+
+def test_adopted_tensors_share_memory_and_are_imported_once(backend):
+    tensor = torch.zeros(1024)
+    (first,) = backend.adopt([tensor])
+    assert first.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert backend.adopt([tensor])[0] is first
+    tensor.add_(1)
+    (second,) = backend.adopt([tensor])
+    assert second is not first and backend.view(second).eq(1).all()
+    tensor.data = torch.full((1024,), 2.0)
+    assert backend.view(backend.adopt([tensor])[0]).eq(2).all()
+
+
+def test_published_tensors_share_memory_and_come_back_as_they_are(backend):
+    (array,) = backend.put([torch.zeros(1024)])
+    (tensor,) = backend.publish([array])
+    assert tensor.data_ptr() == array.unsafe_buffer_pointer()
+    assert backend.adopt([tensor])[0] is array
+    tensor.add_(1)
+    assert backend.view(backend.adopt([tensor])[0]).eq(1).all()
+
+
+def test_forgotten_tensors_leave_nothing_behind(backend):
+    before = len(backend._imports._found)
+    tensors = backend.publish(backend.put([torch.zeros(8)] * 3))
+    assert len(backend._imports._found) == before + 3
+    del tensors
+    gc.collect()
+    assert len(backend._imports._found) == before
+
+
+def test_donated_memory_is_used_again(backend):
+    program = backend.compile("add", Function(lambda a: [a + 1]), [LARGE], donated=[0])
+    state = backend.compile("zeros", Function(lambda a: [a * 0]), [LARGE])(
+        backend.put([torch.ones(64, 64)])
+    )
+    pointer = state[0].unsafe_buffer_pointer()
+    (result,) = program(state)
+    backend.wait()
+    assert result.unsafe_buffer_pointer() == pointer and state[0].is_deleted()
+
+
+def test_donation_leaves_tensors_that_users_see_alone(backend):
+    program = backend.compile("add", Function(lambda a: [a + 1]), [LARGE], donated=[0])
+    tensor = torch.zeros(64, 64)
+    (result,) = program(backend.adopt([tensor]))
+    assert backend.view(result).eq(1).all() and not tensor.any()
+    (seen,) = backend.publish([result])
+    (again,) = program([result])
+    assert backend.view(again).eq(2).all() and seen.eq(1).all()
+
+
+def test_a_passed_on_argument_is_not_donated(backend):
+    program = backend.compile("pass", Function(lambda a: [a, a + 1]), [LARGE], donated=[0])
+    same, more = program(backend.put([torch.zeros(64, 64)]))
+    assert not backend.view(same).any() and backend.view(more).all()
+
+
+def test_random_numbers_follow_from_the_seed(backend):
+    def dropped(x):
+        return [nn.functional.dropout(x, 0.5), torch.rand_like(x)]
+
+    ones = torch.ones(1000)
+    first, again = (run(backend, dropped, ones, seed=7) for _ in range(2))
+    other = run(backend, dropped, ones, seed=8)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0]) and not torch.equal(first[1], other[1])
+    assert 400 < (first[0] == 2).sum() < 600 and first[0].unique().numel() == 2
+    # Two operators of one program draw different numbers.
+    assert not torch.equal((first[0] > 0), (first[1] > 0.5))
+
+
+def test_plugins_may_want_another_generator():
+    rbg = PjrtBackend("cpu", key_kind="rbg")
+    drawn = [run(rbg, lambda x: [torch.rand_like(x)], torch.ones(100), seed=3) for _ in range(2)]
+    usual = run(PjrtBackend("cpu"), lambda x: [torch.rand_like(x)], torch.ones(100), seed=3)
+    assert torch.equal(drawn[0][0], drawn[1][0]) and not torch.equal(drawn[0][0], usual[0])
+    assert 0.3 < drawn[0][0].mean() < 0.7
+
+
+def test_modules_that_write_in_place_are_made_functional(backend):
+    def update(parameter, gradient):
+        parameter.add_(gradient, alpha=-0.5)
+        return [parameter]
+
+    parameter = torch.ones(4)
+    (result,) = run(backend, update, parameter, torch.ones(4))
+    assert torch.equal(result, torch.full((4,), 0.5)) and parameter.eq(1).all()
+
+
+def test_text_is_kept_if_wanted(backend):
+    function = Function(lambda a: [a.exp()])
+    assert "stablehlo.exponential" in backend.compile("a", function, [VECTOR], (), True).text()
+    assert not backend.compile("a", function, [VECTOR]).text()
+
+
+def test_compilations_are_counted(backend):
+    before = backend.num_compilations
+    program = backend.compile("count", Function(lambda a: [a * 3]), [VECTOR])
+    assert backend.num_compilations == before + 1
+    program(backend.put([torch.ones(4)]))
+    backend.compile("nothing", Function(lambda a: [a]), [VECTOR])
+    assert backend.num_compilations == before + 1
+
+
+def test_a_shape_that_depends_on_values_is_refused(backend):
+    with pytest.raises(
+        LoweringError, match=r"masked cannot be traced: .*Shapes must not depend on values"
+    ):
+        backend.compile("masked", Function(lambda a: [a[a > 0]]), [VECTOR])
+
+
+def test_what_xla_refuses_names_the_operator(backend):
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.exp.default, (graph.placeholder("a"),))
+    node.meta["val"] = torch.empty(5, device="meta")
+    graph.output([node])
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    with pytest.raises(LoweringError, match=r"wrong: aten::exp .*shape \[4\] in place of \[5\]"):
+        backend.compile("wrong", module, [VECTOR])
+
+
+def test_an_unknown_operator_is_refused_by_name(backend):
+    @torch.library.custom_op("mpxla_tests::nowhere", mutates_args=())
+    def nowhere(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    nowhere.register_fake(torch.empty_like)
+    with pytest.raises(LoweringError, match=r"odd: mpxla_tests::nowhere .* no jax function"):
+        backend.compile("odd", Function(lambda a: [torch.ops.mpxla_tests.nowhere(a)]), [VECTOR])
+
+
+def test_the_cpu_counts_no_memory(backend):
+    assert backend.memory_counters() is None
+    assert backend.is_host and backend.has_doubles and backend.device == torch.device("cpu")
+
+
+SCRIPT = """
+import sys
+from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.errors import MpxlaError
+try:
+    {call}
+except MpxlaError as error:
+    print(error)
+assert "torch_xla" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        ("PjrtBackend('cuda')", "no platform 'cuda' on this machine.*extra `cuda13` or `cuda12`"),
+        ("PjrtBackend('cpu', 3)", "would use cpu device 3 of its machine, which has 1"),
+    ],
+)
+def test_missing_devices(call, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(call=call)], capture_output=True, text=True, check=True
+    )
+    assert re.search(expected, done.stdout), done.stdout + done.stderr
