@@ -16,7 +16,14 @@ from typing import Any
 
 from mpxla.errors import ConfigError
 
-__all__ = ["LaunchEnv", "prepare_gloo", "prepare_xla", "read_environment", "set_variables"]
+__all__ = [
+    "LaunchEnv",
+    "cores_per_process",
+    "prepare_gloo",
+    "prepare_xla",
+    "read_environment",
+    "set_variables",
+]
 
 XLA_FLAG = "--xla_cpu_use_xnnpack=false"
 """See `prepare_xla`."""
@@ -143,6 +150,14 @@ def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def cores_per_process(num_processes: int) -> int:
+    """Threads for each of several processes: `OMP_NUM_THREADS` if it is set, else a fair share."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdecimal() and int(chosen) > 0:
+        return int(chosen)
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def prepare_gloo(interface: str | None, environ: MutableMapping[str, str] | None = None) -> None:

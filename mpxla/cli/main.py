@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpxla.cli import plan, schedule, trace
+from mpxla.cli import plan, run, schedule, trace
 from mpxla.errors import MpxlaError
 
 __all__ = ["main"]
@@ -20,10 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, or 1 after an error.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m mpxla", description="Looks at partitions, schedules and traces."
+        prog="python -m mpxla",
+        description="Runs scripts; looks at partitions, schedules and traces.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (plan, schedule, trace):
+    for command in (plan, run, schedule, trace):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -1,0 +1,65 @@
+"""The vision transformer on fake images: the same losses on any grid of stages and replicas."""
+
+import re
+
+import pytest
+
+from mpxla.tests.examples.running import RELATIVE_TOLERANCE, run_example
+
+pytestmark = pytest.mark.ranks
+
+TINY = ("--steps", "4", "--warmup-steps", "1", "--batch-size", "8", "--image-size", "16")
+TINY += ("--width", "16", "--layers", "1", "--heads", "2")
+
+
+def check_against_plain(num_ranks, num_stages, *options):
+    (expected,) = run_example("vit/train_plain.py", 1, *options)
+    arguments = (*options, "--stages", str(num_stages), "--microbatches", "2")
+    for losses in run_example("vit/train.py", num_ranks, *arguments):
+        assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+    assert expected[-1] < expected[0]
+
+
+def test_two_stages():
+    check_against_plain(2, 2, *TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 1), (4, 2)])
+def test_other_grids(num_ranks, num_stages):
+    check_against_plain(num_ranks, num_stages, *TINY)
+
+
+def report(args_and_times):
+    """What the clock of the example prints, in a process that may import transformers."""
+    import contextlib
+    import io
+    import sys
+    from argparse import Namespace
+
+    from mpxla.tests.examples.running import EXAMPLES
+
+    sys.path.insert(0, str(EXAMPLES / "vit"))
+    try:
+        from vit_model import print_mean
+    finally:
+        sys.path.pop(0)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        print_mean(args_and_times[1], Namespace(**args_and_times[0]))
+    return text.getvalue()
+
+
+def test_mean_leaves_the_first_steps_out():
+    options = {"batch_size": 8, "warmup_steps": 2}
+    (text,) = run_report(options, [10.0, 5.0, 1.0, 3.0])
+    assert text == (
+        "mean of 2 steps 2.000 s, 4.0 images/s; without the first 2, which took 15.0 s\n"
+    )
+    (text,) = run_report(options, [10.0])
+    assert re.match("no mean: all 1 steps are warm-up", text)
+
+
+def run_report(options, durations_s):
+    from mpxla.testing import run_ranks
+
+    return run_ranks(report, 1, (options, durations_s))
