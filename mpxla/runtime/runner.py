@@ -110,16 +110,15 @@ class PlanRunner:
         )
         for program in self.plan.programs.values():
             for name in program.lowered.spec.new_buffers:
-                self._states.set_buffer(name, run.tensors[name])
+                (value,) = self._backend.publish([run.tensors[name]])
+                self._states.set_buffer(name, value)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
-            run.accumulators.clear()
+        run.release()
+        backend, count = self._backend, num_microbatches
+        leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(
-            cut.step.result_leaves,
-            cut.step.result_spec,
-            num_microbatches,
-            fetch,
-            self._backend.adopt,
+            leaves, structure, count, lambda index: backend.publish(fetch(index)), backend.adopt
         )
         return returned, run
 
@@ -146,8 +145,7 @@ class PlanRunner:
         return dict(zip(values, self._backend.put(list(values.values())), strict=True))
 
     def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        flat = self._backend.put([t for mb in tensors for t in mb])
-        rest = iter(self._backend.adopt(flat))
+        rest = iter(self._backend.put([t for mb in tensors for t in mb]))
         return [[next(rest) for _ in mb] for mb in tensors]
 
     def _seeds(self, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:

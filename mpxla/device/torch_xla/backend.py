@@ -59,11 +59,19 @@ class TorchXlaBackend:
         donated: Collection[int] = (),
         keep_text: bool = False,
     ) -> Executable:
-        """See `Backend.compile`; nothing is donated here."""
+        """See `Backend.compile`; nothing is donated.
+
+        torch_xla 2.9 donates arguments of programs that are called by handle (marked by
+        `_set_buffer_donation`, compiled under `alias_with_buffer_donor_config`) only where
+        XLA_ENABLE_PARAM_ALIASING is on. That also lets lazily traced programs overwrite what other
+        pending values need, so it is off (`env.prepare_xla`); then a program that is compiled with
+        donors is not found by its hash. With the variable on, donation was seen to work on the CPU.
+        """
         return compile_graph(name, graph, inputs, self.device, keep_text)
 
     def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Host tensors on the device; those that are there stay."""
+        """Host tensors on the device; those that are there stay, and are started."""
+        tensors.make_ready(tensors_)
         return tensors.to_device(tensors_, self.device)
 
     def get(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

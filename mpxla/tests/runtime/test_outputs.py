@@ -68,7 +68,7 @@ def test_the_structure_comes_back():
         fetched.append(index)
         return values[index]
 
-    first, named, (none, last) = build_outputs(leaves, structure, 2, fetch)
+    first, named, (none, last) = build_outputs(leaves, structure, 2, fetch, list)
     assert fetched == [1], "only Python numbers are waited for"
     assert named == {"a": "text", "b": [[10, 11], [4, 4]]}
     assert [type(number) for number in named["b"][0]] == [int, int]
