@@ -39,8 +39,9 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
         return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
             f"once as a graph, so `if`, `while`, `int()`, `bool()`, `print()` and indexing with a "
-            f"tensor's value are not possible inside it. Use torch.where or masks, or move the "
-            f"decision out of the step function; a value that is only returned may use .item()."
+            f"tensor's value are not possible inside it, unless the value follows from the inputs "
+            f"alone. Use torch.where or masks, or move the decision out of the step function; a "
+            f"value that is only returned may use .item()."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")
