@@ -13,6 +13,7 @@ A factory returns the model, example inputs of one microbatch, and what to do wi
 Inputs that are no tuple are one argument. Parameters may be on the meta device: nothing is run.
 """
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -25,6 +26,7 @@ from torch import nn
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import ValueNeededError
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.model_watch import model_flags
 from mpxla.runtime.signature import fill, sign
@@ -111,7 +113,7 @@ def capture_factory(
 
     step = plain if _is_step(plain) else of_loss
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((facade, *inputs), {})
-    signature, _, objects = sign(
+    signature, tensors, objects = sign(
         "the factory's step", [arguments], model_flags(model), Identities()
     )
 
@@ -120,7 +122,9 @@ def capture_factory(
         return step(*args, **kwargs)
 
     names = ModelState(model).canonical_names
-    return capture_step(run, model, signature.tensor_leaves, names)
+    with contextlib.suppress(ValueNeededError):
+        return capture_step(run, model, signature.tensor_leaves, names)
+    return capture_step(run, model, signature.tensor_leaves, names, tensors[0])
 
 
 def _is_step(function: Callable[..., Any]) -> bool:

@@ -45,6 +45,7 @@ from mpxla.graph.capture_modes import (
     unchecked_distributions,
     unmapped_autocast,
 )
+from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
 from mpxla.graph.normalize import (
     collapse_detaches,
@@ -152,6 +153,7 @@ class _Returned:
     leaves: list[ResultLeaf] = field(default_factory=list)
     spec: Any = None
     num_objectives: int = 0
+    decisions: Decisions | None = None
 
 
 class _StepModule(nn.Module):
@@ -162,16 +164,25 @@ class _StepModule(nn.Module):
     own attributes change in `forward`.
     """
 
-    def __init__(self, model: nn.Module, function: Callable[[Sequence[torch.Tensor]], Any]):
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[[Sequence[torch.Tensor]], Any],
+        values: Sequence[torch.Tensor] | None,
+    ):
         super().__init__()
         self.model = model
         self._function = function
+        self._values = None if values is None else tuple(values)
         self.returned = _Returned()
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
         _recorder = recorder = BackwardRecorder()
-        semantics = StepSemantics()
+        tape = None if self._values is None else Tape()
+        semantics = StepSemantics(tape)
+        if self._values is not None:
+            semantics.constants.give_inputs(leaves, self._values)
         try:
             with (
                 semantics,
@@ -201,6 +212,7 @@ class _StepModule(nn.Module):
                 is_number = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_number, value=leaf))
         self.returned.num_objectives = len(recorder.objectives)
+        self.returned.decisions = None if tape is None else tape.decisions()
         return (*recorder.objectives, *results)
 
 
@@ -219,6 +231,7 @@ def capture_step(
     model: nn.Module,
     leaves: Sequence[TensorLeaf],
     canonical_names: dict[str, str],
+    values: Sequence[torch.Tensor] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -232,14 +245,17 @@ def capture_step(
         leaves: shape and dtype of each tensor input, for one microbatch.
         canonical_names: any name of a parameter or buffer -> the one name used for it (tied
             parameters have several).
+        values: tensor leaves of one microbatch, on the host, for a function whose Python needs
+            them. The graph then is the one for all inputs of which Python reads the same.
 
     Raises:
-        CaptureError: the function depends on a tensor's value in Python, uses parameters that do
-            not belong to `model`, relies on hooks or backwards of its own, or returns something
-            that cannot be returned.
+        ValueNeededError: Python needs the value of a tensor, and `values` may help.
+        CaptureError: Python needs a value that does not follow from inputs; the function uses
+            parameters that do not belong to `model`, relies on hooks or backwards of its own, or
+            returns something that cannot be returned.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    wrapper = _StepModule(model, function)
+    wrapper = _StepModule(model, function, values)
     with (
         attributes_kept(model),
         fake_state(model, fake_mode),
@@ -262,7 +278,7 @@ def capture_step(
             keep_gradient_barriers(exported.graph_module)
             exported = functionalize(exported)
         except Exception as error:
-            raise explain(error) from error
+            raise explain(error, is_final=values is not None) from error
     if wrapper.returned.num_objectives:
         refuse_gradient_hooks(model)
     with static_shapes():
@@ -317,6 +333,7 @@ def _step_graph(
         result_spec=wrapper.returned.spec,
         constants=constants,
         is_training=wrapper.returned.num_objectives > 0,
+        decisions=wrapper.returned.decisions,
     )
 
 

@@ -3,8 +3,9 @@
 Tensors of a captured step have no values. But a mask that the step makes itself, or a tensor that
 the user's function closes over, is the same in every call. So every call of torch whose tensors
 are all such constants runs a second time, on real host tensors, and Python may read its results:
-`if mask.all()`, `int(lengths.max())`, `mask.nonzero()`. What follows from inputs, parameters,
-buffers or random numbers stays unknown.
+`if mask.all()`, `int(lengths.max())`, `mask.nonzero()`. What follows from parameters, buffers or
+random numbers stays unknown. So do inputs, unless their values are given, because Python has to
+read them: then `decisions` writes down what is read, and for which inputs that holds.
 
 This module must not know what the captured graph is used for.
 """
@@ -20,6 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpxla.graph.decisions import Tape
+from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
 
@@ -47,8 +51,24 @@ class _Known:
 class Constants:
     """Calls torch for a step that is captured, and follows the values of constants."""
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape | None = None) -> None:
         self._known: Any = WeakTensorKeyDictionary()
+        self._tape = tape
+
+    def give_inputs(self, leaves: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        """Makes the values of a step's inputs known; needs a tape.
+
+        Args:
+            leaves: the tensors without values that stand for them.
+            values: those of one microbatch, on the host.
+        """
+        assert self._tape is not None
+        for place, (leaf, given) in enumerate(zip(leaves, values, strict=True)):
+            if given.numel() <= LARGEST_CONSTANT:
+                with _disable_current_modes():
+                    value = given.detach().clone()
+                self._known[leaf] = _Known(value, value._version, leaf._version)
+                self._tape.begin_input(value, place)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `func`; reads of constants are answered.
@@ -64,7 +84,7 @@ class Constants:
         if func is _data or not all(self.is_known(tensor) for tensor in tensors):
             return func(*args, **kwargs)
         if tensors and _depends_on_values(func, tensors):
-            answer = self._run(func, args, kwargs)
+            answer = self._run(func, args, kwargs, is_read=True)
             if answer is not None:
                 return answer
         writes = [tensor._version for tensor in tensors]
@@ -81,7 +101,7 @@ class Constants:
             is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
             places = None
             if is_mask and self.is_known(part):
-                places = self._run(torch.nonzero, (part,), {})
+                places = self._run(torch.nonzero, (part,), {}, is_read=True)
             found += [part] if places is None else places.unbind(1)
         return tuple(found)
 
@@ -113,17 +133,23 @@ class Constants:
             if isinstance(leaf, FakeTensor) and _is_like(real, leaf):
                 self._known[leaf] = _Known(real, real._version, leaf._version)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, is_read: bool = False) -> Any:
         """The value of a call, or None: it fails, or depends on random numbers."""
         # Modes for functions are off as well: export would record what no_grad does.
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             before = torch.get_rng_state()
             try:
                 args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
+                given = [t for t in pytree.tree_leaves((args, kwargs)) if _is_tensor(t)]
+                writes = [tensor._version for tensor in given]
                 value = func(*args, **kwargs)
             except Exception:  # the call on the tensor without a value says what is wrong
                 return None
             if torch.equal(before, torch.get_rng_state()):
+                if self._tape is not None:
+                    changed = [t for t, n in zip(given, writes, strict=True) if t._version != n]
+                    where = at_user_line() if is_read else None
+                    self._tape.add((func, args, kwargs), value, changed, where)
                 return value
             torch.set_rng_state(before)
             return None
@@ -134,8 +160,14 @@ class Constants:
         if isinstance(argument, torch.Tensor):  # the user's own, which a write must not change
             if argument not in self._known:
                 self._known[argument] = _Known(argument.detach().clone(), 0, 0)
+                if self._tape is not None:
+                    self._tape.begin_constant(self._known[argument].value)
             return self._known[argument].value
         return argument
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_like(real: Any, fake: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import refuse_gradients
+from mpxla.graph.decisions import Tape
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
 
@@ -46,10 +47,10 @@ class StepSemantics(TorchFunctionMode):
     host once. Plain autograd is refused, since it would not see the stages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape | None = None) -> None:
         super().__init__()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.constants = Constants()
+        self.constants = Constants(tape)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
 

@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from mpxla.graph.decisions import Decisions
+
 __all__ = [
     "InputKind",
     "InputRole",
@@ -99,6 +101,7 @@ class StepGraph:
         result_spec: pytree structure of the returned value.
         constants: values of the CONSTANT placeholders.
         is_training: whether the step calls `model.backward`.
+        decisions: what Python has read of the inputs; None if it was nothing.
     """
 
     graph: fx.Graph
@@ -108,6 +111,7 @@ class StepGraph:
     result_spec: Any
     constants: Mapping[str, torch.Tensor]
     is_training: bool
+    decisions: Decisions | None = None
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""

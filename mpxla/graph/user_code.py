@@ -13,13 +13,22 @@ from torch import fx
 
 from mpxla.errors import CaptureError, MpxlaError
 
-__all__ = ["at_user_line", "explain", "line_of", "user_lines_recorded"]
+__all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines_recorded"]
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
-def explain(error: Exception) -> Exception:
-    """One line of the user's code in place of a page of graph; own errors as they are."""
+class ValueNeededError(CaptureError):
+    """Python needs the value of a tensor; with the values of inputs there may be an answer."""
+
+
+def explain(error: Exception, is_final: bool = True) -> Exception:
+    """One line of the user's code in place of a page of graph; own errors as they are.
+
+    Args:
+        error: what was raised while the step function was captured.
+        is_final: False where the values of its inputs may still help.
+    """
     if isinstance(error, MpxlaError):
         return error
     where = _user_frame(traceback.extract_tb(error.__traceback__))
@@ -27,11 +36,12 @@ def explain(error: Exception) -> Exception:
     if type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") or (
         "data-dependent" in str(error)
     ):
-        return CaptureError(
+        return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
             f"once as a graph, so `if`, `while`, `int()`, `bool()`, `print()` and indexing with a "
-            f"tensor's value are not possible inside it. Use torch.where or masks, or move the "
-            f"decision out of the step function; a value that is only returned may use .item()."
+            f"tensor's value are not possible inside it, unless the value follows from the inputs "
+            f"alone. Use torch.where or masks, or move the decision out of the step function; a "
+            f"value that is only returned may use .item()."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")

@@ -146,7 +146,7 @@ class Calls:
         def described() -> Call:
             inputs = self._numbers.inputs(title)
             signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
-            return Call(signature, tensors, objects, self.plans.find(signature, view))
+            return Call(signature, tensors, objects, self.plans.find(signature, view, tensors))
 
         call = described()
         if call.plan is None and self._numbers.learn(call.signature, self._known()):
@@ -212,14 +212,15 @@ class Calls:
         if constants and self._pp_rank == 0:
             self._numbers.keep_constant(call.signature.function, constants)
         checks, step_plan = plan.runner.checks, plan.runner.plan
-        if not (step_plan.is_random or checks.looks_at_inputs):
+        if not (step_plan.is_random or checks.looks_at_inputs or plan.decisions):
             return
         if self._pp_rank > 0:
             problem, call.seed = self.control.follow()
             if problem is not None:
                 raise as_announced(StepError(f"{problem} (found on pp_rank 0)"))
             return
-        problem = checks.problem_of_inputs(plan.signature, call.tensors)
+        problem = _apart_in_microbatches(plan, call.tensors)
+        problem = problem or checks.problem_of_inputs(plan.signature, call.tensors)
         call.seed = self._draw_seed(step_plan)
         self.control.announce((problem, call.seed))
         if problem is not None:
@@ -234,7 +235,7 @@ class Calls:
             runner: runs the plan.
         """
         view = self._watch.look().captured(self._model(), reads)
-        plan = self.plans.add(signature, view, runner)
+        plan = self.plans.add(signature, view, runner, runner.plan.cut.step.decisions)
         self._forget_unused()
         return plan
 
@@ -247,18 +248,21 @@ class Calls:
             functions.keep([n for n in functions.numbers() if _title(name, n) in titles])
         self._watch.keep([plan.view for plan in self.plans])
 
-    def reason(self, signature: Signature, num_models: int) -> str:
+    def reason(self, call: Call, num_models: int) -> str:
         """Why a call needs a new program.
 
         Args:
-            signature: of the call.
+            call: the call.
             num_models: how many models there are.
         """
+        signature = call.signature
         before = self._model_counts.get(signature.function, num_models)
         self._model_counts[signature.function] = num_models
         if before != num_models:  # their flags are part of every signature
             return "another model was made since"
-        change = self.plans.model_change(signature, self._watch.look())
+        view = self._watch.look()
+        change = self.plans.model_change(signature, view)
+        change = change or self.plans.inputs_change(signature, view, call.tensors)
         if change is not None and self._pp_rank == 0:
             self._numbers.count_outside(signature.function, change)
         if change is not None:
@@ -266,6 +270,19 @@ class Calls:
         if self._pp_rank == 0:
             self._numbers.count(signature, self._known())
         return describe_change(signature, self._known())
+
+
+def _apart_in_microbatches(plan: Plan, tensors: Sequence[Sequence[torch.Tensor]]) -> str | None:
+    """Text of the error where a plan for the first microbatch is none for another one."""
+    change = plan.change(tensors)
+    if change is None:
+        return None
+    return (
+        f"{plan.signature.function}: {change[1]}, from microbatch 0 to microbatch {change[0]}. All "
+        f"microbatches of a call run one program, with one way through the step function. Use "
+        f"torch.where or a mask in place of the branch, or make the decision before the step "
+        f"function and pass it as an argument."
+    )
 
 
 def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:

@@ -20,7 +20,7 @@ from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
-from mpxla.runtime.calls import AnnouncedError, Calls, as_announced
+from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
@@ -42,6 +42,7 @@ from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.tracing import trace
 from mpxla.session import Session
+from mpxla.stage.device import to_host
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["Member", "StepEngine"]
@@ -146,7 +147,7 @@ class StepEngine:
             call = self.calls.agree(name, rule, args, kwargs)
             if call.plan is None:
                 with self._session.progress.busy("capture and compilation"):
-                    call.plan = self._build(call.signature, rule.function, call.objects)
+                    call.plan = self._build(call, rule.function)
                 self.calls.agree_to_start(call, call.plan)
             if lent:
                 self._refuse_training(name, call.plan, lent)
@@ -184,12 +185,10 @@ class StepEngine:
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def _build(
-        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
-    ) -> Plan:
+    def _build(self, call: Call, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
-        reason = self.calls.reason(signature, len(self._members))
-        cut, signature, reads = self._cut_together(signature, function, objects)
+        reason = self.calls.reason(call, len(self._members))
+        cut, signature, reads = self._cut_together(call, function)
         used = self._models_of(cut)
         new = [label for label in used if not self._states[label].is_placed]
         if new:
@@ -227,7 +226,7 @@ class StepEngine:
         return self.calls.keep(signature, reads, runner)
 
     def _cut_together(
-        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+        self, call: Call, function: Callable[..., Any]
     ) -> tuple[CutStep, Signature, list[Read]]:
         """`_cut` on all ranks; each raises its own error if it has one.
 
@@ -235,8 +234,8 @@ class StepEngine:
         """
         world = self._session.topology.world_group()
         group = self._group if self._states.is_any_placed() else world
-        what = f"step function {signature.function}"
-        return self._together(group, what, lambda: self._cut(signature, function, objects))
+        what = f"step function {call.signature.function}"
+        return self._together(group, what, lambda: self._cut(call, function))
 
     def _together(self, group: Sequence[int], what: str, work: Callable[[], _T]) -> _T:
         """Does something on all ranks of a group; if one of them fails, all raise.
@@ -254,12 +253,14 @@ class StepEngine:
         return cast(_T, result)
 
     def _cut(
-        self, signature: Signature, function: Callable[..., Any], objects: Mapping[str, Any]
+        self, call: Call, function: Callable[..., Any]
     ) -> tuple[CutStep, Signature, list[Read]]:
         """The step in stages, the signature that it serves, and what it read of the model."""
         self.is_tracing = True
         try:
-            signature, step, reads = trace(signature, function, objects, self._states)
+            signature, step, reads = trace(
+                call.signature, function, call.objects, self._states, lambda: self._values(call)
+            )
         finally:
             self.is_tracing = False
         step, config = self._without_other_models(step), self._session.config
@@ -270,6 +271,14 @@ class StepEngine:
             check_placement(step, self._pins(), config.default_partition, names)
         cut = self._cut_captured(step, self.placement.ranks, self._measure(step))
         return cut, signature, reads
+
+    def _values(self, call: Call) -> list[torch.Tensor]:
+        """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
+        if self._pp_rank > 0:
+            return self.calls.control.follow()
+        values = to_host(call.tensors[0])
+        self.calls.control.announce(values)
+        return values
 
     def _pins(self) -> dict[str, int]:
         """Module path -> pipeline rank, of the modules that the user has placed."""

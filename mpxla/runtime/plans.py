@@ -5,13 +5,17 @@ This module must not know how a plan is made or run.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from mpxla.graph.decisions import Decisions
 from mpxla.log import get_logger
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.signature import Signature
+from mpxla.stage.device import to_host
 
 __all__ = ["MAX_PLANS", "Plan", "Plans"]
 
@@ -28,12 +32,28 @@ class Plan:
         signature: of the calls that it serves.
         view: what the model was when the step was captured.
         runner: runs it.
+        decisions: what Python has read of the inputs when the step was captured.
     """
 
     number: int
     signature: Signature
     view: ModelView
     runner: Any
+    decisions: Decisions | None = None
+
+    def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
+        """(microbatch, what Python would read otherwise) of a call; None if nothing.
+
+        Args:
+            tensors: tensor leaves of every microbatch, on any device.
+        """
+        if self.decisions is None:
+            return None
+        for microbatch, leaves in enumerate(tensors):
+            change = self.decisions.change(to_host(leaves))
+            if change is not None:
+                return microbatch, change
+        return None
 
 
 class Plans:
@@ -55,10 +75,24 @@ class Plans:
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def find(self, signature: Signature, view: ModelView) -> Plan | None:
-        """The plan for a call of this signature, with the model as it is now."""
+    def find(
+        self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> Plan | None:
+        """The plan for a call of this signature and inputs, with the model as it is now."""
+        same = self._same(signature, view)
+        return next((plan for plan in same if plan.change(tensors) is None), None)
+
+    def inputs_change(
+        self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> str | None:
+        """What has changed in the inputs since the last plan for such a call, if there is one."""
+        same = self._same(signature, view)
+        change = same[-1].change(tensors) if same else None
+        return None if change is None else change[1]
+
+    def _same(self, signature: Signature, view: ModelView) -> list[Plan]:
         plans = self._by_key.get(signature.key, ())
-        return next((plan for plan in plans if plan.view.difference(view) is None), None)
+        return [plan for plan in plans if plan.view.difference(view) is None]
 
     def model_change(self, signature: Signature, view: ModelView) -> str | None:
         """What has changed in the model since the last plan for such a call, if there is one."""
@@ -71,9 +105,15 @@ class Plans:
         self._by_number.move_to_end(number)
         return self._by_number[number]
 
-    def add(self, signature: Signature, view: ModelView, runner: Any) -> Plan:
+    def add(
+        self,
+        signature: Signature,
+        view: ModelView,
+        runner: Any,
+        decisions: Decisions | None = None,
+    ) -> Plan:
         """Keeps a plan under the next number; may drop another one."""
-        plan = Plan(self._count, signature, view, runner)
+        plan = Plan(self._count, signature, view, runner, decisions)
         self._by_number[plan.number] = plan
         self._by_key.setdefault(signature.key, []).append(plan)
         self._count += 1

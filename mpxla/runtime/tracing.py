@@ -4,6 +4,7 @@ This module must not know how ranks agree on a call.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from mpxla.graph.capture_sources import (
     random_numbers_noted,
 )
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import ValueNeededError
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
@@ -31,6 +33,7 @@ def trace(
     function: Callable[..., Any],
     objects: Mapping[str, Any],
     states: ModelStates,
+    values: Callable[[], Sequence[torch.Tensor]],
 ) -> Traced:
     """Captures a step with as many of its floats as inputs as Python lets it.
 
@@ -39,6 +42,7 @@ def trace(
         function: the step function.
         objects: this rank's own objects among the arguments, by path.
         states: parameters and buffers of all models.
+        values: gives the tensor leaves of one microbatch, where Python needs them.
 
     Returns:
         The signature has constants in the places of floats whose value Python needs.
@@ -47,9 +51,14 @@ def trace(
         CaptureError: the function cannot be captured.
     """
 
+    values = functools.cache(values)
+
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
-        return _trace(chosen, function, objects, states)
+        with contextlib.suppress(ValueNeededError):
+            return _trace(chosen, function, objects, states, None)
+        _, (given,) = with_constants(signature, [values()], constants)
+        return _trace(chosen, function, objects, states, given)
 
     numbers = signature.numbers
     if not numbers:
@@ -69,6 +78,7 @@ def _trace(
     function: Callable[..., Any],
     objects: Mapping[str, Any],
     states: ModelStates,
+    values: Sequence[torch.Tensor] | None,
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
     model = states.module
@@ -85,5 +95,6 @@ def _trace(
         random_numbers_noted(function, model),
         attributes_noted(model, others) as log,
     ):
-        step = capture_step(run, model, signature.tensor_leaves, states.current_names())
+        names = states.current_names()
+        step = capture_step(run, model, signature.tensor_leaves, names, values)
     return signature, step, [*kept(reads), *log.reads()]

@@ -1,5 +1,7 @@
 """A float that changes with every call compiles once more; what cannot be an input is warned of."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,66 @@ def test_an_annealed_weight_is_an_input(stages):
     (warning,) = (line for line in lines if line.startswith("WARNING"))
     assert "because argument [0][3]['rate'] changed, for the second time (now 0.3)" in warning
     close(merged([found for _, _, found, _ in results]), parameters)
+
+
+def loss_by_mask(model, x, mask):
+    is_padded = mask.eq(0)
+    y = model(x)
+    if is_padded.any():
+        y = y.masked_fill(is_padded[:, None], 0.5)
+    return (y.square() * x.shape[1]).mean() / int(mask.max())
+
+
+MASKS = [[1, 1, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def branch_on_masks():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    raw = raw_model()
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(optimizer_of(raw))
+
+    @smp.step
+    def train(model, x, mask):
+        loss = loss_by_mask(model, x, mask)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    with logged() as lines:
+        for mask in MASKS:
+            optimizer.zero_grad()
+            own = mask if smp.pp_rank() == 0 else [0, 0, 0, 0]  # only pp_rank 0's inputs count
+            try:
+                losses.append(train(model, inputs(), torch.tensor(own)).reduce_mean().item())
+            except smp.errors.StepError as error:
+                losses.append(str(error))
+                continue
+            optimizer.step()
+    return losses, host(model.local_named_parameters()), lines
+
+
+def test_branches_on_inputs_are_taken_for_each_batch():
+    plain = raw_model()
+    optimizer = optimizer_of(plain)
+    expected = []
+    for mask in MASKS[:4] + MASKS[5:]:
+        optimizer.zero_grad()
+        halves = zip(inputs().split(2), torch.tensor(mask).split(2), strict=True)
+        loss = sum(loss_by_mask(plain, x, part) for x, part in halves) / 2
+        loss.backward()
+        expected.append(loss.item())
+        optimizer.step()
+    results = run_ranks(branch_on_masks, 2)
+    for losses, _, lines in results:
+        close(torch.tensor(losses[:4] + losses[5:]), torch.tensor(expected))
+        where = r"at .*test_changing_numbers\.py:\d+: if is_padded\.any\(\):"
+        change = rf"what is read of the inputs {where} changed from False to True"
+        assert re.search(rf"{change}, from microbatch 0 to microbatch 1\. All micro", losses[4])
+        compiled = [line for line in lines if "compiled step" in line]
+        assert len(compiled) == 3, "the mixed batch is captured, and refused"
+    assert re.search(rf"\({change}\)", [x for x in results[0][2] if "compiled step" in x][1])
+    close(merged([found for _, found, _ in results]), host(plain.named_parameters()))
 
 
 class Options:

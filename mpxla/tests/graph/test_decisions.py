@@ -1,0 +1,93 @@
+"""With the values of inputs, Python may branch on them; the graph says for which inputs it is."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.errors import CaptureError
+from mpxla.graph.capture import TensorLeaf, capture_step
+from mpxla.runtime.state import ModelState
+from mpxla.tests.graph.test_capture import run
+
+pytestmark = pytest.mark.unit
+
+OFFSET = torch.tensor([1, 0, 0])
+
+
+def branch(x, ids):
+    return x * 2 if (ids == 0).any() else x
+
+
+def count(x, ids):
+    return x[:, : int(ids.max())].sum(dim=1)
+
+
+def write(x, ids):
+    values = torch.zeros(3, dtype=torch.int64)
+    values[1:] += ids[:2]
+    values.view(-1).add_(OFFSET)
+    return x + 1 if values.sum() > 3 else x
+
+
+def places(x, ids):
+    return x[ids.nonzero()[:, 0]].sum(0) + x[ids > 1].sum(0)
+
+
+def several(x, ids):
+    x = x * 2 if ids[0] > 1 else x
+    mask = torch.ones(500, 500).tril()  # a constant that is known, too
+    x = x + 1 if mask.all() else x
+    return x - ids.sum().item() if ids[1] > 1 else x
+
+
+CASES = [
+    (branch, [1, 2, 3], [2, 1, 1], [1, 0, 1], r"== 0\)\.any\(\) else x changed from False to True"),
+    (count, [1, 2, 1], [2, 2, 2], [3, 1, 1], r"\[:, : int\(ids\.max.* changed from 2 to 3"),
+    (write, [1, 2, 0], [3, 3, 5], [1, 1, 9], r"if values\.sum\(\) > 3 .* from True to False"),
+    (places, [1, 0, 2], [1, 0, 3], [2, 0, 1], r"x\[ids > 1\].* changed from \(?tensor"),
+    (several, [2, 2, 1], [2, 2, 1], [2, 2, 2], r"ids\.sum\(\)\.item\(\) .* changed from 5 to 6"),
+]
+
+
+def captured(function, ids):
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    leaves = TensorLeaf((3, 4), torch.float32), TensorLeaf((3,), torch.int64)
+    values = [x, torch.tensor(ids)]
+    names = ModelState(model).canonical_names
+    step = capture_step(lambda v: function(model(v[0]), v[1]), model, leaves, names, values)
+    return model, x, step
+
+
+@pytest.mark.parametrize(("function", "ids", "like", "other", "text"), CASES)
+def test_a_graph_knows_its_inputs(function, ids, like, other, text):
+    before = OFFSET.clone()
+    model, x, step = captured(function, ids)
+    for given in (ids, like):
+        given = torch.tensor(given)
+        expected = function(model(x), given).detach()
+        torch.testing.assert_close(run(step, model, [x, given])[0], expected)
+        for _ in range(2):
+            assert step.decisions.change([x, given]) is None
+    given = torch.tensor(other)
+    change = step.decisions.change([x, given])
+    assert change.startswith("what is read of the inputs at ")
+    assert torch.equal(given, torch.tensor(other)) and torch.equal(OFFSET, before)
+    assert re.search(text, change), change
+
+
+def test_what_follows_from_constants_alone_is_not_run_again():
+    _, _, step = captured(several, [2, 2, 1])
+    names = {call.run.__name__ for call in step.decisions.calls}
+    assert "sum" in names and not names & {"ones", "tril", "all"}
+
+
+def test_nothing_is_decided_where_nothing_is_read():
+    _, _, step = captured(lambda x, ids: x * ids[:, None], [1, 2, 3])
+    assert step.decisions is None
+
+
+def test_values_of_parameters_stay_unknown():
+    with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*decisions"):
+        captured(lambda x, ids: x * 2 if x.sum() > ids.sum() else x, [1, 2, 3])
