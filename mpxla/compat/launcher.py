@@ -19,6 +19,7 @@ from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
+from mpxla.compat.processes import ranks_told
 from mpxla.env import read_environment
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
@@ -32,6 +33,7 @@ def mapped() -> Generator[None]:
     env = read_environment()
     devices = DeviceMap(env.local_rank, env.local_size)
     with (
+        ranks_told(env),
         importable(),
         cuda_names(devices),
         nccl_means_gloo(),
