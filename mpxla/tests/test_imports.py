@@ -151,6 +151,7 @@ def test_torch_xla_is_imported_by_few():
     users = {module for module in modules() if "torch_xla" in third_party(module)}
     assert users == {
         *("stage.device", "stage.compile", "stage.trial"),
+        "compat.processes",
         *("comm.xla_programs", "comm.xla_device", "comm.xla_world"),
     }
 

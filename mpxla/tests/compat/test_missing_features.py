@@ -1,5 +1,6 @@
 """What mpxla does not have raises an error that names the feature, and the script's line."""
 
+import copy
 import json
 import logging
 import os
@@ -92,7 +93,11 @@ def _use_smp():
     }
     assert not hasattr(optimizer, "overflow")
     texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
-    assert not hasattr(model, "nothing_of_that_name")
+    texts |= {
+        "unknown of model": refusal(lambda: model.nothing_of_that_name, missing),
+        "of the module": refusal(lambda: model.weight, missing),
+        "unknown of optimizer": refusal(lambda: optimizer.save_optimizer_backcompt, missing),
+    }
     return texts
 
 
@@ -111,6 +116,15 @@ def test_18_missing_features_are_named_with_the_line():
     for feature, names in FEATURES.items():
         for name in names:
             assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
+    assert texts["unknown of model"] == (
+        "mpxla's DistributedModel has no attribute 'nothing_of_that_name', nor has the Linear that "
+        "it wraps; see dir(smp.DistributedModel) for what there is."
+    )
+    assert texts["of the module"].endswith(
+        "the Linear that it wraps has: write model.module.weight"
+    )
+    assert texts["unknown of optimizer"].endswith("did you mean save_optimizer_backcompat?")
+    assert "nor has the SGD that it wraps" in texts["unknown of optimizer"]
     assert "a fused CUDA kernel of apex" in texts["fused"]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
     for name in ("nn", "context", "half", "no module"):
@@ -133,6 +147,7 @@ def recompute():
         smp.init({"microbatches": 2})
         torch.manual_seed(0)
         layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        plain = copy.deepcopy(layers)
         model = smp.DistributedModel(Recomputing(layers, recomputed))
         for layer in layers:
             smp.set_activation_checkpointing(layer, strategy="group_2", preserve_rng_state=False)
@@ -145,8 +160,8 @@ def recompute():
 
         found = train(model, torch.ones(4, 2)).reduce_mean().item()
     get_logger().removeHandler(handler)
-    plain = layers(layers[:2](layers(torch.ones(4, 2))) @ torch.ones(3, 2))
-    return found, plain.square().mean().item(), [line for line in lines if "recomp" not in line]
+    expected = plain(plain[:2](plain(torch.ones(4, 2))) @ torch.ones(3, 2)).square().mean()
+    return found, expected.item(), lines
 
 
 class Recomputing(torch.nn.Module):
