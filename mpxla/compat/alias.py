@@ -199,6 +199,8 @@ def _model_creation(
 
 
 def _warn_of_recomputation() -> None:
+    if mpxla.is_initialized() and mpxla.rank() > 0:
+        return
     warn_once(
         "activation checkpointing",
         "activation checkpointing has no effect yet: activations are kept, which takes more memory "
