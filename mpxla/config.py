@@ -282,7 +282,11 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
         ("smp.init", "init", user),
     ):
         given = given or {}
-        ignored |= {name for name in IGNORED_KEYS if given.get(name) is not None}
+        ignored |= {
+            name
+            for name in IGNORED_KEYS
+            if given.get(name) not in (None, _DEFAULTS.get(name, False))
+        }
         layers.append(_Layer(origin, source, _read_layer(given, origin, problems, wrong)))
     values, sources, overrides = _merge(layers)
     problems += _find_problems(values, sources, wrong)

@@ -3,7 +3,7 @@
 All ranks tend to raise the same error at the same line, and errors of mpxla say in their text what
 happened and what to do: frames of libraries between would only hide it. So such errors show the
 user's frames alone, and a rank that another one has forestalled says one line. Errors of the user's
-own code and of other libraries keep all frames from the script on.
+own code and of other libraries keep the frames below the user's innermost one too.
 
 This module must not know how ranks talk: it is given a function.
 """
@@ -94,10 +94,10 @@ def _shorten(shown: traceback.TracebackException, error: BaseException) -> None:
     is_users = [is_script_code(frame.filename) for frame in shown.stack]
     if not any(is_users):
         return
-    if isinstance(error, KeyboardInterrupt) or _is_answer(error, shown.stack):
-        kept = [frame for frame, own in zip(shown.stack, is_users, strict=True) if own]
-    else:
-        kept = list(shown.stack)[is_users.index(True) :]
+    kept = [frame for frame, own in zip(shown.stack, is_users, strict=True) if own]
+    if not (isinstance(error, KeyboardInterrupt) or _is_answer(error, shown.stack)):
+        # What the user's innermost line has called; between the user's lines may be a capture.
+        kept += list(shown.stack)[len(is_users) - is_users[::-1].index(True) :]
     for name in ("__cause__", "__context__"):
         before, inner = getattr(error, name), getattr(shown, name)
         if before is None or inner is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpxla.compat.check_context import assigned_names, caught_imports, is_off, unlikely_uses
 from mpxla.compat.names import (
     BACKEND_FLAG,
     IS_CUDA_TYPE,
@@ -29,15 +30,23 @@ __all__ = ["Finding", "check_script", "format_findings"]
 
 _ON_DEVICE = Name(Fate.SUPPORTED, "the rank's XLA device")
 _OTHER_PACKAGE = Name(Fate.REFUSED, "it is not installed; remove the import")
+_EXPECTED = Name(Fate.SUPPORTED, "it is not installed, for which the script is prepared")
 _INSTALLED = Name(Fate.SUPPORTED, "an installed package")
 _MENTIONED = "may be imported and compared with; to use it is an error"
-# Arguments of SMP's functions that ask for what is missing, by the value that does.
-_SWITCHES: dict[str, tuple[str, str, bool]] = {
-    "tensor_parallelism": ("enabled", "tensor parallelism", True),
-    "set_tensor_parallelism": ("enabled", "tensor parallelism", True),
-    "model_creation": ("tensor_parallelism", "tensor parallelism", False),
+# Function of SMP -> the argument that asks for tensor parallelism, its place and its default.
+_SWITCHES: dict[str, tuple[str, int, bool]] = {
+    "tensor_parallelism": ("enabled", 0, True),
+    "set_tensor_parallelism": ("enabled", 1, True),
+    "model_creation": ("tensor_parallelism", 0, False),
 }
 _SHARDING = "sharded data parallelism"
+_COMMON_WORDS = ("loss_scale", "overflow")
+"""Attributes of an optimizer that other objects have too."""
+_SCALER_METHODS = ("scale", "step", "update", "unscale_", "get_scale", "state_dict")
+_ENABLED_SCALER = Name(
+    Fate.REFUSED,
+    "loss scaling (fp16 training), which mpxla does not have yet; pass enabled=False to GradScaler",
+)
 
 
 class Finding(NamedTuple):
@@ -133,18 +142,35 @@ class _Reader(ast.NodeVisitor):
         """Name in the file -> the dictionary last written out for it."""
         self._used: set[int] = set()
         """Nodes of names that were noted as used."""
+        self._unlikely: dict[int, str] = {}
+        """Nodes that run only where the script asks for a feature."""
+        self._caught: set[int] = set()
+        """Imports whose failure the script expects."""
+        self._scalers: set[str] = set()
+        """Names that hold a scaler that is switched on."""
         self.findings: list[Finding] = []
 
     def read(self, tree: ast.AST) -> None:
         """Reads a file. Functions may use what is imported below them, so imports come first."""
+        self._unlikely, self._caught = unlikely_uses(tree), caught_imports(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._import(node)
             elif isinstance(node, ast.ImportFrom):
                 self._import_from(node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                self._note_scaler(node, node.value)
         self.visit(tree)
 
+    def _note_scaler(self, node: ast.Assign, call: ast.Call) -> None:
+        if (self._path(call.func) or "").endswith("amp.GradScaler") and not is_off(call):
+            self._scalers |= set(assigned_names(node))
+
     def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
+        feature = self._unlikely.get(id(node))
+        if feature is not None and meaning.text.startswith(feature):
+            meaning = Name(Fate.SUPPORTED, f"an error where it is reached ({feature})")
         self.findings.append(Finding(self._file, getattr(node, "lineno", 0), name, meaning))
 
     def _import(self, node: ast.Import) -> None:
@@ -188,8 +214,11 @@ class _Reader(ast.NodeVisitor):
         if path is not None:
             self._note(node, path)
             return
-        if node.attr in METHODS and _may_be_wrapped(node.value):
+        owner = _name_of(node.value)
+        if node.attr in METHODS and _may_be_wrapped(node.attr, owner):
             self._add(node, f".{node.attr}", METHODS[node.attr])
+        elif node.attr in _SCALER_METHODS and owner in self._scalers:
+            self._add(node, f"GradScaler.{node.attr}", _ENABLED_SCALER)
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -239,9 +268,14 @@ class _Reader(ast.NodeVisitor):
         keywords = {k.arg: k.value for k in call.keywords}
         values = {name: v.value for name, v in keywords.items() if isinstance(v, ast.Constant)}
         if name in _SWITCHES:
-            argument, feature, default = _SWITCHES[name]
-            if values.get(argument, default and argument not in keywords) is True:
-                self._add_missing(call, f"smp.{name}({argument}=True)", feature)
+            argument, place, default = _SWITCHES[name]
+            has_others = None in keywords or any(isinstance(a, ast.Starred) for a in call.args)
+            given: ast.AST | None = keywords.get(argument)
+            if len(call.args) > place:
+                given = call.args[place]
+            value = default and not has_others if given is None else getattr(given, "value", None)
+            if value in (True, 1) and not isinstance(given, ast.Attribute | ast.Subscript):
+                self._add_missing(call, f"smp.{name}({argument}=True)", "tensor parallelism")
         if name == "model_creation":
             if values.get("zero_init") is True:
                 self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)
@@ -294,7 +328,9 @@ class _Reader(ast.NodeVisitor):
             self._add(node, path, BACKEND_FLAG)
         elif path.startswith("smdistributed.") and not f"{SMP_PACKAGE}.".startswith(f"{path}."):
             if path != "smdistributed.modelparallel.__version__":
-                self._add(node, path, _INSTALLED if _is_installed(path) else _OTHER_PACKAGE)
+                is_there = _is_installed(path)
+                missing = _EXPECTED if id(node) in self._caught else _OTHER_PACKAGE
+                self._add(node, path, _INSTALLED if is_there else missing)
 
 
 def _below(path: str) -> str | None:
@@ -317,14 +353,20 @@ def _is_installed(path: str) -> bool:
     return True
 
 
-def _may_be_wrapped(node: ast.AST) -> bool:
+def _name_of(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _may_be_wrapped(method: str, owner: str) -> bool:
     """Whether an expression may be a model or an optimizer, going by its name.
 
     `args.loss_scale` and its like are settings of the script.
     """
-    name = getattr(node, "attr", getattr(node, "id", "model")).lower()
+    if method in _COMMON_WORDS:
+        return "opt" in owner.lower() and "option" not in owner.lower()
     return not any(
-        part in name for part in ("arg", "conf", "cfg", "hp", "param", "flag", "setting", "option")
+        part in owner.lower()
+        for part in ("arg", "conf", "cfg", "hp", "param", "flag", "setting", "option")
     )
 
 

@@ -21,6 +21,7 @@ from mpxla.compat.huggingface import speaks_trainer
 from mpxla.compat.huggingface.settings import Pipeline, trainer_variables
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
+from mpxla.compat.processes import ranks_told
 from mpxla.env import read_environment, set_variables
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
@@ -34,6 +35,7 @@ def mapped() -> Generator[None]:
     env = read_environment()
     devices = DeviceMap(env.local_rank, env.local_size)
     with (
+        ranks_told(env),
         importable(),
         cuda_names(devices),
         nccl_means_gloo(),

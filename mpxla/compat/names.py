@@ -61,13 +61,13 @@ def _refused(text: str) -> Name:
 _TP = "tensor parallelism"
 _SHARDING = "sharded data parallelism"
 _FP16 = "fp16 training"
-_RECOMPUTE = "activation checkpointing"
 
 
 def _missing(feature: str) -> Name:
     return _refused(f"{feature}, which mpxla does not have yet")
 
 
+_KEPT = Name(Fate.IDLE, "activations are kept, which takes memory and gives the same results")
 _SWITCHES = {
     "amp": _supported("a module"),
     "nn": _supported("a module"),
@@ -80,8 +80,8 @@ _SWITCHES = {
     "set_tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
     "tp_register": _missing(_TP),
     "tp_register_with_module": _missing(_TP),
-    "register_parameter": _missing(_SHARDING),
-    "set_activation_checkpointing": _missing(_RECOMPUTE),
+    "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
+    "set_activation_checkpointing": _KEPT,
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
@@ -134,9 +134,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(_SHARDING)
     },
     "patches": {"checkpoint": _supported("a module")},
-    "patches.checkpoint": {
-        name: _missing(_RECOMPUTE) for name in ("checkpoint", "checkpoint_sequential")
-    },
+    "patches.checkpoint": dict.fromkeys(("checkpoint", "checkpoint_sequential"), _KEPT),
 }
 """Module below `SMP_PACKAGE` -> name in it -> what happens to it."""
 
@@ -147,7 +145,8 @@ METHODS: dict[str, Name] = {
             *("local_parameters", "local_named_parameters", "local_buffers", "local_named_buffers"),
             *("local_modules", "local_named_modules", "local_state_dict", "get_module"),
             *("register_post_partition_hook", "register_post_step_hook", "reduce_mean"),
-            *("reduce_sum", "orig_state_dict"),
+            *("reduce_sum", "orig_state_dict", "save_optimizer_backcompat"),
+            "load_optimizer_backcompat",
         )
     },
     **{name: _missing(_FP16) for name in ("clip_master_grads", "overflow", "loss_scale")},

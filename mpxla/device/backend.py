@@ -197,6 +197,18 @@ class Backend(Protocol):
         """
         ...
 
+    def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
+        """Lets libraries that ask the device's runtime for this process's rank get the job's.
+
+        Args:
+            rank: of this process.
+            is_joined: whether `join_world` answers by now.
+
+        Returns:
+            A function that undoes it.
+        """
+        ...
+
     def join_world(
         self,
         transport: Transport,

@@ -201,6 +201,10 @@ class NullBackend:
         """There are no programs between processes."""
         raise MpxlaError("transport: 'xla' needs a device. Set transport: 'host'.")
 
+    def tell_rank(self, *_: Any) -> Callable[[], None]:
+        """Nothing has to be exchanged."""
+        return lambda: None
+
     def join_world(self, *_: Any) -> Callable[[], None]:
         """Nothing has to be exchanged."""
         return lambda: None

@@ -14,6 +14,7 @@ from torch import nn
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
+from mpxla.parallel.names import no_such_attribute
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
 from mpxla.session import current
@@ -52,7 +53,18 @@ class PartitionedModule(nn.Module):
             raise AttributeError(
                 f"model.{name} belongs to tensor parallelism, which mpxla does not have yet."
             )
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is not None and hasattr(inner, name):
+                raise AttributeError(
+                    f"mpxla's {type(self).__name__} has no attribute {name!r}, but the "
+                    f"{type(inner).__name__} that it wraps has: write model.module.{name}",
+                    name=name,
+                    obj=self,
+                ) from None
+            raise no_such_attribute(self, name, inner) from None
 
     @property
     def partitioned(self) -> bool:

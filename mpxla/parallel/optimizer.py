@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpxla.checkpoint.single import load, save
 from mpxla.errors import CheckpointError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
@@ -19,6 +20,7 @@ from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
+from mpxla.parallel.names import no_such_attribute
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -87,12 +89,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "LBFGS calls the loss function as often as it likes within one step, which a step "
                 "function cannot do; use an optimizer whose step() takes no closure."
             )
-        if dynamic_loss_scale or static_loss_scale not in (None, 1.0):
-            warn_once(
-                "loss scaling",
-                "loss scaling (static_loss_scale, dynamic_loss_scale) has no effect: it belongs to "
-                "fp16 training, which is not switched on.",
-            )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
         self._session_models = session.models
@@ -134,7 +130,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(
                 f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
             )
-        return getattr(self.optimizer, name)
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            raise no_such_attribute(self, name, self.optimizer) from None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -258,6 +257,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
         return merge_optimizer_states(parts)
+
+    def save_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
+        """Saves as `smp.save(optimizer.local_state_dict(), f)` does; all ranks call it.
+
+        The name is that of a helper in SMP's scripts; files are not those of SMP.
+
+        Args:
+            f: path; the rank is added to it.
+            gather_if_shard: as for `local_state_dict`; without it, every rank writes a file.
+        """
+        state = self.local_state_dict(gather_if_shard)
+        is_own = SHARD_KEY in state
+        if is_own or current().topology.rdp_rank(current().rank) == 0:
+            save(state, f, v3=is_own)
+
+    def load_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
+        """Loads what `save_optimizer_backcompat` wrote. All ranks call it.
+
+        Args:
+            f: as it was given there.
+            gather_if_shard: as it was given there; the files tell.
+        """
+        self.load_state_dict(load(f))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state dict, or the partial ones of all ranks of a replica.

@@ -171,15 +171,23 @@ def _warn_about_gradient(value: torch.Tensor, path: str) -> None:
 
 
 def _warn_about(value: Any, path: str) -> None:
-    if isinstance(value, torch.optim.Optimizer):
-        warn_once(
-            f"optimizer argument {path}",
-            f"the step function gets an optimizer ({path}), which is probably a bug: the function "
-            f"runs once per microbatch, so optimizer calls belong outside.",
-        )
-    elif not isinstance(value, _PLAIN) and not callable(value):
+    """Warns of an object that may hold a part of the batch, which nobody splits.
+
+    Optimizers, scalers and settings are handed to step functions by every example of SMP.
+    """
+    if isinstance(value, _PLAIN) or callable(value) or isinstance(value, torch.optim.Optimizer):
+        return
+    if _holds_batches(vars(value) if hasattr(value, "__dict__") else ()):
         warn_once(
             f"unsplit argument {path} {type(value).__name__}",
             f"{path} of type {type(value).__name__} is passed whole to every microbatch. Give the "
             f"class a method smp_slice(num_mb, mb, axis) if it has to be split.",
         )
+
+
+def _holds_batches(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_batches, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_batches, value))
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -1,5 +1,7 @@
 """What a user reads when an error ends the script: in full on one rank, by the user's frames."""
 
+import contextlib
+import functools
 import os
 import sys
 
@@ -62,6 +64,27 @@ def test_other_errors_keep_their_frames_and_causes():
     assert "in break_json" in text and "json/decoder.py" in text
     text = format_error(caught(explain))
     assert "in break_json" in text and "json/decoder.py" in text and "in explain" in text
+
+
+@pytest.mark.unit
+def test_what_lies_between_the_users_frames_is_left_out():
+    """As a capture does, whose frames are hundreds."""
+
+    def sort():
+        sorted([1, 2], key=functools.partial(call, break_json))
+
+    def call(function, _):
+        contextlib.ExitStack().enter_context(suppressed(function))
+
+    text = format_error(caught(sort))
+    names = [name for name in ("sort", "call", "suppressed", "break_json") if f"in {name}" in text]
+    assert names == ["sort", "call", "suppressed", "break_json"]
+    assert "contextlib.py" not in text and "json/decoder.py" in text
+
+
+@contextlib.contextmanager
+def suppressed(function):
+    yield function()
 
 
 def show(error, claims, **settings):

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch_xla import runtime
 
 from mpxla.comm.host import HostTransport
 from mpxla.comm.transport import Transport
@@ -128,6 +129,23 @@ class TorchXlaBackend:
         if is_device_world(host.world_size):
             return DeviceRunner(host.rank, host.world_size)
         return CpuRunner(host, address)
+
+    def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
+        """The CPU client knows one process, of rank 0; other clients know better."""
+        original = runtime.global_ordinal
+
+        @functools.wraps(original)
+        def read() -> int:
+            return original() if is_joined() else rank
+
+        # Not the number of processes: `join_world` asks the client for that.
+        if self.is_host:
+            runtime.global_ordinal = read
+
+        def undo() -> None:
+            runtime.global_ordinal = original
+
+        return undo
 
     def join_world(
         self,

@@ -157,7 +157,7 @@ ERRORS = {
     "wrong model": r"model is a TiedNet; pass the smp\.DistributedModel that wraps it",
     "wrong optimizer": r"optimizer is a AdamW; pass the smp\.DistributedOptimizer",
     "wrong no model": r"a full checkpoint \(partial=False\) is of a model; pass model=",
-    "wrong content": r"failed on rank 0: user_content cannot be saved: .*Keep plain data in it",
+    "wrong content": r"failed on rank 0: user_content is the function .* cannot be saved: .*Keep",
 }
 
 

@@ -233,7 +233,7 @@ def test_a_rank_that_gives_no_sign_of_life_ends_the_job_wherever_the_others_are(
         lines[1]._progress.is_running = silent == 0
         if silent == 0:
             told = [line._pulse for line in lines[1:]]
-            await_that(lambda: all(p._rows.get(1, LEFT)["is_running"] for p in told))
+            await_that(lambda: all(p.rows.get(1, LEFT)["is_running"] for p in told))
             lines[0]._server._look = lambda: None
         lines[silent]._pulse.stop()
         others = [line for line in lines if line.rank != silent]

@@ -1,6 +1,7 @@
 """What runs and is another thing than under SMP on CUDA devices: lines of `docs/migrating.md`."""
 
 import argparse
+import os
 import pickle
 from fractions import Fraction
 
@@ -125,6 +126,12 @@ def save_and_load(path):
         smp.save({"args": argparse.Namespace(lr=0.1), "rate": Fraction(1, 2)}, path, partial=False)
         with pytest.raises(CheckpointError, match=r"could run code"):
             smp.load(path, partial=False)
-        with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
+        with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only") as refused:
             torch.load(path)
+        assert "--trust-checkpoints lets torch.load take it" in refused.value.__notes__[0]
         assert smp.load(path, partial=False, weights_only=False)["args"].lr == 0.1
+    os.environ["MPXLA_CONFIG"] = '{"trust_checkpoints": true}'
+    with mapped():
+        assert torch.load(path)["args"].lr == 0.1
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(path, weights_only=True)

@@ -19,13 +19,16 @@ import sys
 
 import smdistributed.modelparallel.torch as smp
 import torch
+import torch_xla.runtime as xr
 from helper import factor
 from smdistributed.modelparallel import __version__
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 args = parser.parse_args()
+main_process = xr.global_ordinal() == 0  # as transformers asks, before smp.init()
 smp.init()
+assert main_process == (smp.rank() == 0) and os.environ.get("RANK", "0") == str(smp.rank())
 torch.cuda.set_device(smp.local_rank())
 model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
 optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=args.lr))
@@ -149,6 +152,38 @@ def test_what_cannot_be_mapped_ends_the_script_with_its_line(tmp_path):
     ), last
 
 
+REFUSED = """\
+import smdistributed.modelparallel.torch as smp
+
+
+def main():
+    smp.init({"fp16": True, "partitions": 2})
+
+
+main()
+"""
+
+
+@pytest.mark.ranks
+def test_one_rank_shows_an_error_and_the_script_s_frames_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(REFUSED)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    _, errors = finish(start(*torchrun, "-m", "mpxla.compat", str(path)), exit_code=1)
+    lines = [line for line in errors.splitlines() if re.match(r"\[rank\d\]: ", line)]
+    short = [line for line in lines if line.endswith("shows its error in full)")]
+    assert len(short) in (0, 1), "torchrun may end the other rank before it says a word"
+    first = [line for line in lines if line not in short]
+    assert [line.partition(": ")[2] for line in first[:5:2]] == [
+        "Traceback (most recent call last):",
+        "    main()",
+        '    smp.init({"fp16": True, "partitions": 2})',
+    ]
+    texts = [line.partition(": ")[2] for line in first]
+    assert texts.count("Traceback (most recent call last):") == 1
+    assert "mpxla/" not in "".join(texts) and "asks for fp16 training" in texts[-1]
+
+
 @pytest.mark.ranks
 def test_torchs_own_errors_about_cuda_get_the_scripts_line(tmp_path):
     path = tmp_path / "train.py"
@@ -235,6 +270,15 @@ def test_help(capsys):
         assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().err
 
 
+def test_options_of_the_launcher_are_keys_of_the_configuration(monkeypatch):
+    from mpxla.compat.settings import configure
+    from mpxla.env import read_environment
+
+    monkeypatch.setenv("MPXLA_CONFIG", '{"microbatches": 4}')
+    configure({"trust_checkpoints": True})
+    assert read_environment().mpxla_config == {"microbatches": 4, "trust_checkpoints": True}
+
+
 def test_missing_script(capsys):
     from mpxla.compat.__main__ import main
 
@@ -248,8 +292,8 @@ def test_check_lists_and_counts(script, capsys):
 
     assert main(["--check", str(script)]) == 0
     output = capsys.readouterr().out
-    assert "supported     smp.DistributedModel (line 15)" in output
+    assert "supported     smp.DistributedModel (line 18)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
     script.write_text(SCRIPT + "smp.tp_register(None)\n")
     assert main(["--check", str(script)]) == 1
-    assert "not supported smp.tp_register (line 32): tensor parallelism" in capsys.readouterr().out
+    assert "not supported smp.tp_register (line 34): tensor parallelism" in capsys.readouterr().out

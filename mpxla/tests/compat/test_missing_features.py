@@ -1,12 +1,15 @@
 """What mpxla does not have raises an error that names the feature, and the script's line."""
 
+import copy
 import json
+import logging
 import os
 
 import pytest
 import torch
 
 from mpxla.errors import ConfigError
+from mpxla.log import get_logger
 from mpxla.testing import run_ranks
 from mpxla.tests.compat.launching import refusal
 
@@ -43,11 +46,6 @@ def _use_smp():
 
         DistributedLinear(2, 2)
 
-    def import_checkpoint():
-        from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint
-
-        checkpoint(linear, None)
-
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
 
@@ -70,8 +68,7 @@ def _use_smp():
         "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "full_state": refusal(import_full_state),
-        "recompute": refusal(lambda: smp.set_activation_checkpointing(linear)),
-        "recompute_import": refusal(import_checkpoint),
+        "no module": refusal(lambda: smp.set_activation_checkpointing(linear.weight)),
         "fused": refusal(lambda: smp.optimizers.FusedLAMB([])),
     }
     # Switched off, they do nothing, and a default dtype is put back.
@@ -96,7 +93,11 @@ def _use_smp():
     }
     assert not hasattr(optimizer, "overflow")
     texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
-    assert not hasattr(model, "nothing_of_that_name")
+    texts |= {
+        "unknown of model": refusal(lambda: model.nothing_of_that_name, missing),
+        "of the module": refusal(lambda: model.weight, missing),
+        "unknown of optimizer": refusal(lambda: optimizer.save_optimizer_backcompt, missing),
+    }
     return texts
 
 
@@ -107,7 +108,6 @@ FEATURES = {
     ),
     "fp16 training": ("half", "clip", "overflow", "scale"),
     "sharded data parallelism": ("sharded", "norm", "full_state"),
-    "activation checkpointing": ("recompute", "recompute_import"),
 }
 
 
@@ -116,10 +116,73 @@ def test_18_missing_features_are_named_with_the_line():
     for feature, names in FEATURES.items():
         for name in names:
             assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
+    assert texts["unknown of model"] == (
+        "mpxla's DistributedModel has no attribute 'nothing_of_that_name', nor has the Linear that "
+        "it wraps; see dir(smp.DistributedModel) for what there is."
+    )
+    assert texts["of the module"].endswith(
+        "the Linear that it wraps has: write model.module.weight"
+    )
+    assert texts["unknown of optimizer"].endswith("did you mean save_optimizer_backcompat?")
+    assert "nor has the SGD that it wraps" in texts["unknown of optimizer"]
     assert "a fused CUDA kernel of apex" in texts["fused"]
-    for name in ("nn", "context", "half", "recompute"):
+    assert "takes a module of the model, not a Parameter" in texts["no module"]
+    for name in ("nn", "context", "half", "no module"):
         assert "test_missing_features.py:" in texts[name]
     assert "smp.nn.DistributedTransformer(num_layers=2)" in texts["nn"]
+
+
+def recompute():
+    """Losses of a step with recomputation, of one without, and what was logged."""
+    from mpxla.compat.launcher import mapped
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    get_logger().addHandler(handler)
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+        from smdistributed.modelparallel.torch.patches import checkpoint as recomputed
+
+        smp.init({"microbatches": 2})
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        plain = copy.deepcopy(layers)
+        model = smp.DistributedModel(Recomputing(layers, recomputed))
+        for layer in layers:
+            smp.set_activation_checkpointing(layer, strategy="group_2", preserve_rng_state=False)
+
+        @smp.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        found = train(model, torch.ones(4, 2)).reduce_mean().item()
+    get_logger().removeHandler(handler)
+    expected = plain(plain[:2](plain(torch.ones(4, 2))) @ torch.ones(3, 2)).square().mean()
+    return found, expected.item(), lines
+
+
+class Recomputing(torch.nn.Module):
+    def __init__(self, layers, recomputed):
+        super().__init__()
+        self.layers, self.recomputed = layers, recomputed
+
+    def forward(self, x):
+        x = self.recomputed.checkpoint_sequential(self.layers, x, strategy="each")
+        x = self.recomputed.checkpoint_sequential(self.layers[:2], x)
+        return self.recomputed.checkpoint(self.layers, x @ torch.ones(3, 2))
+
+
+def test_recomputation_changes_no_results_and_is_warned_of_once():
+    ((found, expected, lines),) = run_ranks(recompute, 1)
+    assert found == pytest.approx(expected, rel=1e-6)
+    (line,) = [line for line in lines if "activation checkpointing" in line]
+    assert line == (
+        "activation checkpointing has no effect yet: activations are kept, which takes more memory "
+        "and gives the same results."
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,7 @@ with listening() as lines:
         dynamic_loss_scale=True,
         dynamic_loss_args={"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
     )
-assert [line.split(":")[0] for line in lines] == [
-    "loss scaling (static_loss_scale, dynamic_loss_scale) has no effect"
-]
+assert not lines, "what every script passes is nothing to warn of"
 assert isinstance(optimizer, torch.optim.Optimizer)
 scheduler = scheduler or make_scheduler(optimizer)
 
