@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         Exit code; for `--check`, 1 if the script uses a name that is not supported.
     """
     is_check = bool(arguments) and arguments[0] == "--check"
-    options, rest = (({}, arguments[1:]) if is_check else _split(arguments))
+    options, rest = ({}, arguments[1:]) if is_check else _split(arguments)
     if not rest or rest[0].startswith("-"):
         print(_USAGE, file=sys.stdout if list(rest) in (["-h"], ["--help"]) else sys.stderr)
         return 0 if list(rest) in (["-h"], ["--help"]) else 2

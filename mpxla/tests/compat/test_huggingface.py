@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer` under the launcher: small scripts, unedited, against their plain runs."""
+"""Hugging Face's `Trainer` under the launcher: a small script, unedited, and parts of the work."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def launch(script, arguments, options):
 
     found = [*vars(module.Trainer).values(), *vars(accelerate.PartialState).values()]
     found += [module.is_sagemaker_mp_enabled, accelerate.utils.operations._gpu_gather]
-    return [str(value) for value in found if "mpxla" in getattr(value, "__module__", None) or ""]
+    return [str(value) for value in found if "mpxla" in str(getattr(value, "__module__", None))]
 
 
 def run_plainly(name, arguments, folder):

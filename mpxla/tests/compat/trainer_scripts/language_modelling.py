@@ -3,7 +3,6 @@
 import math
 
 import torch
-from made_up_data import Rows, sentences
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -13,6 +12,8 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+
+from made_up_data import Rows, sentences
 
 
 def blocks(count, seed):
