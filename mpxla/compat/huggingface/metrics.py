@@ -1,8 +1,8 @@
 """Metrics that a trainer's `compute_loss` takes beside the loss, as TRL's trainers do.
 
 A step function is captured once, so what `compute_loss` reads and stores in it would happen once.
-There, it works on a shadow of the trainer, which keeps to itself what it stores. Collective calls of
-the shadow give nothing. If there was one, the outputs of the model leave the step, and
+There, it works on a shadow of the trainer, which keeps to itself what it stores, and whose
+collective calls give nothing. If there was one, the outputs of the model leave the step, and
 `compute_loss` is played again on the host with them, for what it does beside the loss.
 """
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpxla.compat import CompatError
+from mpxla.compat.__main__ import main
 from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.patching import Patches, patched_on_import
 from mpxla.compat.huggingface.refusals import patch_arguments
@@ -189,6 +190,26 @@ def test_rows_of_a_batch_that_is_evaluated_keep_their_order():
 def test_options_make_the_configuration(options, num_processes, expected):
     found = Pipeline.of_options(options).configuration(num_processes)
     assert (found["partitions"], found["microbatches"], found["ddp"]) == expected
+
+
+@pytest.mark.unit
+def test_options_stand_before_the_script(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    found = []
+    monkeypatch.setattr(
+        "mpxla.compat.launcher.run_script",
+        lambda script, arguments, pipeline: found.append((script.name, arguments, pipeline)),
+    )
+    options = ["--stages=2", "--microbatches", "4"]
+    assert main([*options, str(script), "--stages", "7"]) == 0
+    assert main([str(script)]) == 0
+    assert found == [
+        ("train.py", ["--stages", "7"], {"stages": "2", "microbatches": "4"}),
+        ("train.py", [], None),
+    ]
+    assert main(["--stages", "2"]) == main(["--stages"]) == main(["--stage", "2", str(script)]) == 2
+    assert "--microbatches N" in capsys.readouterr().err
 
 
 @pytest.mark.unit
