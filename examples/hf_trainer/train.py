@@ -20,14 +20,15 @@ from transformers import (
 
 DEFAULTS = {
     "output_dir": "trainer_output",
-    "num_train_epochs": 3,
-    "per_device_train_batch_size": 64,
+    "num_train_epochs": 10,
+    "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 64,
     "dataloader_drop_last": True,
-    "learning_rate": 2e-3,
+    "learning_rate": 3e-3,
+    "warmup_steps": 50,
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
-    "logging_steps": 10,
+    "logging_steps": 20,
     "report_to": "none",
 }
 
@@ -59,7 +60,7 @@ def main() -> None:
         patch_size=2,
         num_channels=1,
         hidden_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=96,
         num_labels=10,
