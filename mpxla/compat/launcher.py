@@ -62,9 +62,10 @@ def run_script(
     Returns:
         The script's global names at its end.
     """
+    variables: dict[str, str] = {}
     if pipeline is not None:
         configuration = Pipeline.of_options(pipeline).configuration(read_environment().world_size)
-        set_variables(trainer_variables(configuration))
+        variables = trainer_variables(configuration)
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(script)  # as Python does: scripts look for files beside them
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -74,11 +75,13 @@ def run_script(
     sys.argv = [str(script), *arguments]
     sys.path[0:1] = [str(script.resolve().parent)]
     sys.modules["__main__"] = main
+    before = set_variables(variables)
     try:
         with mapped(), _explained():
             exec(code, main.__dict__)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = saved
+        set_variables(before)
     return main.__dict__
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
-from mpxla.session import current
+from mpxla.session import current, is_initialized
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
@@ -37,28 +37,35 @@ def save_whole(model: "DistributedModel") -> None:
     Pickling asks the object itself how, so the module gets that answer as an attribute, unless its
     class has one. Copies in memory stay what they were: of this rank's part.
     """
-    module, reference = model.module, weakref.ref(model)
-    identity = id(module)
+    module, reference, session = model.module, weakref.ref(model), current()
+
+    def owner() -> "DistributedModel | None":
+        """The model, unless its session has ended: then there is nobody to ask."""
+        return reference() if is_initialized() and current() is session else None
 
     def gather(saved: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
-        owner = reference()
+        model = owner()
         is_live = any(isinstance(value, nn.Parameter) for value in values.values())
-        if owner is None or id(saved) != identity or prefix or is_live or not owner.partitioned:
-            return
-        values.update(owner.state_dict())
+        if model is not None and model.partitioned and saved is module and not (prefix or is_live):
+            values.update(model.state_dict())
 
     handle = module.register_state_dict_post_hook(gather)
 
+    def without_own(content: dict[str, Any]) -> nn.Module:
+        other = type(module).__new__(type(module))
+        vars(other).update({k: v for k, v in content.items() if k not in _OWN})
+        vars(other)[_HOOKS] = content[_HOOKS].copy()
+        vars(other)[_HOOKS].pop(handle.id, None)
+        return other
+
     def reduce(protocol: Any) -> Any:
-        owner = reference()
-        return object.__reduce_ex__(module if owner is None else whole_copy(owner), 2)
+        model = owner()
+        saved = without_own(vars(module)) if model is None else whole_copy(model)
+        return object.__reduce_ex__(saved, 2)
 
     def copied(memo: dict[int, Any]) -> nn.Module:
-        other = type(module).__new__(type(module))
-        memo[id(module)] = other
-        content = {name: value for name, value in vars(module).items() if name not in _OWN}
-        vars(other).update(copy.deepcopy(content, memo))
-        vars(other)[_HOOKS].pop(handle.id, None)
+        other = memo[id(module)] = without_own(vars(module))
+        vars(other).update(copy.deepcopy(vars(other), memo))
         return other
 
     if all(getattr(type(module), name, None) is plain for name, plain in _NONE_OF_ITS_OWN):

@@ -92,7 +92,8 @@ def cut_batch(
         inputs,
         rows[sources],
         (shares * num_microbatches).float(),
-        (shares * total).float(),
+        # Of a microbatch without weight it is divided by as well, and 0 x inf would be no number.
+        torch.where(shares > 0, shares * total, total).float(),
         num_rows,
         num_real,
     )

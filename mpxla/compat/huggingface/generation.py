@@ -33,7 +33,9 @@ def patch_evaluation(module: ModuleType, patches: Patches) -> None:
 def patch_generation(module: ModuleType, patches: Patches) -> None:
     """`transformers.trainer_seq2seq`: a copy of the model generates."""
 
-    def predict(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, **kwargs: Any) -> Any:
+    def predict(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, **kwargs: Any
+    ) -> Any:
         generates = self.args.predict_with_generate and not prediction_loss_only
         if not generates or not isinstance(model, DistributedModel):
             return step(self, model, inputs, prediction_loss_only, **kwargs)

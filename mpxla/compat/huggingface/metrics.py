@@ -1,8 +1,8 @@
 """Metrics that a trainer's `compute_loss` takes beside the loss, as TRL's trainers do.
 
 A step function is captured once, so what `compute_loss` reads and stores in it would happen once.
-There, it works on a shadow of the trainer, which keeps what it stores to itself and whose collective
-calls give nothing. If it made such a call, the outputs of the model leave the step, and
+There, it works on a shadow of the trainer, which keeps to itself what it stores, and whose
+collective calls give nothing. If there was one, the outputs of the model leave the step, and
 `compute_loss` is played again on the host with them, for what it does beside the loss.
 """
 
@@ -27,6 +27,7 @@ class Recording:
         self.outputs: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
         found = self._model(*args, **kwargs)
         self.outputs.append(pytree.tree_map(_detached, found))
         return found
@@ -43,6 +44,7 @@ class Played:
         self._outputs = list(outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The next outputs, whatever the arguments."""
         return self._outputs.pop(0)
 
     def __getattr__(self, name: str) -> Any:

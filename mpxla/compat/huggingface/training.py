@@ -141,9 +141,7 @@ def _prediction_step(
             count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
             batch = _cut(self, inputs, count, is_training=False)
             kept = None if prediction_loss_only else ignored
-            losses, outputs, recorded = steps.evaluate(
-                model, self, batch, count is not None, kept
-            )
+            losses, outputs, recorded = steps.evaluate(model, self, batch, count is not None, kept)
             _take_metrics(self, recorded, batch, count)
             loss = to_host(losses.reduce_mean(), device_backend())
         else:

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer` under the launcher: small scripts, unedited, against their plain runs."""
+"""Hugging Face's `Trainer` under the launcher: a small script, unedited, and parts of the work."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpxla.compat import CompatError
+from mpxla.compat.__main__ import main
 from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.patching import Patches, patched_on_import
 from mpxla.compat.huggingface.refusals import patch_arguments
@@ -37,7 +38,7 @@ def launch(script, arguments, options):
 
     found = [*vars(module.Trainer).values(), *vars(accelerate.PartialState).values()]
     found += [module.is_sagemaker_mp_enabled, accelerate.utils.operations._gpu_gather]
-    return [str(value) for value in found if "mpxla" in getattr(value, "__module__", None) or ""]
+    return [str(value) for value in found if "mpxla" in str(getattr(value, "__module__", None))]
 
 
 def run_plainly(name, arguments, folder):
@@ -132,7 +133,7 @@ def test_weighted_microbatches_have_the_loss_of_the_batch(num_rows, is_counted):
     source = torch.Generator().manual_seed(num_rows)
     values = torch.randn(num_rows, 5, generator=source, dtype=torch.float64)
     labels = torch.where(torch.rand(num_rows, 5, generator=source) < 0.6, -100, 1)
-    labels[0], labels[-1, 1] = -100, 1  # a row without items that count, and one with
+    labels[:2], labels[-1, 1] = -100, 1  # rows without items that count, and one with some
 
     def loss(values, labels, num_items):
         counted = labels[:, 1:] != -100
@@ -158,7 +159,6 @@ def test_weighted_microbatches_have_the_loss_of_the_batch(num_rows, is_counted):
             part["num_items"] if is_counted else None,
         )
         for part in parts
-        if part["weight"]
     ]
     assert all(torch.isfinite(value) for value in losses)
     torch.testing.assert_close(
@@ -189,6 +189,26 @@ def test_rows_of_a_batch_that_is_evaluated_keep_their_order():
 def test_options_make_the_configuration(options, num_processes, expected):
     found = Pipeline.of_options(options).configuration(num_processes)
     assert (found["partitions"], found["microbatches"], found["ddp"]) == expected
+
+
+@pytest.mark.unit
+def test_options_stand_before_the_script(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    found = []
+    monkeypatch.setattr(
+        "mpxla.compat.launcher.run_script",
+        lambda script, arguments, pipeline: found.append((script.name, arguments, pipeline)),
+    )
+    options = ["--stages=2", "--microbatches", "4"]
+    assert main([*options, str(script), "--stages", "7"]) == 0
+    assert main([str(script)]) == 0
+    assert found == [
+        ("train.py", ["--stages", "7"], {"stages": "2", "microbatches": "4"}),
+        ("train.py", [], None),
+    ]
+    assert main(["--stages", "2"]) == main(["--stages"]) == main(["--stage", "2", str(script)]) == 2
+    assert "--microbatches N" in capsys.readouterr().err
 
 
 @pytest.mark.unit

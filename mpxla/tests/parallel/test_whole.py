@@ -57,6 +57,8 @@ def save_everything():
     copied = copy.deepcopy(model).module.state_dict(keep_vars=True)
     files = [saved(model), saved(model.module), saved({"model": model.module, "step": 1})]
     files.append(saved(model.module.state_dict()))
+    smp.shutdown()
+    saved(model.module)  # as it is on this rank: nobody can be asked any more
     return before, files, places, {value.device.type for value in copied.values()}
 
 

@@ -1,6 +1,5 @@
 """Fine-tunes LoRA adapters of a small Llama, in the manner of PEFT's examples."""
 
-from made_up_data import Rows, sentences
 from peft import LoraConfig, get_peft_model
 from transformers import (
     HfArgumentParser,
@@ -10,6 +9,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+from made_up_data import Rows, sentences
 
 
 def rows(count, seed):

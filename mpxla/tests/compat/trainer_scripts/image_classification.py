@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from made_up_data import Rows
 from transformers import (
     HfArgumentParser,
     Trainer,
@@ -11,6 +10,8 @@ from transformers import (
     ViTForImageClassification,
     set_seed,
 )
+
+from made_up_data import Rows
 
 
 def images(count, seed):

@@ -1,10 +1,11 @@
 """Fine-tunes a small Llama with TRL's SFTTrainer, in the manner of TRL's sft.py."""
 
 from datasets import Dataset
-from made_up_data import sentences
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer, TrlParser
+
+from made_up_data import sentences
 
 
 def make_tokenizer():

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from made_up_data import Rows, sentences
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -13,6 +12,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+from made_up_data import Rows, sentences
 
 
 @dataclass

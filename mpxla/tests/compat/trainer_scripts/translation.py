@@ -1,7 +1,6 @@
 """Trains a small T5 to turn sentences round, in the manner of transformers' run_translation.py."""
 
 import numpy as np
-from made_up_data import Rows, sentences
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -13,6 +12,8 @@ from transformers import (
     T5ForConditionalGeneration,
     set_seed,
 )
+
+from made_up_data import Rows, sentences
 
 
 def make_tokenizer():

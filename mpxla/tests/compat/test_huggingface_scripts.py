@@ -1,0 +1,128 @@
+"""Scripts in the manner of transformers' examples, under the launcher and plainly. All are slow."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from mpxla.tests.compat.test_huggingface import (
+    assert_equal_runs,
+    history,
+    run_launched,
+    run_plainly,
+)
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+BATCHES = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "4"]
+STEPS = ["--max_steps", "4"]
+NO_CHECKPOINTS = ["--save_strategy", "no"]
+TWO_STAGES = {"stages": "2", "microbatches": "2"}
+
+
+def compare(name, arguments, tmp_path, **settings):
+    """Runs a script on two stages and plainly. Returns both folders."""
+    folder, other = tmp_path / "ours", tmp_path / "plain"
+    run_plainly(name, arguments, other)
+    run_launched(name, arguments, folder, **TWO_STAGES)
+    assert_equal_runs(folder, other, **settings)
+    return folder, other
+
+
+@pytest.mark.parametrize("name", ["language_modelling", "image_classification"])
+def test_yardsticks(name, tmp_path):
+    compare(name, [*BATCHES, *STEPS, *NO_CHECKPOINTS], tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
+def test_other_optimizers_and_accumulation(optimizer, tmp_path):
+    arguments = [*BATCHES, *STEPS, *NO_CHECKPOINTS, "--optim", optimizer]
+    arguments += ["--gradient_accumulation_steps", "3", "--max_grad_norm", "0.1"]
+    arguments += ["--lr_scheduler_type", "cosine", "--warmup_steps", "1"]
+    compare("language_modelling", arguments, tmp_path)
+
+
+def test_translation_with_generation(tmp_path):
+    arguments = [*BATCHES, *STEPS, *NO_CHECKPOINTS, "--predict_with_generate", "True"]
+    folder, other = compare("translation", arguments, tmp_path)
+    generated, expected = (np.load(path / "predictions.npy") for path in (folder, other))
+    assert np.array_equal(generated, expected)
+
+
+ADAPTERS = [*BATCHES, *STEPS, "--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
+
+
+def test_adapters_of_peft(tmp_path):
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    arguments = [*ADAPTERS, "--load_best_model_at_end", "True"]
+    folder, other = compare("adapters", arguments, tmp_path, weights="adapter_model.safetensors")
+    results = [json.loads((path / "eval_results.json").read_text()) for path in (folder, other)]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-5)
+    arguments += ["--resume_from_checkpoint", str(folder / "checkpoint-2")]
+    run_launched("adapters", arguments, tmp_path / "resumed", **TWO_STAGES)
+    assert history(tmp_path / "resumed")[:-1] == history(folder)[:-1]  # bitwise
+
+
+def test_trl_takes_its_metrics(tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    arguments = [*BATCHES, *STEPS, *NO_CHECKPOINTS, "--bf16", "False", "--pad_to_multiple_of", "8"]
+    folder, other = compare("supervised", arguments, tmp_path)
+    logs = [
+        json.loads((path / "trainer_state.json").read_text())["log_history"]
+        for path in (folder, other)
+    ]
+    for ours, theirs in zip(*logs, strict=True):
+        for key in ("entropy", "mean_token_accuracy", "num_tokens"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-4, abs=1e-6)
+
+
+REPLICAS = ["--do_train", "--do_eval", "--rows", "40", "--num_train_epochs", "2"]
+REPLICAS += ["--gradient_accumulation_steps", "2", "--label_smoothing_factor", "0.1"]
+REPLICAS += ["--eval_strategy", "epoch", "--per_device_eval_batch_size", "2", *NO_CHECKPOINTS]
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(1, 1), (2, 1), (4, 2)])
+def test_replicas_are_one_trainer_on_the_union_of_their_batches(num_ranks, stages, tmp_path):
+    """The last update of an epoch has fewer batches than the others."""
+    replicas = num_ranks // stages
+    plain = ["--per_device_train_batch_size", "8"]
+    run_plainly("text_classification", [*REPLICAS, *plain], tmp_path / "plain")
+    ours = ["--per_device_train_batch_size", str(8 // replicas)]
+    options = {"stages": str(stages), "microbatches": "2"}
+    run_launched("text_classification", [*REPLICAS, *ours], tmp_path / "ours", num_ranks, **options)
+    assert_equal_runs(tmp_path / "ours", tmp_path / "plain")
+
+
+DROPOUT = ["--do_train", "--rows", "19", "--dropout", "0.1", "--max_steps", "8"]
+DROPOUT += ["--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "3"]
+DROPOUT += ["--save_steps", "3", "--load_best_model_at_end", "True", "--patience", "2"]
+
+
+def test_resuming_is_bitwise_and_plain_transformers_reads_the_checkpoints(tmp_path):
+    from safetensors.torch import load_file
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_launched("text_classification", DROPOUT, whole, **TWO_STAGES)
+    shutil.copytree(whole / "checkpoint-3", resumed / "checkpoint-3")
+    arguments = [*DROPOUT, "--resume_from_checkpoint", str(resumed / "checkpoint-3")]
+    run_launched("text_classification", arguments, resumed, **TWO_STAGES)
+    assert history(resumed)[:-1] == history(whole)[:-1]  # the last is the mean of another number
+    weights = [load_file(folder / "model.safetensors") for folder in (whole, resumed)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    best = json.loads((whole / "trainer_state.json").read_text())["best_model_checkpoint"]
+    for name, value in load_file(f"{best}/model.safetensors").items():
+        assert torch.equal(value, weights[0][name])
+    arguments = [*DROPOUT, "--resume_from_checkpoint", str(whole / "checkpoint-3")]
+    run_plainly("text_classification", arguments, tmp_path / "plain")
+    assert len(history(tmp_path / "plain")) == len(history(whole))
+
+
+def test_tensorboard_and_a_batch_that_does_not_divide(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    arguments = ["--do_train", "--rows", "19", "--num_train_epochs", "1", *NO_CHECKPOINTS]
+    arguments += ["--per_device_train_batch_size", "8", "--report_to", "tensorboard"]
+    folder, _ = compare("text_classification", arguments, tmp_path)
+    assert list(folder.glob("runs/*/events*"))
