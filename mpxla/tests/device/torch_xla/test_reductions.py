@@ -113,7 +113,7 @@ def test_rows_without_any_score():
 # --- why -----------------------------------------------------------------------------------------
 
 
-def kernels_of(folder):
+def kernels_of(kind, folder):
     """Kinds of kernels that XLA compiles for four equal operations in one program."""
     import pathlib
     import re
@@ -131,40 +131,23 @@ def kernels_of(folder):
         "additions": lambda x: x + (x @ x.T) @ x,
         "additions with a factor": lambda x: added([x], [(x @ x.T) @ x], x[0, 0])[0],
     }
+    function = functions[kind]
 
     class Four(torch.nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.function = function
-
         def forward(self, *arguments):
-            return [self.function(x) for x in arguments]
+            return [function(x) for x in arguments]
 
-    def objects():
-        return {p.name for p in pathlib.Path(folder).glob("*obj-file*")}
-
-    found = {}
-    for kind, function in functions.items():
-        # `Four` runs on the device's lazy tensors, so it is traced as it stands.
-        specs = [TensorSpec(shape, torch.float32)] * 4
-        earlier = objects()
-        compile_graph(kind, Four(function), specs, current_device())
-        kinds = [
-            re.sub(r"\.\d+", "", n.split("obj-file.")[1].removesuffix("_kernel_module.o"))
-            for n in objects() - earlier
-        ]
-        found[kind] = dict(Counter(kinds))
-    return found
+    # `Four` runs on the device's lazy tensors, so it is traced as it stands.
+    compile_graph(kind, Four(), [TensorSpec(shape, torch.float32)] * 4, current_device())
+    files = [p.name for p in pathlib.Path(folder).glob("*obj-file*")]
+    kinds = [
+        re.sub(r"\.\d+", "", n.split("obj-file.")[1].removesuffix("_kernel_module.o"))
+        for n in files
+    ]
+    return dict(Counter(kinds))
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dump")
-    flags = f"--xla_cpu_use_xnnpack=false --xla_dump_to={folder}"
-    (found,) = run_ranks(kernels_of, 1, str(folder), env={"XLA_FLAGS": flags})
-    return found
-
-
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "most", "least"),
@@ -175,5 +158,7 @@ def kernels(tmp_path_factory):
         ("additions with a factor", 4, 1),
     ],
 )
-def test_reason(kernels, kind, most, least):
-    assert least <= sum(kernels[kind].values()) <= most, kernels
+def test_reason(kind, most, least, tmp_path):
+    flags = f"--xla_cpu_use_xnnpack=false --xla_dump_to={tmp_path}"
+    (kernels,) = run_ranks(kernels_of, 1, kind, str(tmp_path), env={"XLA_FLAGS": flags})
+    assert least <= sum(kernels.values()) <= most, kernels
