@@ -233,7 +233,8 @@ class BucketedReduction:
         self._under_way.clear()
         for name, handle in buffers.items():
             value = self._reducer.rounds.wait(handle)
-            store(self._replica, [name], self._replica.backend.put([value]))
+            arrived = self._replica.backend.put([value])
+            store(self._replica, [name], self._replica.backend.publish(arrived))
 
     def _sum_over_holders(self, flat: torch.Tensor, holders: Sequence[int]) -> torch.Tensor:
         replica = self._replica
@@ -250,6 +251,7 @@ class BucketedReduction:
             flat = packer(
                 [self._gradient(name, gradients, earlier=True) for name in present], scale
             )
+            (flat,) = self._replica.backend.publish([flat])
         if self._shards is not None:
             flat = flat.view(bucket.parts, -1) if packer is None else flat
             for name in present:
@@ -270,16 +272,17 @@ class BucketedReduction:
     def _gradient(self, name: str, gradients: Accumulators, earlier: bool = False) -> torch.Tensor:
         """Sum over this rank's stages, and over earlier passes that were not reduced."""
         terms = [gradients[stage][place] for stage, place in self._sources[name]]
+        backend = self._replica.backend
+        before = self._replica.state.parameters[name].grad
+        has_earlier = earlier and self._accumulates_locally and before is not None
+        if len(terms) == 1 and self._factor == 1.0 and not has_earlier:
+            return terms[0]
+        terms = backend.publish(terms)
         if self._factor != 1.0:
             terms = [term * self._factor for term in terms]
-        before = self._replica.state.parameters[name].grad
-        if earlier and self._accumulates_locally and before is not None:
+        if has_earlier:
             terms.insert(0, before)
-        if len(terms) == 1 and self._factor == 1.0:
-            return terms[0]
-        total = reduce(torch.add, terms)
-        self._replica.backend.adopt([total])
-        return total
+        return backend.adopt([reduce(torch.add, terms)])[0]
 
     @property
     def _accumulates_locally(self) -> bool:
@@ -291,7 +294,8 @@ class BucketedReduction:
     ) -> None:
         """Adds to `param.grad`; totals of several passes already hold what is there."""
         changed: list[torch.Tensor] = []
-        for name, value in gradients:
+        names, values = zip(*pairs, strict=True) if (pairs := list(gradients)) else ((), ())
+        for name, value in zip(names, self._replica.backend.publish(values), strict=True):
             parameter = self._replica.state.parameters[name]
             if parameter.grad is None or (is_total and self._accumulates_locally):
                 parameter.grad = value

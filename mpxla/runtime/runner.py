@@ -110,7 +110,8 @@ class PlanRunner:
         )
         for program in self.plan.programs.values():
             for name in program.lowered.spec.new_buffers:
-                self._states.set_buffer(name, run.tensors[name])
+                (value,) = self._backend.publish([run.tensors[name]])
+                self._states.set_buffer(name, value)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
             run.accumulators.clear()
@@ -118,7 +119,7 @@ class PlanRunner:
             cut.step.result_leaves,
             cut.step.result_spec,
             num_microbatches,
-            fetch,
+            lambda index: self._backend.publish(fetch(index)),
             self._backend.adopt,
         )
         return returned, run
