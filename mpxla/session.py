@@ -307,7 +307,7 @@ def _connect(
     progress = Progress()
     lifeline, key = _open_lifeline(config, env, progress, owns_group)
     if lifeline is None:
-        carrier: HostTransport | LoopbackTransport = LoopbackTransport()
+        carrier: HostTransport | LoopbackTransport = LoopbackTransport(to_host=backend.view)
         transport: Any = carrier
     else:
         carrier = HostTransport(env.rank, env.world_size, lifeline, backend.view, key=key)

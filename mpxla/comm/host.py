@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.packing import Spec, as_bytes, describe
+from mpxla.comm.packing import Spec, as_bytes, copy_to_host, describe
 from mpxla.comm.seal import Seal
 from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
 from mpxla.comm.transport import (
@@ -105,7 +105,7 @@ class HostTransport:
         rank: int,
         world_size: int,
         watch: FailureWatch,
-        to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+        to_host: Callable[[Any], torch.Tensor] = copy_to_host,
         *,
         key: bytes,
     ) -> None:
@@ -243,7 +243,6 @@ class HostTransport:
         def fetch() -> torch.Tensor:
             if self.rank != src:
                 return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
             return self._own_copy(tensor)
 
         def run(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -337,7 +336,7 @@ class HostTransport:
         return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._to_host(tensor.detach())
+        return self._to_host(tensor)
 
     def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory, contiguous, not shared with the caller."""

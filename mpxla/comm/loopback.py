@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mpxla.comm.handle import Failure, FailureWatch, Handle
-from mpxla.comm.packing import Spec, describe, pack
+from mpxla.comm.packing import Spec, copy_to_host, describe, pack
 from mpxla.comm.seal import Seal
 from mpxla.comm.transport import (
     Group,
@@ -83,15 +83,22 @@ class _SharedWatch(FailureWatch):
 class LoopbackTransport:
     """A transport without processes; see `transport.Transport`."""
 
-    def __init__(self, rank: int = 0, world: _World | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        world: _World | None = None,
+        to_host: Callable[[Any], torch.Tensor] = copy_to_host,
+    ) -> None:
         """Makes a world of one.
 
         Args:
             rank: Rank in `world`.
             world: Given by `loopback_world` only.
+            to_host: Waits for a tensor and gives it in host memory, perhaps shared.
         """
         self._world = world or _World(1)
         self.rank = rank
+        self._to_host = to_host
         self.world_size = len(self._world.watches)
         self.watch: FailureWatch = self._world.watches[rank]
         self.seal = Seal(rank, self._world.key)
@@ -104,7 +111,7 @@ class LoopbackTransport:
     def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
         """Sends several tensors as one message; see `Transport.send_many`."""
         check_peer(dst, self.rank, self.world_size)
-        message = [_own_copy(tensor) for tensor in tensors]
+        message = [self._own_copy(tensor) for tensor in tensors]
         key = (self.rank, dst, channel)
         with self._world.lock:
             waiting = self._world.posted.get(key)
@@ -138,13 +145,13 @@ class LoopbackTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
         check_summable(tensor)
-        return self._meet("all_reduce", _own_copy(tensor), ranks, _sum_everywhere)
+        return self._meet("all_reduce", self._own_copy(tensor), ranks, _sum_everywhere)
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
         return self._meet(
             "all_gather",
-            _own_copy(tensor),
+            self._own_copy(tensor),
             ranks,
             lambda parts: [torch.stack(parts) for _ in parts],
         )
@@ -155,7 +162,7 @@ class LoopbackTransport:
         check_parts(tensor, ranks)
         return self._meet(
             "reduce_scatter",
-            _own_copy(tensor),
+            self._own_copy(tensor),
             ranks,
             lambda operands: [part.clone() for part in _sum(operands)],
         )
@@ -167,8 +174,7 @@ class LoopbackTransport:
         check_source(src, ranks)
         operand = None
         if self.rank == src:
-            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
-            operand = _own_copy(tensor)
+            operand = self._own_copy(tensor)
         index = tuple(ranks).index(src)
         return self._meet(
             f"broadcast from rank {src}",
@@ -185,6 +191,9 @@ class LoopbackTransport:
         """Tells the other threads that this rank has left; see `Transport.close`."""
         for watch in self._world.watches:
             watch.set_left(self.rank)
+
+    def _own_copy(self, tensor: Any) -> torch.Tensor:
+        return self._to_host(tensor).clone(memory_format=torch.contiguous_format)
 
     def _post(
         self, specs: Sequence[Spec] | None, src: int, channel: str, *, is_bundle: bool
@@ -241,10 +250,6 @@ def loopback_world(world_size: int) -> list[LoopbackTransport]:
     """
     world = _World(world_size)
     return [LoopbackTransport(rank, world) for rank in range(world_size)]
-
-
-def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _sum(operands: list[torch.Tensor]) -> torch.Tensor:

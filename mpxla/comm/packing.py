@@ -22,6 +22,7 @@ __all__ = [
     "Spec",
     "as_bytes",
     "as_memory",
+    "copy_to_host",
     "describe",
     "layout",
     "pack",
@@ -88,6 +89,11 @@ def _layout(key: _Key) -> Layout:
 def describe(specs: Iterable[Spec]) -> str:
     """Returns specs in words, for error texts: `float32[4, 16], int64[]`."""
     return layout(specs).text
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory, shared if it is there already."""
+    return tensor.detach().cpu()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Outbox:
         dst: int,
         group: dist.ProcessGroup,
         watch: FailureWatch,
-        to_host: Callable[[torch.Tensor], torch.Tensor],
+        to_host: Callable[[Any], torch.Tensor],
     ) -> None:
         """Starts the thread.
 
@@ -155,7 +155,7 @@ class Outbox:
             handle.set_error(self._broken)
             return
         try:
-            tensors = [self._to_host(tensor.detach()) for tensor in message.tensors]
+            tensors = [self._to_host(tensor) for tensor in message.tensors]
             specs, payload = layout(tensors), pack(tensors)
         except BaseException as error:  # the receiver waits for this message: it has to be told
             self._broken = error

@@ -235,7 +235,7 @@ def check_parts(tensor: torch.Tensor, ranks: Group) -> None:
     Raises:
         ValueError: Its first dim is not the size of the group.
     """
-    if tensor.dim() == 0 or tensor.shape[0] != len(ranks):
+    if not tensor.shape or tensor.shape[0] != len(ranks):
         raise ValueError(
             f"reduce_scatter over the {len(ranks)} ranks {tuple(ranks)} got a tensor of shape "
             f"{list(tensor.shape)}: its first dim has to be {len(ranks)}."

@@ -128,7 +128,10 @@ class Backend(Protocol):
         ...
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
-        """Host tensors as buffers, in one batch; what is on the device already stays."""
+        """Host tensors as buffers, in one batch; what is on the device already stays.
+
+        What users left pending of the latter is started.
+        """
         ...
 
     def get(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
@@ -136,7 +139,10 @@ class Backend(Protocol):
         ...
 
     def view(self, buffer: Buffer) -> torch.Tensor:
-        """Waits for a buffer and gives it on the host; for reading only, it may share memory."""
+        """Waits for a buffer and gives it on the host; for reading only, it may share memory.
+
+        Tensors of users are taken as well, on the device or on the host.
+        """
         ...
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:

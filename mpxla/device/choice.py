@@ -13,7 +13,7 @@ BACKENDS = {
     "torch_xla": ("torch_xla", "mpxla.device.torch_xla.backend", "TorchXlaBackend"),
     "pjrt": ("jax", "mpxla.device.pjrt.backend", "PjrtBackend"),
 }
-"""Name -> the package that it needs, and its class. The first one that is installed is the default."""
+"""Name -> the package that it needs, and its class; the first that is installed is the default."""
 _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install jax"}
 
 

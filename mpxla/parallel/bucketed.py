@@ -14,16 +14,17 @@ over those ranks afterwards in one fixed order, so that all copies stay equal bi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpxla.comm.handle import Handle
+from mpxla.device.backend import Buffer
 from mpxla.errors import StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica, store
+from mpxla.parallel.sums import GradientPrograms
 from mpxla.runtime.gradients import sum_over_holders
 from mpxla.runtime.plan import CutStep
 from mpxla.stage.spec import TensorSpec
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketedReduction", "GradientFlow"]
 
-Accumulators = Mapping[int, list[torch.Tensor]]
+Accumulators = Mapping[int, list[Buffer]]
 """Gradients of this rank's stages, in the order of each stage's trained parameters."""
 
 
@@ -107,6 +108,7 @@ class BucketedReduction:
         self._shards = reducer.shards
         self._flow = flow
         self._sources = flow.sources
+        self._programs = GradientPrograms(reducer.replica.backend)
         self._buckets = self._form_buckets()
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
         bucketed = {name for bucket in self._buckets for name in bucket.names}
@@ -210,33 +212,30 @@ class BucketedReduction:
     def finish(self, gradients: Accumulators) -> None:
         """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere."""
         if not self._reduces:
-            self._accumulate((name, self._gradient(name, gradients)) for name in self._sources)
+            self._accumulate(list(self._sources), self._sums(self._sources, gradients))
             return
         for index in range(len(self._buckets)):
             if index not in self._under_way:
                 self._launch(index, gradients)
         self._reducer.rounds.check_accord()
         buffers = self._start_buffers()
-        direct = [(name, self._gradient(name, gradients)) for name in self._direct]
-        self._accumulate(direct, is_total=True)
+        self._accumulate(self._direct, self._sums(self._direct, gradients), is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
         for index, bucket in enumerate(self._buckets):
-            flat = self._reducer.rounds.wait(self._under_way[index]).to(bucket.dtype)
+            flat = self._reducer.rounds.wait(self._under_way[index])
             if len(bucket.holders) > 1:
                 flat = self._sum_over_holders(flat, bucket.holders)
             if self._shards is not None:
                 self._shards.receive_gradients(bucket, flat, self._flow.trained)
                 continue
-            views = bucket.split(flat)
-            arrived = self._replica.backend.put(list(views.values()))
-            self._accumulate(zip(views, arrived, strict=True), is_total=True)
+            parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
+            self._accumulate(bucket.names, parts, is_total=True)
         self._under_way.clear()
         for name, handle in buffers.items():
             value = self._reducer.rounds.wait(handle)
-            arrived = self._replica.backend.put([value])
-            store(self._replica, [name], self._replica.backend.publish(arrived))
+            store(self._replica, [name], [value])
 
-    def _sum_over_holders(self, flat: torch.Tensor, holders: Sequence[int]) -> torch.Tensor:
+    def _sum_over_holders(self, flat: Buffer, holders: Sequence[int]) -> Buffer:
         replica = self._replica
         return sum_over_holders(flat, holders, replica.pp_rank, replica.link, replica.backend)
 
@@ -248,10 +247,7 @@ class BucketedReduction:
         if packer is None:
             flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
         else:
-            flat = packer(
-                [self._gradient(name, gradients, earlier=True) for name in present], scale
-            )
-            (flat,) = self._replica.backend.publish([flat])
+            flat = packer(self._sums(present, gradients, earlier=True), scale)
         if self._shards is not None:
             flat = flat.view(bucket.parts, -1) if packer is None else flat
             for name in present:
@@ -269,20 +265,23 @@ class BucketedReduction:
         else:
             self._under_way[index] = _done(self._replica, flat)
 
-    def _gradient(self, name: str, gradients: Accumulators, earlier: bool = False) -> torch.Tensor:
-        """Sum over this rank's stages, and over earlier passes that were not reduced."""
-        terms = [gradients[stage][place] for stage, place in self._sources[name]]
-        backend = self._replica.backend
-        before = self._replica.state.parameters[name].grad
-        has_earlier = earlier and self._accumulates_locally and before is not None
-        if len(terms) == 1 and self._factor == 1.0 and not has_earlier:
-            return terms[0]
-        terms = backend.publish(terms)
-        if self._factor != 1.0:
-            terms = [term * self._factor for term in terms]
-        if has_earlier:
-            terms.insert(0, before)
-        return backend.adopt([reduce(torch.add, terms)])[0]
+    def _sums(
+        self, names: Iterable[str], gradients: Accumulators, earlier: bool = False
+    ) -> list[Buffer]:
+        """Sums over this rank's stages, and over earlier passes that were not reduced."""
+        names = list(names)
+        groups = [[gradients[stage][at] for stage, at in self._sources[name]] for name in names]
+        totals = self._programs.sums(groups, self._factor)
+        if not (earlier and self._accumulates_locally):
+            return totals
+        before = [self._replica.state.parameters[name].grad for name in names]
+        held = iter(self._replica.backend.adopt([grad for grad in before if grad is not None]))
+        return self._programs.sums(
+            [
+                [total] if grad is None else [next(held), total]
+                for grad, total in zip(before, totals, strict=True)
+            ]
+        )
 
     @property
     def _accumulates_locally(self) -> bool:
@@ -290,19 +289,14 @@ class BucketedReduction:
         return self._replica.count > 1 and self._reducer.options.backward_passes_per_step > 1
 
     def _accumulate(
-        self, gradients: Iterable[tuple[str, torch.Tensor]], is_total: bool = False
+        self, names: Sequence[str], values: Sequence[Buffer], is_total: bool = False
     ) -> None:
         """Adds to `param.grad`; totals of several passes already hold what is there."""
-        changed: list[torch.Tensor] = []
-        names, values = zip(*pairs, strict=True) if (pairs := list(gradients)) else ((), ())
-        for name, value in zip(names, self._replica.backend.publish(values), strict=True):
-            parameter = self._replica.state.parameters[name]
-            if parameter.grad is None or (is_total and self._accumulates_locally):
-                parameter.grad = value
-            else:
-                parameter.grad = parameter.grad + value
-            changed.append(parameter.grad)
-        self._replica.backend.adopt(changed)
+        parameters = [self._replica.state.parameters[name] for name in names]
+        if is_total and self._accumulates_locally:
+            for parameter in parameters:
+                parameter.grad = None
+        self._programs.add_to(parameters, values)
 
     @property
     def _broadcasts_buffers(self) -> bool:

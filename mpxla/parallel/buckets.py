@@ -11,6 +11,7 @@ for nothing. This file knows neither transports nor optimizers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -53,14 +54,16 @@ class Bucket:
         """Elements of the flat tensor, padding included."""
         return -(-sum(self.sizes) // self.parts) * self.parts
 
+    @property
+    def cuts(self) -> list[tuple[int, tuple[int, ...]]]:
+        """First element of every tensor in the flat one, and its shape."""
+        ends = accumulate(self.sizes, initial=0)
+        return [(start, spec.shape) for start, spec in zip(ends, self.specs, strict=False)]
+
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a flat tensor [num_elements], by name."""
-        views: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, spec, size in zip(self.names, self.specs, self.sizes, strict=True):
-            views[name] = flat[start : start + size].view(spec.shape)
-            start += size
-        return views
+        """Views of a flat host tensor [num_elements], by name."""
+        cuts = zip(self.names, self.cuts, self.sizes, strict=True)
+        return {name: flat[at : at + size].view(shape) for name, (at, shape), size in cuts}
 
 
 def fill_buckets(

@@ -192,6 +192,7 @@ class GradientNorm:
         arguments = [powers, self._limit(max_norm), *gradients]
         norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
+        norm, *scaled = self._backend.publish([norm, *scaled])
         for owner, gradient in zip(with_gradient, scaled, strict=True):
             owner.grad = gradient
         return norm
@@ -213,7 +214,7 @@ class GradientNorm:
         (powers,) = self._backend.put([self._powers(counted, order)])
         arguments = [powers, self._limit(0.0)]
         (norm,) = self._program(_Scaling, order, arguments)(arguments)
-        return norm
+        return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are all gradients of this rank, or all of its parameters; and no others."""

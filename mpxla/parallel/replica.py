@@ -12,7 +12,7 @@ import torch
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import pack, unpack
 from mpxla.comm.transport import Transport
-from mpxla.device.backend import Backend
+from mpxla.device.backend import Backend, Buffer
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
@@ -99,10 +99,11 @@ def _equalize_shared(replica: Replica, parameter_ranks: Mapping[str, tuple[int, 
             store(replica, names, replica.link.receive_from(first, specs, "tied")())
 
 
-def store(replica: Replica, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-    """Replaces parameters and buffers of this rank."""
-    for name, value in zip(names, values, strict=True):
+def store(replica: Replica, names: Sequence[str], values: Sequence[Buffer]) -> None:
+    """Replaces parameters and buffers of this rank, by tensors on the host or on the device."""
+    published = replica.backend.publish(replica.backend.put(values))
+    for name, value in zip(names, published, strict=True):
         if name in replica.state.parameters:
-            replica.state.parameters[name].data = value.to(replica.backend.device)
+            replica.state.parameters[name].data = value
         else:
-            replica.state.set_buffer(name, value.to(replica.backend.device))
+            replica.state.set_buffer(name, value)

@@ -28,6 +28,7 @@ from mpxla.device.backend import Executable
 from mpxla.errors import CheckpointError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.replica import Replica, store
+from mpxla.parallel.sums import GradientPrograms
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Piece", "Range", "ShardedParameters", "cut_state", "join_states", "ranges_of"]
@@ -93,9 +94,10 @@ class _Shard:
         self.bucket = bucket
         self.length = bucket.num_elements // bucket.parts
         self._replica = replica
+        self._programs = GradientPrograms(replica.backend)
         self._ranges = ranges_of(bucket, replica.index)
         self._cut, self._packer = self._compile()
-        values = self._slices()
+        values = replica.backend.publish(self._slices())
         self.pieces = {
             name: Piece(name, start, stop, nn.Parameter(value))
             for (name, (start, stop)), value in zip(self._ranges.items(), values, strict=True)
@@ -122,7 +124,7 @@ class _Shard:
     def refresh(self) -> None:
         """Pieces take the values of the parameters."""
         for piece, value in zip(self.pieces.values(), self._slices(), strict=True):
-            piece.parameter.data = value
+            (piece.parameter.data,) = self._replica.backend.publish([value])
 
     def publish(self) -> Handle[torch.Tensor]:
         """Starts gathering the shards of all replicas; the result is [parts, length]."""
@@ -136,26 +138,20 @@ class _Shard:
 
     def adopt(self, gathered: torch.Tensor) -> None:
         """Parameters take the values that all replicas published."""
-        views = self.bucket.split(gathered.reshape(-1))
-        values = self._replica.backend.put(list(views.values()))
-        store(self._replica, list(views), values)
+        values = self._programs.parts(gathered, self.bucket.cuts, self.bucket.dtype)
+        store(self._replica, self.bucket.names, values)
 
     def receive_gradients(self, flat: torch.Tensor, trained: frozenset[str]) -> None:
         """Adds this replica's part [length] of a reduced bucket to the pieces' gradients."""
         start = 0
-        names, parts = [], []
+        parameters, cuts = [], []
         for piece in self.pieces.values():
             size = piece.stop - piece.start
             if piece.name in trained:
-                names.append(piece.name)
-                parts.append(flat[start : start + size])
+                parameters.append(piece.parameter)
+                cuts.append((start, (size,)))
             start += size
-        changed: list[torch.Tensor] = []
-        for name, value in zip(names, self._replica.backend.put(parts), strict=True):
-            parameter = self.pieces[name].parameter
-            parameter.grad = value if parameter.grad is None else parameter.grad + value
-            changed.append(parameter.grad)
-        self._replica.backend.adopt(changed)
+        self._programs.add_to(parameters, self._programs.parts(flat, cuts, self.bucket.dtype))
 
 
 class ShardedParameters:

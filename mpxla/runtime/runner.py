@@ -147,8 +147,7 @@ class PlanRunner:
         return dict(zip(values, self._backend.put(list(values.values())), strict=True))
 
     def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        flat = self._backend.put([t for mb in tensors for t in mb])
-        rest = iter(self._backend.adopt(flat))
+        rest = iter(self._backend.put([t for mb in tensors for t in mb]))
         return [[next(rest) for _ in mb] for mb in tensors]
 
     def _seeds(self, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:

@@ -63,7 +63,8 @@ class TorchXlaBackend:
         return compile_graph(name, graph, inputs, self.device, keep_text)
 
     def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Host tensors on the device; those that are there stay."""
+        """Host tensors on the device; those that are there stay, and are started."""
+        tensors.make_ready(tensors_)
         return tensors.to_device(tensors_, self.device)
 
     def get(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,213 @@
+"""A backend without a device: it records what is asked of it, for tests of what stands above.
+
+Programs compute nothing. Their results are zeros of the right shapes and dtypes on the host, found
+by running the graph on tensors without memory; so all that is true of plans, orders and lifetimes
+can be tested in milliseconds.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpxla.device.backend import Lowering
+from mpxla.errors import MpxlaError
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["NullBackend", "NullBuffer", "NullExecutable", "plain_lowering"]
+
+
+def plain_lowering() -> Lowering:
+    """Lowering as PyTorch does it, on the host."""
+    return Lowering(
+        device=torch.device("cpu"),
+        decompositions={},
+        replacements={},
+        dispatched=_dispatched,
+        expand=lambda module: None,
+        lays_out_weights=False,
+        disguises_sums=False,
+    )
+
+
+@contextlib.contextmanager
+def _dispatched(is_differentiated: bool) -> Iterator[None]:
+    yield
+
+
+@dataclass(eq=False)
+class NullBuffer:
+    """A value that nobody can compute with.
+
+    Attributes:
+        spec: its shape and dtype.
+        source: which call made it, or None.
+        is_donated: whether a program has taken its memory.
+    """
+
+    spec: TensorSpec
+    source: str | None = None
+    is_donated: bool = False
+
+
+class NullExecutable:
+    """A program that computes nothing; see `Executable`.
+
+    Args:
+        backend: is told about every call.
+        name: for messages.
+        inputs: specs of its arguments.
+        outputs: specs of its results.
+        donated: arguments that must not be used after a call.
+    """
+
+    is_random = False
+    host_operators: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        backend: "NullBackend",
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        donated: Collection[int],
+    ):
+        self.name = name
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.donated = frozenset(donated)
+        self.num_inputs = self.num_buffers = len(self.inputs)
+        self._backend = backend
+
+    def __call__(
+        self, arguments: Sequence[NullBuffer], seed: NullBuffer | None = None
+    ) -> list[NullBuffer]:
+        """Records the call; gives a buffer for every result.
+
+        Raises:
+            MpxlaError: arguments of other shapes or dtypes, or one that was donated.
+        """
+        found = tuple(argument.spec for argument in arguments)
+        if found != self.inputs:
+            raise MpxlaError(f"{self.name} takes {self.inputs}, but was called with {found}.")
+        if any(argument.is_donated for argument in arguments):
+            raise MpxlaError(f"{self.name} was called with a buffer that was donated before.")
+        for index in self.donated:
+            arguments[index].is_donated = True
+        self._backend.calls.append(self.name)
+        return [NullBuffer(spec, self.name) for spec in self.outputs]
+
+    def text(self) -> str:
+        """Nothing."""
+        return ""
+
+
+@dataclass
+class NullBackend:
+    """See `Backend`.
+
+    Attributes:
+        compiled: the programs, in the order of their compilation.
+        calls: names of programs and of `put`, `get`, `view`, `adopt` and `publish`, in the order
+            of the calls.
+    """
+
+    name = "null"
+    device = torch.device("cpu")
+    is_host = True
+    has_doubles = True
+    lowering: Lowering = field(default_factory=plain_lowering)
+    compiled: list[NullExecutable] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def num_compilations(self) -> int:
+        """How many programs there are."""
+        return len(self.compiled)
+
+    def compile(
+        self,
+        name: str,
+        graph: torch.nn.Module,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int] = (),
+        keep_text: bool = False,
+    ) -> NullExecutable:
+        """Finds the specs of the results."""
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            given = [torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in inputs]
+            outputs = [TensorSpec.of(result) for result in graph(*given)]
+        self.compiled.append(NullExecutable(self, name, inputs, outputs, donated))
+        return self.compiled[-1]
+
+    def put(self, tensors: Sequence[Any]) -> list[NullBuffer]:
+        """A buffer for every tensor; buffers stay."""
+        self.calls.append("put")
+        return [self._buffer(tensor, "put") for tensor in tensors]
+
+    def get(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+        """Zeros."""
+        self.calls.append("get")
+        return [self._zeros(buffer) for buffer in buffers]
+
+    def view(self, buffer: Any) -> torch.Tensor:
+        """Zeros, or the tensor itself."""
+        self.calls.append("view")
+        return buffer.detach() if isinstance(buffer, torch.Tensor) else self._zeros(buffer)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[NullBuffer]:
+        """A buffer for every tensor."""
+        self.calls.append("adopt")
+        return [self._buffer(tensor, "adopt") for tensor in tensors]
+
+    def publish(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+        """Zeros."""
+        self.calls.append("publish")
+        return [self._zeros(buffer) for buffer in buffers]
+
+    def spec(self, buffer: Any) -> TensorSpec:
+        """Shape and dtype of a buffer."""
+        return buffer.spec if isinstance(buffer, NullBuffer) else TensorSpec.of(buffer)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """True: the host is the device."""
+        return True
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def random_state(self) -> int:
+        """There is no generator."""
+        return 0
+
+    def set_random_state(self, state: int) -> None:
+        """There is no generator."""
+
+    def memory_counters(self) -> dict[str, int] | None:
+        """Nothing is counted."""
+        return None
+
+    def reaches(self, world_size: int) -> bool:
+        """Whether there is nobody else."""
+        return world_size == 1
+
+    def open_runner(self, host: Any, address: str) -> Any:
+        """There are no programs between processes."""
+        raise MpxlaError("transport: 'xla' needs a device. Set transport: 'host'.")
+
+    def join_world(self, *_: Any) -> Callable[[], None]:
+        """Nothing has to be exchanged."""
+        return lambda: None
+
+    def _buffer(self, value: Any, source: str) -> NullBuffer:
+        return value if isinstance(value, NullBuffer) else NullBuffer(self.spec(value), source)
+
+    def _zeros(self, buffer: Any) -> torch.Tensor:
+        spec = self.spec(buffer)
+        return torch.zeros(spec.shape, dtype=spec.dtype)

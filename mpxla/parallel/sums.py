@@ -1,0 +1,113 @@
+"""Sums and parts of gradients on the device, as small programs that are compiled at first use.
+
+Gradients are buffers of the backend here: nothing computes with them but programs.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.device.backend import Backend, Buffer, Executable
+
+__all__ = ["GradientPrograms"]
+
+Cut = tuple[int, tuple[int, ...]]
+"""First element of a part in a flat tensor, and the part's shape."""
+
+
+class _Sums(nn.Module):
+    """Groups of terms, one after the other, to the sum of each group, every term scaled."""
+
+    def __init__(self, counts: Sequence[int], factor: float):
+        super().__init__()
+        self._counts = tuple(counts)
+        self._factor = factor
+
+    def forward(self, *terms: torch.Tensor) -> list[torch.Tensor]:
+        rest = iter(terms if self._factor == 1.0 else [term * self._factor for term in terms])
+        return [reduce(torch.add, [next(rest) for _ in range(count)]) for count in self._counts]
+
+
+class _Parts(nn.Module):
+    """A tensor, seen as flat, to parts of it."""
+
+    def __init__(self, cuts: Sequence[Cut], dtype: torch.dtype):
+        super().__init__()
+        self._cuts = tuple(cuts)
+        self._dtype = dtype
+
+    def forward(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        # Each part is a tensor of its own, also one that is the whole.
+        return [part.clone() for part in _cut(tensor, self._cuts, self._dtype)]
+
+
+def _cut(tensor: torch.Tensor, cuts: Sequence[Cut], dtype: torch.dtype) -> list[torch.Tensor]:
+    flat = tensor.reshape(-1).to(dtype)
+    return [flat[start : start + prod(shape)].view(shape) for start, shape in cuts]
+
+
+class GradientPrograms:
+    """Compiles and runs them.
+
+    Args:
+        backend: of this rank's device.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._programs: dict[Any, Executable] = {}
+
+    def sums(self, groups: Sequence[Sequence[Buffer]], factor: float = 1.0) -> list[Buffer]:
+        """The sum of each group of buffers, each times a factor; started, not waited for."""
+        results = [group[0] for group in groups]
+        computed = [i for i, group in enumerate(groups) if len(group) > 1 or factor != 1.0]
+        if not computed:
+            return results
+        counts = tuple(len(groups[i]) for i in computed)
+        terms = [term for i in computed for term in groups[i]]
+        program = self._program("sums of gradients", _Sums, (counts, factor), terms)
+        for index, total in zip(computed, program(terms), strict=True):
+            results[index] = total
+        return results
+
+    def parts(
+        self, value: torch.Tensor | Buffer, cuts: Sequence[Cut], dtype: torch.dtype
+    ) -> list[Buffer]:
+        """Parts of a tensor on the host or of a buffer, on the device.
+
+        Args:
+            value: of any shape; its elements count in order.
+            cuts: where each part begins, and its shape.
+            dtype: of the parts.
+        """
+        if not cuts:
+            return []
+        if isinstance(value, torch.Tensor) and value.is_cpu:
+            return self._backend.put(_cut(value, cuts, dtype))
+        program = self._program("parts of gradients", _Parts, (tuple(cuts), dtype), [value])
+        return program([value])
+
+    def add_to(self, parameters: Sequence[torch.Tensor], values: Sequence[Buffer]) -> None:
+        """Adds a buffer to the gradient of each parameter."""
+        backend, place = self._backend, [p.grad is not None for p in parameters]
+        held = iter(backend.adopt([p.grad for p in parameters if p.grad is not None]))
+        groups = [
+            [next(held), value] if has_gradient else [value]
+            for has_gradient, value in zip(place, values, strict=True)
+        ]
+        totals = backend.publish(self.sums(groups))
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total
+
+    def _program(
+        self, name: str, kind: type[nn.Module], settings: tuple[Any, ...], values: Sequence[Buffer]
+    ) -> Executable:
+        specs = tuple(self._backend.spec(value) for value in values)
+        key = (kind, settings, specs)
+        if key not in self._programs:
+            self._programs[key] = self._backend.compile(name, kind(*settings), specs)
+        return self._programs[key]
