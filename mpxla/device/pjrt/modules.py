@@ -88,7 +88,8 @@ def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) ->
         with torch.no_grad(), mode, enable_python_dispatcher():
             graph = make_fx(call, decomposition_table=table)(*arguments)
             if _mutates(graph.graph):
-                functional = torch.func.functionalize(call, remove="mutations_and_views")
+                # Of the graph, not of the module: making a parameter would lose the wrapper.
+                functional = torch.func.functionalize(graph, remove="mutations")
                 graph = make_fx(functional, decomposition_table=table)(*arguments)
                 _drop_writes(graph.graph)
     except AssertionError:
