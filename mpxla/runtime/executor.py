@@ -112,6 +112,12 @@ class StepRun:
     recorder: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
 
+    def release(self) -> None:
+        """Lets go of all values: after a step, only what it counted is looked at."""
+        self.tensors, self.inputs, self.seeds, self.objective_seed = {}, (), {}, None
+        # Not `clear`: who fetches results later has the same dictionary.
+        self.accumulators, self.results, self.prepared = {}, {}, {}
+
 
 class Executor:
     """Runs the actions of one rank for one compiled step.

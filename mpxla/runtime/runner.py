@@ -114,13 +114,11 @@ class PlanRunner:
                 self._states.set_buffer(name, value)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
-            run.accumulators.clear()
+        run.release()
+        backend, count = self._backend, num_microbatches
+        leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(
-            cut.step.result_leaves,
-            cut.step.result_spec,
-            num_microbatches,
-            lambda index: self._backend.publish(fetch(index)),
-            self._backend.adopt,
+            leaves, structure, count, lambda index: backend.publish(fetch(index)), backend.adopt
         )
         return returned, run
 

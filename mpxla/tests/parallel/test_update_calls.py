@@ -1,0 +1,60 @@
+"""What the compiled update asks of a backend, on one that computes nothing."""
+
+import pytest
+import torch
+
+from mpxla.device.null import NullBackend
+from mpxla.parallel.update import CompiledUpdate
+
+pytestmark = pytest.mark.unit
+
+
+def update_of(**settings):
+    parameters = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **settings)
+    backend = NullBackend()
+    return parameters, optimizer, backend, CompiledUpdate(optimizer, backend)
+
+
+def step(parameters, update):
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    update.step()
+    return all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
+
+
+def test_one_program_updates_parameters_and_state():
+    parameters, optimizer, backend, update = update_of()
+    kept = step(parameters, update)
+    assert update.was_compiled and update.reason is None
+    (program,) = backend.compiled
+    shapes = [spec.shape for spec in program.inputs]
+    assert shapes == [(2, 3), (2, 3), (2, 3), (4,), (4,), (4,), ()]
+    assert [spec.shape for spec in program.outputs] == [(2, 3), (2, 3), (4,), (4,)]
+    assert program.inputs[-1].dtype is torch.float64, "a rate has the digits of Python's numbers"
+    assert backend.calls[-3:] == ["put", "optimizer update", "publish"]
+    assert kept and not any(p.any() for p in parameters), "results are the parameters"
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    assert not any(value.any() for value in momenta)
+
+
+def test_later_steps_compile_and_upload_nothing():
+    parameters, optimizer, backend, update = update_of()
+    step(parameters, update)
+    backend.calls.clear()
+    step(parameters, update)
+    assert backend.calls == ["adopt", "optimizer update", "publish"]
+    optimizer.param_groups[0]["lr"] = 0.05
+    backend.calls.clear()
+    step(parameters, update)
+    assert backend.calls == ["adopt", "put", "optimizer update", "publish"]
+    assert update.num_programs == backend.num_compilations == 1
+
+
+def test_a_setting_is_a_constant_of_the_program():
+    parameters, optimizer, _, update = update_of()
+    step(parameters, update)
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    step(parameters, update)
+    assert update.num_programs == 2

@@ -1,0 +1,91 @@
+"""One call of a compiled step on a backend that computes nothing."""
+
+import pytest
+import torch
+
+from mpxla.comm.stall import Progress
+from mpxla.device.null import NullBackend, NullBuffer
+from mpxla.runtime.index_checks import IndexChecks
+from mpxla.runtime.runner import PlanRunner
+from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
+
+pytestmark = pytest.mark.unit
+
+
+class States:
+    """The parameters of `two_layers`."""
+
+    def __init__(self):
+        self.model = two_layers()
+
+    def local_tensors(self):
+        return dict(self.model.named_parameters())
+
+
+class Link:
+    def set_placement(self, placement):
+        self.placement = placement
+
+
+class Reduction:
+    """Takes note of what it is given."""
+
+    objective_scale = 0.5
+
+    def __init__(self):
+        self.events = []
+
+    def begin(self):
+        self.events.append("begin")
+
+    def start(self, stage, accumulators):
+        self.events.append(("start", stage, len(accumulators[stage])))
+
+    def finish(self, accumulators):
+        self.events.append(("finish", sorted(accumulators)))
+
+
+def runner_of(is_training):
+    backend = NullBackend()
+    plan = plan_of(backend, is_training=is_training)
+    reduction = Reduction() if is_training else None
+    checks = IndexChecks("off", plan.cut.step, backend)
+    states = States()
+    backend.calls.clear()
+    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks)
+    return backend, runner, reduction
+
+
+def call(runner):
+    leaves = [[torch.zeros(3, 4)] for _ in range(NUM_MICROBATCHES)]
+    return runner.run(leaves, NUM_MICROBATCHES, 7, Progress())
+
+
+def test_a_call_adopts_parameters_puts_inputs_and_publishes_results():
+    backend, runner, _ = runner_of(is_training=False)
+    loss, _ = call(runner)
+    assert backend.calls == ["put", "adopt", "put", "put", *["stage 0 forward"] * 3]
+    backend.calls.clear()
+    assert [value.shape for value in loss.outputs] == [()] * NUM_MICROBATCHES
+    assert loss.reduce_mean() == 0.0
+    assert backend.calls == ["publish", "adopt"]
+
+
+def test_a_training_step_reduces_and_keeps_nothing_but_what_it_counted():
+    _, runner, reduction = runner_of(is_training=True)
+    loss, run = call(runner)
+    assert reduction.events == ["begin", ("start", 0, 4), ("finish", [0])]
+    held = [*run.tensors, *run.inputs, *run.seeds, *run.accumulators, *run.results, *run.prepared]
+    assert held == [] and run.objective_seed is None and run.values.is_empty()
+    assert run.num_tasks == 2 * NUM_MICROBATCHES
+    assert len(loss.outputs) == NUM_MICROBATCHES
+
+
+def test_zeros_and_the_seed_of_gradients_are_put_once():
+    backend, runner, _ = runner_of(is_training=True)
+    call(runner)
+    first = backend.calls.count("put")
+    backend.calls.clear()
+    call(runner)
+    assert (first, backend.calls.count("put")) == (8, 2)
+    assert all(isinstance(zero, NullBuffer) for zero in runner._zeros.values())
