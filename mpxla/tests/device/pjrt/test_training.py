@@ -1,4 +1,4 @@
-"""Whole jobs on the PJRT backend: stages, replicas and updates like plain PyTorch, without torch_xla."""
+"""Whole jobs on the PJRT backend: two stages train as plain PyTorch does, without torch_xla."""
 
 import copy
 import sys
