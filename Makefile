@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help demo test test-all lint types bench clean
+.PHONY: help demo test test-pjrt test-all lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -30,6 +30,11 @@ test: $(INSTALLED) ## run the test suite
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "ranks and not slow and not device" $(ARGS) \
 	|| status=1; \
 	exit $$status
+
+# Also in an environment with the newest torch and jax and without torch_xla: make test-pjrt BIN=DIR.
+test-pjrt: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
+test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend
+	$(BIN)/python -m pytest -m "not slow and not device" mpxla/tests/device/pjrt $(ARGS)
 
 test-all: $(INSTALLED) ## run the test suite with its slow tests
 	@status=0; \

@@ -14,7 +14,7 @@ BACKENDS = {
     "pjrt": ("jax", "mpxla.device.pjrt.backend", "PjrtBackend"),
 }
 """Name -> the package that it needs, and its class; the first that is installed is the default."""
-_INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install jax"}
+_INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 'mpxla[pjrt]'"}
 
 
 def open_backend(name: str | None = None) -> Backend:

@@ -4,9 +4,11 @@ A copy of the optimizer runs on stand-ins for its parameters, gradients and stat
 and rates are tensors meanwhile, because a number would be a constant of the program.
 """
 
+import contextlib
 import copy
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +124,36 @@ class UpdateTracer(torch.nn.Module):
     def _run(self, clone: Any) -> None:
         """One step of the copy, which has to change tensors only."""
         before, drawn = _python_values(clone), random_python()
-        with python_random_kept(), _TensorScalars():
+        with python_random_kept(), _TensorScalars(), _capturable(type(clone)):
             type(clone).step(clone)
             is_random = random_python() != drawn
         if is_random:
             raise NotTraceableError("it draws random numbers")
         if _python_values(clone) != before:
             raise NotTraceableError("it keeps counts or values in Python")
+
+
+@contextlib.contextmanager
+def _capturable(kind: type) -> Iterator[None]:
+    """Lets an optimizer compute with tensors for counts on any device, the processor too.
+
+    torch allows it where kernels are launched, because only there it would pay in eager mode. Its
+    optimizers ask a function that each of their modules has imported.
+    """
+    name = "_get_capturable_supported_devices"
+    modules = [sys.modules[part.__module__] for part in kind.__mro__ if part is not object]
+    found = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
+    for module, allowed in found:
+
+        def more(*args: Any, own: Any = allowed, **kwargs: Any) -> list[str]:
+            return [*own(*args, **kwargs), "cpu"]
+
+        setattr(module, name, more)
+    try:
+        yield
+    finally:
+        for module, allowed in reversed(found):
+            setattr(module, name, allowed)
 
 
 def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:

@@ -190,7 +190,8 @@ def train(case: Case) -> Observed:
     run = _Run(case, chosen, model, smp.step(chosen.step), Observed())
     run.train(torch.optim.SGD(raw.parameters(), lr=chosen.learning_rate), run.look_at_first_step)
     found = run.found
-    found.state = {n: v.cpu() for n, v in model.local_state_dict().items() if torch.is_tensor(v)}
+    state = model.local_state_dict()
+    found.state = {n: v.cpu().clone() for n, v in state.items() if torch.is_tensor(v)}
     found.names = [name for name, _ in raw.named_parameters()]
     found.absent = [name for name, p in raw.named_parameters() if p.device.type == "meta"]
     model.load_state_dict(start)
@@ -221,7 +222,10 @@ class _Run:
     def train(self, inner: torch.optim.Optimizer, look: Callable[[int, Any], None]) -> None:
         """Trains with an optimizer; `look(step number, returned)` comes before its update."""
         import mpxla as smp
-        from mpxla.device.torch_xla.compile import num_compilations
+        from mpxla.session import current
+
+        def num_compilations() -> int:
+            return current().backend.num_compilations
 
         optimizer = smp.DistributedOptimizer(inner)
         for number in range(NUM_STEPS):
@@ -255,7 +259,8 @@ class _Run:
         leaves = pytree.tree_leaves(returned, is_leaf=_is_list_of_numbers)
         self.found.outputs = [_over_microbatches(leaf, self.case.microbatches) for leaf in leaves]
         self.found.gradients = {
-            name: parameter.grad.cpu() for name, parameter in self.model.local_named_parameters()
+            name: parameter.grad.cpu().clone()
+            for name, parameter in self.model.local_named_parameters()
         }
         self.found.placement = self.model._engine.first_cut.placement
 

@@ -114,6 +114,7 @@ class ImportCache:
 
     def __init__(self, device: jax.Device, shares_memory: bool):
         self._device = device
+        self._shares_memory = shares_memory
         self._import = import_tensor if shares_memory else copy_to_device
         self._found: dict[int, tuple[Any, int, int, jax.Array]] = {}
 
@@ -125,7 +126,8 @@ class ImportCache:
         if known is not None and known[0]() is tensor and known[1:3] == (version, pointer):
             return known[3]
         array = self._import(tensor, self._device)
-        self.remember(tensor, array)
+        if self._shares_memory and array.unsafe_buffer_pointer() == pointer:
+            self.remember(tensor, array)  # a copy would not see what is written through `.data`
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:

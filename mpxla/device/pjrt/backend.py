@@ -7,7 +7,7 @@ programs take and give jax's arrays.
 import collections
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from mpxla.comm.host import HostTransport
+from mpxla.comm.transport import Transport
+from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.piecewise import PiecewiseExecutable
 from mpxla.device.pjrt.arrays import (
@@ -29,7 +32,7 @@ from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.modules import flat_graph
-from mpxla.errors import LoweringError, MpxlaError
+from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.stepgraph import describe
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, split_graph
@@ -142,13 +145,16 @@ class PjrtBackend:
             for value in tensors
         ]
 
-    def get(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
-        """Waits; copies on the host."""
-        return host_copies(buffers)
+    def get(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+        """Waits; copies on the host, of arrays and of users' tensors."""
+        copies = iter(host_copies([b for b in buffers if isinstance(b, jax.Array)]))
+        return [
+            next(copies) if isinstance(b, jax.Array) else b.detach().cpu().clone() for b in buffers
+        ]
 
-    def view(self, buffer: jax.Array) -> torch.Tensor:
+    def view(self, buffer: Any) -> torch.Tensor:
         """Waits; a host tensor for reading only, which may share memory."""
-        return host_view(buffer)
+        return host_view(buffer) if isinstance(buffer, jax.Array) else buffer.detach().cpu()
 
     def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
@@ -165,12 +171,15 @@ class PjrtBackend:
                 found.append(buffer)
                 continue
             tensor = shared_tensor(buffer, self.device)
-            self._imports.remember(tensor, buffer)
+            if self.device.type == self._memory:
+                self._imports.remember(tensor, buffer)
             found.append(tensor)
         return found
 
-    def spec(self, buffer: jax.Array) -> TensorSpec:
+    def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""
+        if isinstance(buffer, torch.Tensor):
+            return TensorSpec.of(buffer)
         return TensorSpec(tuple(buffer.shape), torch_dtype(buffer.dtype))
 
     def is_on_device(self, tensor: Any) -> bool:
@@ -202,6 +211,27 @@ class PjrtBackend:
             return None
         names = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
         return {names.get(key, key): int(value) for key, value in found.items()}
+
+    def reaches(self, world_size: int) -> bool:
+        """Programs of one process do not reach the devices of others yet."""
+        return world_size == 1
+
+    def open_runner(self, host: HostTransport, address: str) -> Runner:
+        """There are no programs between processes yet."""
+        raise ConfigError(
+            'transport: "xla" needs collectives inside programs, which the backend "pjrt" does not '
+            'have yet. Use transport: "host", or device: "torch_xla".'
+        )
+
+    def join_world(
+        self,
+        transport: Transport,
+        local_rank: int,
+        local_size: int,
+        has_reduced: Callable[[torch.optim.Optimizer], bool],
+    ) -> Callable[[], None]:
+        """Nothing to do: users' tensors are ordinary ones, which torch.distributed knows."""
+        return lambda: None
 
 
 def _kind_of(node: fx.Node) -> type[Piece]:

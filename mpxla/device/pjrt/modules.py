@@ -4,6 +4,7 @@ Graphs of the lowering are taken as they are; a stage's backward is flattened as
 modules (the optimizer's update, packing) are traced on fake tensors of the processor.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from mpxla.stage.split_backward import flatten_backward
 
 __all__ = ["flat_graph"]
 
+_aten = torch.ops.aten
 _CPU = torch.device("cpu")
 
 
@@ -38,7 +40,9 @@ def flat_graph(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec])
     """
     if isinstance(module, AccumulatingBackward):
         graph = flatten_backward(module, len(inputs), _CPU)
-        return _annotated(graph, inputs, module.derivative)
+        flat = _annotated(graph, inputs, module.derivative)
+        _name_operators(flat.graph)
+        return flat
     if isinstance(module, fx.GraphModule) and not _mutates(module.graph):
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, val_map={}))
@@ -53,9 +57,21 @@ def _annotated(
     return fx.GraphModule(root, graph)
 
 
+def _name_operators(graph: fx.Graph) -> None:
+    """Writes what surrounds a derivative (sums, the seed) with ATen's operators."""
+    for node in graph.nodes:
+        if node.target in (operator.add, torch.add):
+            node.target = _aten.add.Tensor
+        elif node.op == "call_method" and node.target == "expand":
+            node.op, node.target = "call_function", _aten.expand.default
+        elif node.op == "call_method" and node.target == "to":
+            node.op, node.target = "call_function", _aten._to_copy.default
+            node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
+
+
 def _mutates(graph: fx.Graph) -> bool:
     operators = [n.target for n in graph.nodes if isinstance(n.target, OpOverload)]
-    return any(operator._schema.is_mutable for operator in operators)
+    return any(op._schema.is_mutable for op in operators)
 
 
 def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) -> fx.GraphModule:
@@ -72,9 +88,12 @@ def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) ->
         with torch.no_grad(), mode, enable_python_dispatcher():
             graph = make_fx(call, decomposition_table=table)(*arguments)
             if _mutates(graph.graph):
-                functional = torch.func.functionalize(call, remove="mutations_and_views")
+                # Of the graph, not of the module: making a parameter would lose the wrapper.
+                functional = torch.func.functionalize(graph, remove="mutations")
                 graph = make_fx(functional, decomposition_table=table)(*arguments)
                 _drop_writes(graph.graph)
+    except AssertionError:
+        raise  # a module's own refusal, such as that of an optimizer
     except Exception as error:  # torch raises anything while it traces
         raise LoweringError(
             f"{name} cannot be traced: {type(error).__name__}: {error}. Shapes must not depend on "

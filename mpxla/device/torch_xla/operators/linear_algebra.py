@@ -14,7 +14,7 @@ from torch import fx
 
 from mpxla.stage.cleanup import replace_call
 
-__all__ = ["FACTORIZATIONS", "SOLVERS", "correct_factorizations"]
+__all__ = ["FACTORIZATIONS", "correct_factorizations"]
 
 _aten = torch.ops.aten
 _LARGEST_UNROLLED = 64  # rows of a matrix whose Cholesky factor is written out column by column
@@ -47,122 +47,6 @@ def _batched_svd(
     count = min(matrices.shape[-2:])
     values = (left[..., :count] * (matrices @ right[..., :count])).sum(-2).abs()
     return left, values, right.mT
-
-
-# --- solving: replaced before differentiation -----------------------------------------------------
-
-
-class _Solve(torch.autograd.Function):
-    """X of A X = B, for A [..., N, N] and B [..., N, K] of equal batches."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        inverse = _aten.linalg_inv_ex.default(a)[0]
-        x = _by_inverse(a, inverse, b)
-        ctx.save_for_backward(a, inverse, x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        a, inverse, x = ctx.saved_tensors
-        d_b = _by_inverse(a.mT, inverse.mT, grad)
-        return -d_b @ x.mT, d_b
-
-
-def _by_inverse(a: torch.Tensor, inverse: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    x = inverse @ b
-    return x + inverse @ (b - a @ x)
-
-
-def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True) -> torch.Tensor:
-    is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
-    columns = b.unsqueeze(-1) if is_vector else b
-    if not left:
-        a, columns = a.mT, columns.mT
-    batch = torch.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
-    a, columns = (t.expand(*batch, *t.shape[-2:]) for t in (a, columns))
-    x = _Solve.apply(a, columns)
-    x = x if left else x.mT
-    return x.squeeze(-1) if is_vector else x
-
-
-def _solve_ex(
-    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    info = torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
-    return _solve(a, b, left=left), info
-
-
-def _inverse(a: torch.Tensor) -> torch.Tensor:
-    return _aten.linalg_inv_ex.default(a)[0]
-
-
-def _inv_ex(a: torch.Tensor, *, check_errors: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """With 1 for a singular matrix; torch_xla 2.9 gives that number the shape of the matrix."""
-    inverse = _inverse(a)
-    return inverse, inverse.isfinite().all(-1).all(-1).logical_not().to(torch.int32)
-
-
-class _LogDeterminant(torch.autograd.Function):
-    """Sign and logarithm of the magnitude; torch's derivative would read an LU decomposition."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sign, magnitude, *_ = _aten._linalg_slogdet.default(a)
-        ctx.save_for_backward(a)
-        ctx.mark_non_differentiable(sign)
-        return sign, magnitude
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        (a,) = ctx.saved_tensors
-        return grad[..., None, None] * _inverse(a).mT
-
-
-def _slogdet(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _LogDeterminant.apply(a)
-
-
-def _det(a: torch.Tensor) -> torch.Tensor:
-    sign, magnitude = _slogdet(a)
-    return sign * magnitude.exp()
-
-
-def _logdet(a: torch.Tensor) -> torch.Tensor:
-    sign, magnitude = _slogdet(a)
-    return torch.where(sign < 0, torch.nan, magnitude)
-
-
-def _qr(a: torch.Tensor, some: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.linalg.qr(a, "reduced" if some else "complete")
-
-
-def _svd(
-    a: torch.Tensor, some: bool = True, compute_uv: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    left, values, right = torch.linalg.svd(a, full_matrices=not some)
-    if not compute_uv:
-        rows, columns = a.shape[-2:]
-        sizes = ([*a.shape[:-2], size, size] for size in (rows, columns))
-        return a.new_zeros(next(sizes)), values, a.new_zeros(next(sizes))
-    return left, values, right.mT
-
-
-SOLVERS: dict[Any, Callable[..., Any]] = {
-    _aten.det.default: _det,
-    _aten.inverse.default: _inverse,
-    _aten.linalg_det.default: _det,
-    _aten.linalg_inv.default: _inverse,
-    _aten.linalg_inv_ex.default: _inv_ex,
-    _aten.linalg_slogdet.default: _slogdet,
-    _aten.linalg_solve.default: _solve,
-    _aten.linalg_solve_ex.default: _solve_ex,
-    _aten.logdet.default: _logdet,
-    _aten.qr.default: _qr,
-    _aten.slogdet.default: _slogdet,
-    _aten.svd.default: _svd,
-}
-"""Replaced before differentiation."""
 
 
 # --- what torch's own derivatives are written with: replaced while graphs are traced --------------
