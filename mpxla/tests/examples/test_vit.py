@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 
 import pytest
+import torch
 
 from mpxla.testing import run_ranks
 from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
@@ -32,6 +33,25 @@ def test_two_stages():
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 1), (4, 2)])
 def test_other_grids(num_ranks, num_stages):
     check_against_plain(num_ranks, num_stages, *TINY)
+
+
+def patches_and_convolution():
+    """The example's patches, and those of the convolution with the same weights."""
+    from transformers import ViTConfig
+
+    config = ViTConfig(image_size=12, patch_size=4, num_channels=3, hidden_size=5)
+    patches = load_beside("vit", "vit_model").PatchEmbedding(config)
+    convolution = torch.nn.Conv2d(3, 5, kernel_size=4, stride=4)
+    convolution.weight.data = patches.projection.weight.data.view(5, 3, 4, 4)
+    convolution.bias = patches.projection.bias
+    images = torch.randn(2, 3, 12, 12)
+    expected = convolution(images).flatten(2).transpose(1, 2)
+    return patches(images).detach(), expected.detach()
+
+
+def test_patches_are_those_of_a_convolution():
+    ((patches, expected),) = run_ranks(patches_and_convolution, 1)
+    torch.testing.assert_close(patches, expected)
 
 
 def report(options, durations_s):
