@@ -83,7 +83,7 @@ class Calls:
         self._model = model
         self._pp_rank = session.topology.pp_rank(session.rank)
         self.control = ControlChannel(session.transport, group)
-        self.plans = Plans()
+        self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
         self._functions: dict[str, Identities] = {}

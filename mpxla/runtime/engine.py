@@ -42,7 +42,6 @@ from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.tracing import trace
 from mpxla.session import Session
-from mpxla.stage.device import to_host
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["Member", "StepEngine"]
@@ -276,7 +275,7 @@ class StepEngine:
         """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
         if self._pp_rank > 0:
             return self.calls.control.follow()
-        values = to_host(call.tensors[0])
+        values = self._session.backend.get(call.tensors[0])
         self.calls.control.announce(values)
         return values
 

@@ -5,7 +5,7 @@ This module must not know how a plan is made or run.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from mpxla.graph.decisions import Decisions
 from mpxla.log import get_logger
 from mpxla.runtime.model_watch import ModelView
 from mpxla.runtime.signature import Signature
-from mpxla.stage.device import to_host
 
 __all__ = ["MAX_PLANS", "Plan", "Plans"]
 
@@ -32,6 +31,7 @@ class Plan:
         signature: of the calls that it serves.
         view: what the model was when the step was captured.
         runner: runs it.
+        to_host: gives tensors of any device on the host.
         decisions: what Python has read of the inputs when the step was captured.
     """
 
@@ -39,6 +39,7 @@ class Plan:
     signature: Signature
     view: ModelView
     runner: Any
+    to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     decisions: Decisions | None = None
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
@@ -50,7 +51,7 @@ class Plan:
         if self.decisions is None:
             return None
         for microbatch, leaves in enumerate(tensors):
-            change = self.decisions.change(to_host(leaves))
+            change = self.decisions.change(self.to_host(leaves))
             if change is not None:
                 return microbatch, change
         return None
@@ -60,10 +61,16 @@ class Plans:
     """All plans that are known.
 
     Args:
+        to_host: gives tensors of any device on the host; by default for those that are there.
         limit: how many are kept.
     """
 
-    def __init__(self, limit: int = MAX_PLANS):
+    def __init__(
+        self,
+        to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list,
+        limit: int = MAX_PLANS,
+    ):
+        self._to_host = to_host
         self._limit = limit
         self._by_number: OrderedDict[int, Plan] = OrderedDict()
         self._by_key: dict[Any, list[Plan]] = {}
@@ -113,7 +120,7 @@ class Plans:
         decisions: Decisions | None = None,
     ) -> Plan:
         """Keeps a plan under the next number; may drop another one."""
-        plan = Plan(self._count, signature, view, runner, decisions)
+        plan = Plan(self._count, signature, view, runner, self._to_host, decisions)
         self._by_number[plan.number] = plan
         self._by_key.setdefault(signature.key, []).append(plan)
         self._count += 1

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_refusals(capsys):
     assert refusal(capsys, "nowhere.py") == "error: there is no file nowhere.py\n"
     text = refusal(capsys, "-n", "0", "nowhere.py")
     assert text == "error: -n 0: at least one process is needed\n"
+
+
+@pytest.mark.unit
+def test_an_interruption_is_one_line(capsys, monkeypatch, tmp_path):
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def interrupted(settings):
+        assert settings.training_script_args == [str(script), "--n", "7"]
+        raise SignalException("told to stop", signal.SIGINT)
+
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torchrun, "run", interrupted)
+    text = refusal(capsys, str(script), "--n", "7")
+    assert text == "error: stopped by SIGINT; the ranks have ended too\n"
 
 
 @pytest.mark.unit

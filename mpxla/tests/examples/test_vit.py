@@ -1,10 +1,15 @@
 """The vision transformer on fake images: the same losses on any grid of stages and replicas."""
 
+import contextlib
+import io
 import re
+from argparse import Namespace
 
 import pytest
+import torch
 
-from mpxla.tests.examples.running import RELATIVE_TOLERANCE, run_example
+from mpxla.testing import run_ranks
+from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
 
 pytestmark = pytest.mark.ranks
 
@@ -30,36 +35,38 @@ def test_other_grids(num_ranks, num_stages):
     check_against_plain(num_ranks, num_stages, *TINY)
 
 
-def report(args_and_times):
-    """What the clock of the example prints, in a process that may import transformers."""
-    import contextlib
-    import io
-    import sys
-    from argparse import Namespace
+def patches_and_convolution():
+    """The example's patches, and those of the convolution with the same weights."""
+    from transformers import ViTConfig
 
-    from mpxla.tests.examples.running import EXAMPLES
+    config = ViTConfig(image_size=12, patch_size=4, num_channels=3, hidden_size=5)
+    patches = load_beside("vit", "vit_model").PatchEmbedding(config)
+    convolution = torch.nn.Conv2d(3, 5, kernel_size=4, stride=4)
+    convolution.weight.data = patches.projection.weight.data.view(5, 3, 4, 4)
+    convolution.bias = patches.projection.bias
+    images = torch.randn(2, 3, 12, 12)
+    expected = convolution(images).flatten(2).transpose(1, 2)
+    return patches(images).detach(), expected.detach()
 
-    sys.path.insert(0, str(EXAMPLES / "vit"))
-    try:
-        from vit_model import print_mean
-    finally:
-        sys.path.pop(0)
+
+def test_patches_are_those_of_a_convolution():
+    ((patches, expected),) = run_ranks(patches_and_convolution, 1)
+    torch.testing.assert_close(patches, expected)
+
+
+def report(options, durations_s):
+    """What the clock of the example prints."""
+    model = load_beside("vit", "vit_model")
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        print_mean(args_and_times[1], Namespace(**args_and_times[0]))
+        model.print_mean(durations_s, Namespace(**options))
     return text.getvalue()
 
 
 def test_mean_leaves_the_first_steps_out():
     options = {"batch_size": 8, "warmup_steps": 2}
-    (text,) = run_report(options, [10.0, 5.0, 1.0, 3.0])
+    (text,) = run_ranks(report, 1, options, [10.0, 5.0, 1.0, 3.0])
     assert text == (
         "mean of 2 steps 2.000 s, 4.0 images/s; without the first 2, which took 15.0 s\n"
     )
-    (text,) = run_report(options, [10.0])
+    (text,) = run_ranks(report, 1, options, [10.0])
     assert re.match("no mean: all 1 steps are warm-up", text)
-
-
-def run_report(options, durations_s):
-    from mpxla.testing import run_ranks
-
-    return run_ranks(report, 1, (options, durations_s))

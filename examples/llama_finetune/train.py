@@ -1,0 +1,128 @@
+"""torchrun --nproc_per_node 2 examples/llama_finetune/train.py [--stages 2] [--checkpoint-dir DIR]
+
+Trains a Llama on packed text, split over --stages devices, with as many replicas as the processes
+allow; --shard-optimizer-state divides the optimizer's state over them. A run with a
+--checkpoint-dir that holds a checkpoint goes on from it. --log-dir receives the loss, tokens per
+second and the share of the devices' peak (run_log.py says how it is measured).
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+import mpxla as smp
+from llama_data import batch_of_step, generate, make_model_and_blocks, make_parser
+from run_log import RunLog, matmul_rate, step_operations
+
+
+@smp.step
+def train_step(model, ids):
+    """Returns the loss; afterwards its gradients are on the parameters."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    model.backward(loss)
+    return loss
+
+
+def parse_arguments():
+    """Reads the command line."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--stages", type=int, default=1, help="devices of one replica")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--shard-optimizer-state", action="store_true")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save there, and resume from there")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints that stay")
+    parser.add_argument("--stop-after", type=int, help="steps; go on later with the same command")
+    parser.add_argument("--log-dir", type=Path)
+    return parser.parse_args()
+
+
+def sample(model, tokenizer, args) -> None:
+    """Lets rank 0 write some words with a plain model; all ranks call it for the weights."""
+    config, state = model.get_module().config, model.state_dict()
+    if smp.rank() == 0:
+        plain = LlamaForCausalLM(config)
+        plain.load_state_dict({name: value.cpu() for name, value in state.items()})
+        print(generate(plain, tokenizer, args.prompt, args.sample_tokens))
+
+
+class Checkpoints:
+    """Saves every some steps, in the background, and keeps the newest."""
+
+    def __init__(self, args, model, optimizer, scheduler) -> None:
+        self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
+
+    def resume(self) -> int:
+        """Returns how many steps have been done by earlier runs."""
+        folder = self.args.checkpoint_dir
+        if folder is None or not (folder / "newest").exists():
+            return 0
+        content = smp.resume_from_checkpoint(folder)
+        self.scheduler.load_state_dict(content["scheduler"])
+        return content["num_steps"]
+
+    def save(self, num_steps: int) -> None:
+        """Saves if it is time."""
+        if self.args.checkpoint_dir is None or num_steps % self.args.checkpoint_every:
+            return
+        smp.save_checkpoint(
+            self.args.checkpoint_dir,
+            f"step{num_steps}",
+            model=self.model,
+            optimizer=self.optimizer,
+            user_content={"num_steps": num_steps, "scheduler": self.scheduler.state_dict()},
+            num_kept_partial_checkpoints=self.args.keep,
+            asynchronous=True,
+        )
+
+
+def main() -> list[float]:
+    """Returns the loss of every step of this run, as the mean over the replicas."""
+    args = parse_arguments()
+    smp.init(
+        {
+            "pipeline_parallel_degree": args.stages,
+            "microbatches": args.microbatches,
+            "ddp": True,
+            "shard_optimizer_state": args.shard_optimizer_state,
+        }
+    )
+    model, tokenizer, blocks = make_model_and_blocks(args)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_tokens = args.batch_size * args.length
+    operations = step_operations(model.config, num_parameters, num_tokens, args.length)
+    model = smp.DistributedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
+    checkpoints = Checkpoints(args, model, optimizer, scheduler)
+    peak = sum(smp.allgather(matmul_rate(), smp.WORLD))
+    log, losses = RunLog(args.log_dir, is_silent=smp.rank() != 0), []
+
+    for step in range(checkpoints.resume(), args.stop_after or args.steps):
+        ids = batch_of_step(blocks, step, args.batch_size, args.seed)
+        started_s = time.perf_counter()
+        optimizer.zero_grad()
+        loss = train_step(model, ids.chunk(smp.dp_size())[smp.dp_rank()]).reduce_mean()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        scheduler.step()
+        losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
+        step_s = time.perf_counter() - started_s
+        log.write(
+            step + 1,
+            loss=losses[-1],
+            tokens_per_s=num_tokens / step_s,
+            share_of_peak=operations / step_s / peak,
+        )
+        checkpoints.save(step + 1)
+    log.close()
+    sample(model, tokenizer, args)
+    smp.shutdown()
+    return losses
+
+
+if __name__ == "__main__":
+    step_losses = main()
