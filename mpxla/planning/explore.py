@@ -24,7 +24,7 @@ from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs
 
-__all__ = ["Explored", "Space", "explore", "layouts", "shortest_s"]
+__all__ = ["Explored", "Space", "explore", "layouts", "least_bytes", "shortest_s"]
 
 _SPLITTING = ("zero_bubble", "zero_bubble_v")
 
@@ -117,7 +117,7 @@ def explore(
     limit = device.usable_bytes
     promising: list[tuple[float, int, Work, StepCosts]] = []
     for number, work in enumerate(works):
-        if _least_bytes(work) <= limit:
+        if least_bytes(work) <= limit:
             costs = step_costs(work)
             promising.append((shortest_s(work, costs), number, work, costs))
     found: list[Prediction] = []
@@ -161,24 +161,40 @@ def _per_stage(costs: Costs) -> tuple[Sequence[float], Sequence[float], Sequence
     return found  # pyright: ignore[reportReturnType]
 
 
-def _least_bytes(work: Work) -> float:
-    """Less than any rank of the layout could hold: one microbatch at its fullest stage."""
+def least_bytes(work: Work) -> float:
+    """What the fullest rank holds at least: microbatches at one of its stages."""
     model, layout = work.model, work.layout
     placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
     fixed = [working_bytes(model, layout)] * layout.stages
     for stage, size in enumerate(parameter_bytes(model, layout)):
         fixed[placement[stage]] += size
-    saved = [0] * layout.stages
-    for stage, size in enumerate(saved_bytes(model, layout)):
-        saved[placement[stage]] = max(saved[placement[stage]], size)
-    return max(a + b for a, b in zip(fixed, saved, strict=True))
+    count = layout.num_microbatches(model)
+    saved = saved_bytes(model, layout)
+    return max(
+        fixed[rank] + saved[rank] * _least_in_flight(layout, count, rank)
+        for rank in range(layout.stages)
+    )
+
+
+def _least_in_flight(layout: Layout, num_microbatches: int, rank: int) -> int:
+    """Microbatches that a rank's first stage holds at some time, whatever else it does.
+
+    One stage per rank fills the pipeline before its first backward comes back, a V twice that; of
+    other orders nothing is promised.
+    """
+    ranks = layout.stages
+    if layout.stages_per_rank == 1:
+        return min(num_microbatches, ranks - rank)
+    if layout.pipeline == "zero_bubble_v" and num_microbatches >= 2 * ranks:
+        return 2 * (ranks - rank) - 1
+    return 1
 
 
 def _does_not_fit(works: Sequence[Work], device: DeviceModel) -> str:
     """Says which layout needs least memory, and what it needs that for."""
     least: tuple[int, Work, StepCosts] | None = None
-    for work in sorted(works, key=_least_bytes):
-        if least is not None and _least_bytes(work) >= least[0]:
+    for work in sorted(works, key=least_bytes):
+        if least is not None and least_bytes(work) >= least[0]:
             break
         costs = step_costs(work)
         size = max(memory_of(work.layout, work.layout.num_microbatches(work.model), costs))

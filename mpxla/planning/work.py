@@ -56,6 +56,11 @@ class Work:
     device: DeviceModel
 
     @cached_property
+    def parameters(self) -> tuple[float, ...]:
+        """Parameters of every stage on a device."""
+        return device_parameters(self.model, self.layout)
+
+    @cached_property
     def layer(self) -> Part:
         """A transformer layer."""
         tokens = self._tokens
@@ -103,7 +108,7 @@ class Work:
     def exchange_s(self, stage: int) -> float:
         """Seconds of the replicas' gradients, and of the tied table between its two stages."""
         bytes_of, layout = PRECISIONS[self.layout.precision], self.layout
-        count = device_parameters(self.model, layout)[stage]
+        count = self.parameters[stage]
         group = layout.data, layout.tensor
         gradients_s = self.device.reduce_scatter_s(count * bytes_of.gradient, *group)
         rest = bytes_of.weight if layout.shard_optimizer_state else bytes_of.gradient
@@ -122,7 +127,7 @@ class Work:
         bytes_of, layout = PRECISIONS[self.layout.precision], self.layout
         own = layout.data if layout.shard_optimizer_state else 1
         each = 2 * bytes_of.state + bytes_of.gradient + bytes_of.weight
-        return self.device.traffic_s(device_parameters(self.model, layout)[stage] * each / own)
+        return self.device.traffic_s(self.parameters[stage] * each / own)
 
     def transfer_s(self, source: int, target: int) -> float:
         """Seconds of a microbatch from one pipeline rank to another; each device sends its part."""
