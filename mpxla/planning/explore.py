@@ -17,16 +17,13 @@ from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.layout import RECOMPUTATIONS, Layout, not_yet, problems
 from mpxla.planning.memory import parameter_bytes, saved_bytes, working_bytes
-from mpxla.planning.predict import Prediction, memory_of, predict
+from mpxla.planning.predict import Prediction, memory_of, predict, shortest_s
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Work, step_costs
 from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
-from mpxla.schedule.simulate import Costs
 
-__all__ = ["Explored", "Space", "explore", "layouts", "least_bytes", "shortest_s"]
-
-_SPLITTING = ("zero_bubble", "zero_bubble_v")
+__all__ = ["Explored", "Space", "explore", "layouts", "least_bytes"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,8 @@ def explore(
     for number, work in enumerate(works):
         if least_bytes(work) <= limit:
             costs = step_costs(work)
-            promising.append((shortest_s(work, costs), number, work, costs))
+            bound_s = shortest_s(work.layout, work.layout.num_microbatches(model), costs)
+            promising.append((bound_s, number, work, costs))
     found: list[Prediction] = []
     num_simulated = 0
     for bound_s, _, work, costs in sorted(promising, key=lambda entry: entry[:2]):
@@ -132,33 +130,6 @@ def explore(
     if not found:
         raise ConfigError(_does_not_fit(works, device))
     return Explored(tuple(found), len(works), num_simulated)
-
-
-def shortest_s(work: Work, costs: StepCosts) -> float:
-    """A time that no schedule of these stages can beat: every rank by itself, without messages.
-
-    A rank waits for its first microbatch and runs all its programs; unless backwards are split, the
-    last one must then go through all stages before.
-    """
-    layout = work.layout
-    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
-    count = layout.num_microbatches(work.model)
-    forward, backward, reduce = _per_stage(costs.costs)
-    bounds: list[float] = []
-    for rank in range(layout.stages):
-        own = [stage for stage, home in enumerate(placement) if home == rank]
-        first = min(own)
-        drain_s = 0.0 if layout.pipeline in _SPLITTING else sum(backward[:first])
-        compute_s = count * sum(forward[s] + backward[s] for s in own)
-        after_s = max(drain_s, sum(reduce[s] for s in own) if layout.stages_per_rank == 1 else 0.0)
-        bounds.append(sum(forward[:first]) + compute_s + after_s)
-    return max(bounds)
-
-
-def _per_stage(costs: Costs) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-    found = costs.forward, costs.backward, costs.reduce
-    assert all(not isinstance(each, int | float) for each in found), "costs are per stage"
-    return found  # pyright: ignore[reportReturnType]
 
 
 def least_bytes(work: Work) -> float:

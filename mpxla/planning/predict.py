@@ -1,20 +1,24 @@
 """The step of a layout: its schedule, simulated.
 
-Long steps are not simulated in full. Every schedule repeats itself after as many microbatches as
-there are pipeline ranks, so that two short steps tell what each further round takes and keeps.
+Long steps are not simulated in full. A schedule repeats itself after as many microbatches as
+there are pipeline ranks, so that two short steps tell what each further round takes and keeps;
+where stages are unequal, no less than the work of the busiest rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpxla.errors import ConfigError
 from mpxla.planning.layout import PRECISIONS, Layout, problems
 from mpxla.planning.work import Work, step_costs
 from mpxla.schedule.analysis import peak_bytes
+from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import Found, StepCosts, compute_lists, search
+from mpxla.schedule.simulate import Costs
 
-__all__ = ["Prediction", "memory_of", "predict", "simulated"]
+__all__ = ["Prediction", "memory_of", "predict", "shortest_s", "simulated"]
 
+_SPLITTING = ("zero_bubble", "zero_bubble_v")
 _ROUNDS = 2
 """Rounds of microbatches until a schedule is in its steady state."""
 
@@ -99,6 +103,7 @@ def simulated(layout: Layout, num_microbatches: int, costs: StepCosts) -> Found:
         return [found.step_s, (1 - found.bubble) * found.step_s, *found.rank_bytes]
 
     step_s, busy_s, *sizes = _extended(layout, num_microbatches, figures)
+    step_s = max(step_s, shortest_s(layout, num_microbatches, costs))
     candidate = layout.candidate(num_microbatches)
     return Found(candidate, step_s, 1 - busy_s / step_s, tuple(map(round, sizes)))
 
@@ -120,8 +125,34 @@ def _extended(
     """Figures of a step that may be too long to look at, from two that are not."""
     ranks = layout.stages
     short = num_microbatches % ranks + _ROUNDS * ranks
-    if num_microbatches <= short + ranks:
+    is_irregular = layout.stages_per_rank > 1 and num_microbatches % ranks
+    if is_irregular or num_microbatches <= short + ranks:
         return figures(num_microbatches)
     rounds = (num_microbatches - short) // ranks
     pairs = zip(figures(short), figures(short + ranks), strict=True)
     return [before + rounds * (after - before) for before, after in pairs]
+
+
+def shortest_s(layout: Layout, num_microbatches: int, costs: StepCosts) -> float:
+    """A time that no schedule of these stages can beat: every rank by itself, without messages.
+
+    A rank waits for its first microbatch and runs all its programs; unless backwards are split, the
+    last one must then go through all stages before.
+    """
+    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
+    forward, backward, reduce = _per_stage(costs.costs)
+    bounds: list[float] = []
+    for rank in range(layout.stages):
+        own = [stage for stage, home in enumerate(placement) if home == rank]
+        first = min(own)
+        drain_s = 0.0 if layout.pipeline in _SPLITTING else sum(backward[:first])
+        compute_s = num_microbatches * sum(forward[s] + backward[s] for s in own)
+        after_s = max(drain_s, sum(reduce[s] for s in own) if layout.stages_per_rank == 1 else 0.0)
+        bounds.append(sum(forward[:first]) + compute_s + after_s)
+    return max(bounds)
+
+
+def _per_stage(costs: Costs) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    found = costs.forward, costs.backward, costs.reduce
+    assert all(not isinstance(each, int | float) for each in found), "costs are per stage"
+    return found  # pyright: ignore[reportReturnType]

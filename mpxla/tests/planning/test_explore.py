@@ -11,9 +11,9 @@ from mpxla.cli.main import main
 from mpxla.cli.paper import parse_devices
 from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
-from mpxla.planning.explore import Space, explore, layouts, least_bytes, shortest_s
+from mpxla.planning.explore import Space, explore, layouts, least_bytes
 from mpxla.planning.files import read_file
-from mpxla.planning.predict import predict
+from mpxla.planning.predict import predict, shortest_s
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Work, step_costs
 
@@ -48,7 +48,7 @@ def test_the_search_finds_what_trying_everything_finds(on_eight, share):
 
 def test_bounds_are_bounds(on_eight):
     for work, found in on_eight:
-        bound_s = shortest_s(work, step_costs(work))
+        bound_s = shortest_s(work.layout, found.num_microbatches, step_costs(work))
         assert bound_s <= found.step_s * (1 + 1e-9), work.layout
         assert least_bytes(work) <= max(found.rank_bytes) + 1, work.layout
 
@@ -65,12 +65,12 @@ def test_layouts_use_all_devices():
 
 
 def test_a_model_that_fits_nowhere(on_eight):
-    device = replace(A100, memory_bytes=1e9)
+    device = replace(A100, memory_bytes=1e8)
     least = min(max(p.rank_bytes) for _, p in on_eight)
     with pytest.raises(ConfigError) as caught:
         explore(MODEL, device, 8, SPACE)
     text = str(caught.value)
-    assert "small fits on no layout of 8 devices with 0.94 GB each" in text
+    assert "small fits on no layout of 8 devices with 0.094 GB each" in text
     assert f"The least possible is {least / 1e9:.3g} GB, by " in text
     assert "set it. Use more devices" in text
 
