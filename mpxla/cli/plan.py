@@ -1,10 +1,14 @@
-"""`python -m mpxla plan`: how a model would be cut and run, without devices or training."""
+"""`python -m mpxla plan`: how a model would be cut and run, without devices or training.
+
+A model is captured from a factory; `paper.py` predicts transformers from their sizes alone.
+"""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpxla.cli.drawing import save_timeline
+from mpxla.cli.paper import paper_options, run_on_paper
 from mpxla.cli.schedule import schedule_keys, schedule_options
 from mpxla.cli.tables import table
 from mpxla.config import Config
@@ -35,6 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "factory",
         metavar="FACTORY",
+        nargs="?",
         help="module:function that returns (model, example inputs of one microbatch, step or loss)",
     )
     schedule_options(parser)
@@ -44,11 +49,25 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="most memory per rank")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
+    paper_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the plan."""
+    if (options.factory is None) == (options.model is None):
+        raise MpxlaError(
+            "plan needs either a factory (module:function) or --model with the sizes of a "
+            f"transformer, and has {'both' if options.model else 'neither'}. Name one."
+        )
+    if options.model is not None:
+        run_on_paper(options)
+    else:
+        _run_captured(options)
+
+
+def _run_captured(options: argparse.Namespace) -> None:
+    """Prints the plan of a factory's model."""
     # These import torch and the backend, which the other commands do without.
     from mpxla.cli.factory import capture_factory, load_factory
     from mpxla.device.choice import open_backend

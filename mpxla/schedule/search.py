@@ -5,10 +5,12 @@ microbatches in flight. What it costs is the caller's business: more microbatche
 more stages per rank send more. This module must not know models or devices.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpxla.errors import ScheduleError
+from mpxla.schedule.action import Action
 from mpxla.schedule.analysis import peak_bytes
 from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.generate import generate
@@ -16,7 +18,7 @@ from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.placement import V_SHAPED, place_stages
 from mpxla.schedule.simulate import Costs, simulate
 
-__all__ = ["Candidate", "Found", "StepCosts", "candidates", "search"]
+__all__ = ["Candidate", "Found", "StepCosts", "candidates", "compute_lists", "search"]
 
 
 @dataclass(frozen=True)
@@ -148,17 +150,37 @@ def search(
     return sorted(fitting, key=lambda f: (f.step_s, max(f.rank_bytes), str(f.candidate)))
 
 
-def _try(num_ranks: int, candidate: Candidate, step: StepCosts) -> Found:
-    placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
+Lists = tuple[tuple[Action, ...], ...]
+
+
+@functools.lru_cache(maxsize=16)
+def compute_lists(num_ranks: int, candidate: Candidate) -> Lists:
+    """Forwards and backwards of every rank, which tell what it keeps."""
     lists = generate(
         candidate.pipeline,
         candidate.num_microbatches,
-        placement,
+        place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank),
         candidate.active_microbatches,
         training=True,
     )
+    return tuple(map(tuple, lists))
+
+
+# Steps of other costs, such as other widths of a model, have the same lists.
+@functools.lru_cache(maxsize=16)
+def _all_lists(
+    num_ranks: int, candidate: Candidate, forward: frozenset[Edge], backward: frozenset[Edge]
+) -> Lists:
+    """The same with transfers and reductions."""
+    placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
+    lists = add_communication(compute_lists(num_ranks, candidate), placement, forward, backward)
+    return tuple(map(tuple, add_reduce(lists, placement)))
+
+
+def _try(num_ranks: int, candidate: Candidate, step: StepCosts) -> Found:
+    placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     edges = step.forward_edges, step.backward_edges
-    schedule = add_reduce(add_communication(lists, placement, *edges), placement)
+    schedule = _all_lists(num_ranks, candidate, *edges)
     timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
     peaks = peak_bytes(schedule, step.saved_bytes, step.kept_bytes)
     rank_bytes = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))

@@ -1,0 +1,227 @@
+"""The best layouts for a number of devices.
+
+    phase 1, list:   all layouts that divide the model, with their costs.
+    phase 2, bound:  the least time that each can take, without its messages; the least memory.
+    phase 3, try:    simulate the most promising first, until the bound of the next is longer than
+                     what was found.
+
+A bound is never longer than the simulated step, so what is left out is slower: the result is that
+of trying everything.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mpxla.errors import ConfigError
+from mpxla.planning.device import DeviceModel
+from mpxla.planning.layout import RECOMPUTATIONS, Layout, not_yet, problems
+from mpxla.planning.memory import parameter_bytes, saved_bytes, working_bytes
+from mpxla.planning.predict import Prediction, memory_of, predict, shortest_s
+from mpxla.planning.transformer import Transformer
+from mpxla.planning.work import Work, step_costs
+from mpxla.schedule.placement import place_stages
+from mpxla.schedule.search import StepCosts
+
+__all__ = ["Explored", "Space", "explore", "layouts", "least_bytes"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried.
+
+    Attributes:
+        pipelines: (schedule, stages per rank).
+        max_stages: most pipeline ranks; the simulation of more takes long.
+        max_tensor: most devices that share a layer.
+        microbatch_sizes: sequences of a microbatch.
+        recompute: see `RECOMPUTATIONS`.
+        shard_optimizer_state: whether replicas divide the optimizer state.
+        sequence_parallel: whether tensor parallelism comes with it.
+        precision: of all layouts.
+        today: only what mpxla can run today.
+    """
+
+    pipelines: tuple[tuple[str, int], ...] = (
+        ("interleaved", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("eager_1f1b", 1),
+        ("zero_bubble", 1),
+        ("zero_bubble_v", 2),
+    )
+    max_stages: int = 64
+    max_tensor: int = 64
+    microbatch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[str, ...] = RECOMPUTATIONS
+    shard_optimizer_state: tuple[bool, ...] = (False, True)
+    sequence_parallel: bool = False
+    precision: str = "mixed"
+    today: bool = False
+
+
+@dataclass(frozen=True)
+class Explored:
+    """The result of a search.
+
+    Attributes:
+        best: what fits, the fastest first.
+        num_layouts: how many there are.
+        num_simulated: how many had to be simulated.
+    """
+
+    best: tuple[Prediction, ...]
+    num_layouts: int
+    num_simulated: int
+
+
+def layouts(model: Transformer, num_devices: int, space: Space) -> Iterator[Layout]:
+    """All layouts that use every device and divide the model."""
+    for stages in _divisors(num_devices, space.max_stages):
+        for tensor in _divisors(num_devices // stages, space.max_tensor):
+            data = num_devices // stages // tensor
+            for choice in product(
+                space.microbatch_sizes,
+                space.pipelines if stages > 1 else (("interleaved", 1),),
+                space.recompute,
+                space.shard_optimizer_state if data > 1 else (False,),
+            ):
+                layout = _layout(stages, tensor, data, choice, space)
+                is_same = layout.recompute == "selective" and model.flash_attention
+                if not is_same and not problems(layout, model) and _is_wanted(layout, space):
+                    yield layout
+
+
+def explore(
+    model: Transformer, device: DeviceModel, num_devices: int, space: Space, num_best: int = 3
+) -> Explored:
+    """Finds the fastest layouts that fit.
+
+    Args:
+        model: what is trained.
+        device: on what.
+        num_devices: on how many.
+        space: what to try.
+        num_best: how many to find.
+
+    Raises:
+        ConfigError: the devices cannot divide the model, or nothing fits; the text then says which
+            layout needs least and what for.
+    """
+    works = [Work(model, layout, device) for layout in layouts(model, num_devices, space)]
+    if not works:
+        raise ConfigError(_impossible(model, num_devices, space))
+    limit = device.usable_bytes
+    promising: list[tuple[float, int, Work, StepCosts]] = []
+    for number, work in enumerate(works):
+        if least_bytes(work) <= limit:
+            costs = step_costs(work)
+            bound_s = shortest_s(work.layout, work.layout.num_microbatches(model), costs)
+            promising.append((bound_s, number, work, costs))
+    found: list[Prediction] = []
+    num_simulated = 0
+    for bound_s, _, work, costs in sorted(promising, key=lambda entry: entry[:2]):
+        if len(found) == num_best and bound_s > found[-1].step_s:
+            break
+        if max(memory_of(work.layout, work.layout.num_microbatches(model), costs)) > limit:
+            continue
+        num_simulated += 1
+        found = sorted([*found, predict(work, costs)], key=_order)[:num_best]
+    if not found:
+        raise ConfigError(_does_not_fit(works, device))
+    return Explored(tuple(found), len(works), num_simulated)
+
+
+def least_bytes(work: Work) -> float:
+    """What the fullest rank holds at least: microbatches at one of its stages."""
+    model, layout = work.model, work.layout
+    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
+    fixed = [working_bytes(model, layout)] * layout.stages
+    for stage, size in enumerate(parameter_bytes(model, layout)):
+        fixed[placement[stage]] += size
+    count = layout.num_microbatches(model)
+    saved = saved_bytes(model, layout)
+    return max(
+        fixed[rank] + saved[rank] * _least_in_flight(layout, count, rank)
+        for rank in range(layout.stages)
+    )
+
+
+def _least_in_flight(layout: Layout, num_microbatches: int, rank: int) -> int:
+    """Microbatches that a rank's first stage holds at some time, whatever else it does.
+
+    One stage per rank fills the pipeline before its first backward comes back, a V twice that; of
+    other orders nothing is promised.
+    """
+    ranks = layout.stages
+    if layout.stages_per_rank == 1:
+        return min(num_microbatches, ranks - rank)
+    if layout.pipeline == "zero_bubble_v" and num_microbatches >= 2 * ranks:
+        return 2 * (ranks - rank) - 1
+    return 1
+
+
+def _does_not_fit(works: Sequence[Work], device: DeviceModel) -> str:
+    """Says which layout needs least memory, and what it needs that for."""
+    least: tuple[int, Work, StepCosts] | None = None
+    for work in sorted(works, key=least_bytes):
+        if least is not None and least_bytes(work) >= least[0]:
+            break
+        costs = step_costs(work)
+        size = max(memory_of(work.layout, work.layout.num_microbatches(work.model), costs))
+        if least is None or size < least[0]:
+            least = size, work, costs
+    assert least is not None, "there are layouts"
+    size, work, costs = least
+    sizes = memory_of(work.layout, work.layout.num_microbatches(work.model), costs)
+    rank = sizes.index(size)
+    fixed = costs.fixed_bytes[rank]
+    kind = "parameters and their state" if fixed > size - fixed else "activations"
+    return (
+        f"{work.model.name} fits on no layout of {work.layout.devices} devices with "
+        f"{device.usable_bytes / 1e9:.3g} GB each ({device.name}). The least possible is "
+        f"{size / 1e9:.3g} GB, by {work.layout}: {fixed / 1e9:.3g} GB of parameters, optimizer "
+        f"state and working memory, {(size - fixed) / 1e9:.3g} GB of activations, on pipeline rank "
+        f"{rank}; {kind} set it. Use more devices, or devices with more memory."
+    )
+
+
+def _impossible(model: Transformer, num_devices: int, space: Space) -> str:
+    simplest = Layout(data=num_devices, precision=space.precision)
+    why = problems(simplest, model)
+    if not why and space.today:
+        why = not_yet(simplest)
+    return (
+        f"{model.name} cannot be spread over {num_devices} devices: no stages x tensor x data "
+        f"divides its {model.layers} layers, {model.heads} heads and global batch of "
+        f"{model.global_batch}; for instance as replicas alone: {'; '.join(why)}. Use another "
+        "number of devices or another --global-batch."
+    )
+
+
+def _layout(stages: int, tensor: int, data: int, choice: tuple, space: Space) -> Layout:
+    size, (pipeline, per_rank), recompute, shards = choice
+    return Layout(
+        stages=stages,
+        tensor=tensor,
+        data=data,
+        microbatch_size=size,
+        pipeline=pipeline,
+        stages_per_rank=per_rank,
+        recompute=recompute,
+        shard_optimizer_state=shards,
+        sequence_parallel=space.sequence_parallel,
+        precision=space.precision,
+    )
+
+
+def _is_wanted(layout: Layout, space: Space) -> bool:
+    return not space.today or not not_yet(layout)
+
+
+def _order(found: Prediction) -> tuple[float, int, str]:
+    return found.step_s, max(found.rank_bytes), str(found.layout)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0]
