@@ -27,6 +27,7 @@ LAYERS = (
     ("schedule", "graph", "comm", "stage.spec"),
     ("device.backend",),
     ("stage", "planning"),
+    ("device.piecewise",),
     ("device.torch_xla", "device.pjrt", "device.null"),
     ("device.choice", "device"),
     ("session",),

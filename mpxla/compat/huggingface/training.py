@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 
 import mpxla
-from mpxla.compat.huggingface import steps
 from mpxla.compat.devices import device_backend
+from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch
 from mpxla.compat.huggingface.metrics import Played
 from mpxla.compat.huggingface.patching import Patches

@@ -98,7 +98,9 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "round": _unless_integer(jnp.round),
     "sgn": _sgn,
     "sign": _sgn,
-    "signbit": lambda x: jnp.signbit(x) if x.dtype.kind not in "bu" else jnp.zeros_like(x, bool),
+    "signbit": lambda x: (
+        jnp.signbit(x) if x.dtype.kind not in ("b", "u") else jnp.zeros_like(x, bool)
+    ),
     "square": lambda x: x * x,
     "trunc": _unless_integer(jnp.trunc),
 }
