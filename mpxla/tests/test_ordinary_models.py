@@ -42,9 +42,10 @@ def test_one_step_in_two_stages():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_one_step_of_further_models_in_two_stages():
     names = tuple(set(MODELS) - {*SAMPLE, *TRAINED})
-    (found,) = run_ranks(compared, 1, names, timeout_s=600)
+    (found,) = run_ranks(compared, 1, names, timeout_s=1700)
     assert found == dict.fromkeys(names, "")
 
 
