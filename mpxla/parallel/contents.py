@@ -184,6 +184,9 @@ class PartitionedModule(nn.Module):
         gather = gather_on_first if gather_to_rank0 else gather_full
         with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
             full = gather(session.state_objects, group, self.local_state_dict(), list(own))
+        # Names of one tensor share it, as in torch: those who save files write it once.
+        names = self._state.canonical_names
+        full = {name: full.get(names.get(name, name), value) for name, value in full.items()}
         return {} if gather_to_rank0 and session.rank else full
 
     def together(self, what: str, ranks: Group) -> AbstractContextManager[None]:

@@ -79,6 +79,7 @@ def test_everything_that_saves_the_module_writes_the_whole_model_for_the_host():
             torch.testing.assert_close(whole.state_dict(), plain.state_dict())
             torch.testing.assert_close(whole(x), plain(x))
         torch.testing.assert_close(dict(values), dict(plain.state_dict()))
+        assert values["second.weight"].data_ptr() == values["first.weight"].data_ptr()
 
 
 def load(data):
