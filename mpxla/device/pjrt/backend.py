@@ -19,7 +19,6 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.transport import Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
-from mpxla.device.piecewise import PiecewiseExecutable
 from mpxla.device.pjrt.arrays import (
     ImportCache,
     copy_to_device,
@@ -36,6 +35,7 @@ from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.stepgraph import describe
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PjrtBackend"]
