@@ -115,7 +115,7 @@ class PjrtBackend:
         if not unknown_nodes(module.graph):
             return self._compile(name, module, inputs, donated, keep_text)
         # Between pieces lie values that nobody else has; arguments are not donated to any of them.
-        plan = split_graph(module.graph, _kind_of, module)
+        plan = split_graph(module.graph, functools.partial(_kind_of, name), module)
         runners = [
             self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text)
             for i, piece in enumerate(plan.pieces)
@@ -234,13 +234,13 @@ class PjrtBackend:
         return lambda: None
 
 
-def _kind_of(node: fx.Node) -> type[Piece]:
+def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     if is_known(node.target):
         return ComputePiece
     name = node.target.name() if isinstance(node.target, OpOverload) else ""
     if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
         raise LoweringError(
-            f"{describe(node)} can run neither on the device nor on the host: it has no jax "
+            f"{program}: {describe(node)} can run neither on the device nor on the host: it has no jax "
             f"function, PyTorch does not write it with other operators, and has no kernel of it "
             f"for the CPU. Write it with other operators, or register a kernel."
         )

@@ -296,4 +296,4 @@ def test_check_lists_and_counts(script, capsys):
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
     script.write_text(SCRIPT + "smp.tp_register(None)\n")
     assert main(["--check", str(script)]) == 1
-    assert "not supported smp.tp_register (line 34): tensor parallelism" in capsys.readouterr().out
+    assert "not supported smp.tp_register (line 35): tensor parallelism" in capsys.readouterr().out

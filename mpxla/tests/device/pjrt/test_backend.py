@@ -193,11 +193,9 @@ def test_what_xla_refuses_names_the_operator(backend):
 
 
 def test_an_unknown_operator_is_refused_by_name(backend):
-    @torch.library.custom_op("mpxla_tests::nowhere", mutates_args=())
-    def nowhere(x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    nowhere.register_fake(torch.empty_like)
+    library = torch.library.Library("mpxla_tests", "FRAGMENT")
+    library.define("nowhere(Tensor x) -> Tensor")
+    library.impl("nowhere", torch.empty_like, "Meta")  # and for no device that computes
     with pytest.raises(LoweringError, match=r"odd: mpxla_tests::nowhere .* no jax function"):
         backend.compile("odd", Function(lambda a: [torch.ops.mpxla_tests.nowhere(a)]), [VECTOR])
 
