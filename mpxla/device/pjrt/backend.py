@@ -240,9 +240,9 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     name = node.target.name() if isinstance(node.target, OpOverload) else ""
     if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
         raise LoweringError(
-            f"{program}: {describe(node)} can run neither on the device nor on the host: it has no jax "
-            f"function, PyTorch does not write it with other operators, and has no kernel of it "
-            f"for the CPU. Write it with other operators, or register a kernel."
+            f"{program}: {describe(node)} can run neither on the device nor on the host: it has "
+            f"no jax function, PyTorch does not write it with other operators, and has no kernel "
+            f"of it for the CPU. Write it with other operators, or register a kernel."
         )
     return HostPiece
 
