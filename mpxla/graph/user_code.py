@@ -4,6 +4,8 @@ Torch's own texts for such errors hold a page of graph. This module must not kno
 """
 
 import contextlib
+import importlib.util
+import os
 import re
 import traceback
 from collections.abc import Generator, Sequence
@@ -104,9 +106,16 @@ def _is_users(filename: str) -> bool:
     return not any(part in name for part in _NOT_THE_USERS)
 
 
+def _folders(*packages: str) -> Generator[str]:
+    """Where packages are, without importing them; a folder of the user may have such a name."""
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            yield os.path.join(os.path.dirname(spec.origin), "")
+
+
 _NOT_THE_USERS = (
-    "/torch/",
-    "/torch_xla/",
+    *_folders("torch", "torch_xla"),
     "/mpxla/graph/",
     "/mpxla/runtime/",
     "/mpxla/parallel/",

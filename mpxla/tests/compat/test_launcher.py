@@ -74,14 +74,14 @@ def start(*command, **variables):
     )
 
 
-def finish(process):
+def finish(process, exit_code=0):
     try:
         output, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, errors = process.communicate()
-    assert process.returncode == 0, f"{output}\n{errors[-4000:]}"
-    return output
+    assert process.returncode == exit_code, f"{output}\n{errors[-4000:]}"
+    return output, errors
 
 
 def done_lines(output):
@@ -91,7 +91,7 @@ def done_lines(output):
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_one_process(script):
-    output = finish(start("-m", "mpxla.compat", os.path.relpath(script), "--lr", "0.1"))
+    output, _ = finish(start("-m", "mpxla.compat", os.path.relpath(script), "--lr", "0.1"))
     assert done_lines(output) == ["done 0 1 0 1 0.1"]
 
 
@@ -102,7 +102,7 @@ def test_torchrun(script):
     process = start(
         *torchrun, "-m", "mpxla.compat", str(script), "--lr=0.5", SM_HP_MP_PARAMETERS=config
     )
-    output = finish(process)
+    output, _ = finish(process)
     assert done_lines(output) == ["done 0 2 0 2 0.5", "done 1 2 1 2 0.5"]
 
 
@@ -122,7 +122,7 @@ def test_mpirun(script):
         )
         for rank in range(2)
     ]
-    outputs = [finish(process) for process in processes]
+    outputs = [finish(process)[0] for process in processes]
     assert done_lines("\n".join(outputs)) == ["done 0 2 0 2 1.0", "done 1 2 1 2 1.0"]
 
 
@@ -251,7 +251,7 @@ print("done")
 def test_outside_the_launcher_nothing_of_torch_is_touched(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(OUTSIDE)
-    output = finish(start(str(path)))
+    output, _ = finish(start(str(path)))
     assert done_lines(output) == ["done"]
 
 
