@@ -351,7 +351,7 @@ def _connect(
         transport: Any = carrier
     else:
         carrier = HostTransport(env.rank, env.world_size, lifeline, backend.view, key=key)
-        _check_configs(config, env, Objects(carrier, DATA))
+        _check_configs(config, env, backend, Objects(carrier, DATA))
         transport = _open_transport(config, carrier, lifeline, topology, backend)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
@@ -398,10 +398,11 @@ def _open_transport(
     return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
 
 
-def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
-    """Raises on every rank if any two ranks have different configurations."""
+def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
+    """Raises on every rank if any two ranks have different configurations, or backends."""
     world = tuple(range(env.world_size))
-    everyone = objects.allgather((config.fingerprint(), config.as_dict()), world)
+    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
+    everyone = objects.allgather((f"{config.fingerprint()} on {backend.name}", own), world)
     for rank, (text, values) in enumerate(everyone):
         if text != everyone[0][0]:
             with contextlib.suppress(PeerFailure):
@@ -409,7 +410,7 @@ def _check_configs(config: Config, env: LaunchEnv, objects: Objects) -> None:
             difference = describe_difference(everyone[0][1], values, "rank 0", f"rank {rank}")
             raise RankMismatch(
                 f"ranks 0 and {rank} were started with different configurations:\n{difference}\n"
-                f"Give smp.init the same configuration on all ranks."
+                f"Give smp.init the same configuration on all ranks, in the same environment."
             )
 
 

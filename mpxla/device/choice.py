@@ -35,11 +35,11 @@ def open_backend(name: str | None = None) -> Backend:
             )
     if name not in BACKENDS:
         raise ConfigError(
-            f"device: {name!r} is not a backend; choose one of {', '.join(BACKENDS)}."
+            f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}."
         )
     if not _is_installed(BACKENDS[name][0]):
         raise ConfigError(
-            f"device: {name!r} needs the package {BACKENDS[name][0]}, which is not installed. "
+            f"MPXLA_DEVICE={name} needs the package {BACKENDS[name][0]}, which is not installed. "
             f"Install it by {_INSTALL[name]}, or choose another backend."
         )
     return _opened(name)

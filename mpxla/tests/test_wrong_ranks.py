@@ -34,6 +34,21 @@ def test_different_configurations():
     )
 
 
+def differ_in_backend():
+    import os
+
+    os.environ["MPXLA_DEVICE"] = ("torch_xla", "pjrt")[int(os.environ["RANK"])]
+    smp.init(TWO)
+
+
+def test_different_backends():
+    check(
+        differ_in_backend,
+        RankMismatch,
+        r"different configurations:\nMPXLA_DEVICE: 'torch_xla' on rank 0, 'pjrt' on rank 1\n",
+    )
+
+
 def differ_in_width():
     smp.init(TWO)
     train(smp.DistributedModel(Net(6 + 2 * smp.rank())), batch())

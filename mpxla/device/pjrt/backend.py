@@ -220,7 +220,7 @@ class PjrtBackend:
         """There are no programs between processes yet."""
         raise ConfigError(
             'transport: "xla" needs collectives inside programs, which the backend "pjrt" does not '
-            'have yet. Use transport: "host", or device: "torch_xla".'
+            'have yet. Set transport: "host", or MPXLA_DEVICE=torch_xla.'
         )
 
     def join_world(

@@ -33,9 +33,13 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     with pytest.raises(ConfigError, match=r"no backend is installed.*'mpxla\[torch-xla\]'"):
         open_backend()
     installed(monkeypatch, "jax")
-    with pytest.raises(ConfigError, match="'torch_xla' needs the package torch_xla, which is not"):
+    with pytest.raises(
+        ConfigError, match="MPXLA_DEVICE=torch_xla needs the package torch_xla, which is not"
+    ):
         open_backend("torch_xla")
-    with pytest.raises(ConfigError, match=r"'tpu' is not a backend; choose one of torch_xla, pjrt"):
+    with pytest.raises(
+        ConfigError, match=r"MPXLA_DEVICE=tpu is not a backend; choose one of torch_xla, pjrt"
+    ):
         open_backend("tpu")
 
 
