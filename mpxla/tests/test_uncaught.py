@@ -129,9 +129,7 @@ def raise_together():
     """What the process wrote when an error ended the script on both ranks."""
     import io
 
-    hook = sys.excepthook
-    if hook is not sys.__excepthook__:
-        return None
+    hook = sys.excepthook = sys.__excepthook__  # an earlier test may have left torch's
     smp.init({"pipeline_parallel_degree": 2})
     before, sys.stderr = sys.stderr, io.StringIO()
     try:

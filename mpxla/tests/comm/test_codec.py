@@ -90,7 +90,12 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
+def name(value):
+    """The same in every process, where the order of a set is not."""
+    return repr(sorted(value, key=repr) if isinstance(value, set) else value)[:40]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=name)
 def test_values_come_as_they_went(value):
     found = copy(value)
     assert type(found) is type(value) and found == value
