@@ -27,7 +27,6 @@ LAYERS = (
     ("schedule", "graph", "comm", "stage.spec"),
     ("device.backend",),
     ("stage", "planning"),
-    ("device.piecewise",),
     ("device.torch_xla", "device.pjrt", "device.null"),
     ("device.choice", "device"),
     ("session",),

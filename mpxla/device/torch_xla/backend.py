@@ -17,6 +17,7 @@ from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
 from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["TorchXlaBackend"]
@@ -59,7 +60,7 @@ class TorchXlaBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
-    ) -> Executable:
+    ) -> Executable | PiecewiseExecutable:
         """See `Backend.compile`; nothing is donated.
 
         torch_xla 2.9 donates arguments of programs that are called by handle (marked by

@@ -3,8 +3,7 @@
 A graph is traced to XLA once, on real tensors of the device; afterwards a call looks the executable
 up by its hash and hands over the argument buffers: no operator is traced again. A graph with
 operators that the device has no code for becomes several executables, with those operators on the
-host between them (`pieces.py`, `host.py`). With `trial.py` and `device.py` this is the only file of
-the stages that knows torch_xla.
+host between them (`stage/pieces.py`, `stage/piecewise.py`, `stage/host.py`).
 
 `Traced -> Lowered -> Compiled` here is: an fx graph module, `Executable.text()` (its HLO), and the
 `Executable` itself.
@@ -15,9 +14,10 @@ program takes a *ticket*, a scalar that the program before it returns, so that p
 order of their calls, as they do on an accelerator.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -33,11 +33,12 @@ from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import describe, place
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, PieceList, annotate, split_graph
+from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, annotate, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
 
-__all__ = ["Executable", "PiecewiseExecutable", "compile_graph", "num_compilations"]
+__all__ = ["Executable", "compile_graph", "num_compilations"]
 
 _xla = torch_xla._XLAC
 _TICKET = TensorSpec((), torch.int32)
@@ -132,76 +133,6 @@ def _new_ticket() -> torch.Tensor:
     return ticket
 
 
-class PiecewiseExecutable(Executable):
-    """A program of several pieces; called like any other.
-
-    Compute pieces are started as ever. A host piece waits for its arguments, so that a call returns
-    only when the last of them has run.
-
-    Args:
-        name: for messages.
-        plan: what the pieces take and give.
-        runners: what runs each of them.
-    """
-
-    def __init__(self, name: str, plan: PieceList, runners: Sequence[Executable | HostRunner]):
-        self.name = name
-        self.num_inputs = plan.num_arguments
-        self.is_random = any(runner.is_random for runner in runners)
-        self.num_buffers = sum(r.num_buffers for r in runners if isinstance(r, Executable))
-        found = (r.operators for r in runners if isinstance(r, HostRunner))
-        self.host_operators = tuple(sorted({name for names in found for name in names}))
-        self._plan = plan
-        self._runners = tuple(runners)
-        self._last_uses = plan.last_uses()
-
-    def __call__(
-        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        """Runs the pieces; returns results as tensors that may still be computed."""
-        missing = self._plan.num_values - self._plan.num_arguments
-        values: list[Any] = [*arguments, *[None] * missing]
-        seeds = _Seeds(seed)
-        for piece, runner, done in zip(
-            self._plan.pieces, self._runners, self._last_uses, strict=True
-        ):
-            taken = [values[number] for number in piece.inputs]
-            if isinstance(runner, HostRunner):
-                given = runner(taken, seeds.next_number() if runner.is_random else None)
-            else:
-                given = runner(taken, seeds.next_tensor() if runner.is_random else None)
-            for number, value in zip(piece.outputs, given, strict=True):
-                values[number] = value
-            for number in done:
-                values[number] = None
-        return [values[number] for number in self._plan.results]
-
-    def text(self) -> str:
-        """HLO of the compute pieces and code of the host pieces, in order."""
-        return "\n".join(runner.text() for runner in self._runners)
-
-
-class _Seeds:
-    """Seeds of the random pieces of one call: two with one seed would draw the same numbers."""
-
-    def __init__(self, seed: torch.Tensor | None):
-        self._first = seed
-        self._count = 0
-
-    def next_tensor(self) -> torch.Tensor | None:
-        if self._count == 0 or self._first is None:
-            self._count += 1
-            return self._first
-        number = torch.tensor(self.next_number(), dtype=torch.int64)
-        return to_device([number], self._first.device)[0]
-
-    def next_number(self) -> int:
-        assert self._first is not None, "random programs are called with a seed"
-        number = int(host_view(self._first)) + self._count * 0x9E3779B97F4A7C15
-        self._count += 1
-        return number & 0x7FFFFFFFFFFFFFFF
-
-
 class _Ticketed(torch.nn.Module):
     """A graph with a ticket as its last argument and its last result."""
 
@@ -262,7 +193,7 @@ def compile_graph(
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool = False,
-) -> Executable:
+) -> Executable | PiecewiseExecutable:
     """Compiles a graph module for the device.
 
     Operators that the device has no code for run on the host, if the module is a graph of the
@@ -301,7 +232,7 @@ def _compile_in_pieces(
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool,
-) -> Executable:
+) -> Executable | PiecewiseExecutable:
     """Cuts a graph at operators of the host, until what is left compiles."""
     is_whole = isinstance(module, AccumulatingBackward)
     graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
@@ -314,7 +245,8 @@ def _compile_in_pieces(
                 _runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, device, keep_text)
                 for i, piece in enumerate(plan.pieces)
             ]
-            return PiecewiseExecutable(name, plan, runners)
+            put = functools.partial(to_device, device=device)
+            return PiecewiseExecutable(name, plan, runners, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
             if not _learn(graph, device):
@@ -343,7 +275,7 @@ def _runner_of(
     name: str, piece: Piece, device: torch.device, keep_text: bool
 ) -> Executable | HostRunner:
     if isinstance(piece, HostPiece):
-        return HostRunner(name, piece, host_view, lambda tensors: to_device(tensors, device))
+        return HostRunner(name, piece, host_view, functools.partial(to_device, device=device))
     module = _Checked(piece.module, piece.output_specs)
     return _compile_whole(name, module, piece.input_specs, device, keep_text)
 
