@@ -1,7 +1,6 @@
-"""The device of this process, as the rest of mpxla sees it.
+"""What runs between programs: moving tensors, starting pending work, waiting.
 
-With `compile.py` this is the seam to torch_xla for everything that runs between programs: moving
-tensors, starting pending work, waiting, versions.
+The rest of mpxla reaches it through the backend (`backend.py`).
 """
 
 import itertools

@@ -4,8 +4,6 @@ Most are known from PyTorch's table of kernels: what neither XLA has nor PyTorch
 operators would be taken to the host by torch_xla behind the program's back. Others are taken there
 for some arguments only, or fail while they are lowered; those are found by trying them one by one,
 when the graph as a whole has failed. What was found is remembered for the process.
-
-With `compile.py` and `device.py` this file knows torch_xla.
 """
 
 from collections.abc import Iterable
