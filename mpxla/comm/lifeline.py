@@ -9,6 +9,10 @@ interrupted that way. So a watchdog ends the process when its main thread has no
 `grace_s` seconds after it, and a process that is about to exit after a failure is not allowed to
 hang in a destructor of the communication library: an error, never a hang.
 
+Why not the `TCPStore` that exists anyway: it tells nobody when a client's connection ends, so that
+a death would show only as a missed heartbeat, after as long as a healthy rank may be busy (tens of
+seconds); and whoever reaches it can write to it. Here the kernel says at once that a process died.
+
 This file knows no tensors and no transport. The store is used once, to find rank 0.
 """
 
