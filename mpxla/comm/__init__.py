@@ -4,8 +4,7 @@
     host.py        several processes, host memory, gloo
     loopback.py    one process: a world of one, or of threads
     xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
-                   programs), xla_queue.py (their order; the device's backend runs them),
-                   recorder.py (the proof of the order)
+                   programs), xla_queue.py (their order; the device's backend runs them)
     objects.py     objects on top of any transport, each message with its seal (seal.py)
     codec.py       what mpxla says to itself as data, which runs no code where it is read
     secret.py      the key that all ranks of a session share; handshake.py proves it on connections

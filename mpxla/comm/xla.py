@@ -11,7 +11,7 @@ the order in which this rank called. Callers must therefore call in orders that 
 
     - a send and its receive meet in place, as do the members of a collective; nothing overtakes;
     - the orders of all ranks must have a common order. Schedules have one: the simulator proves it,
-      with the same semantics, and replicas run equal lists (`recorder.check` proves a recording).
+      with the same semantics, and replicas run equal lists (`tests/comm/recorder.py` proves it).
 
 Programs are loaded all at once by `prepare`, in one order on all ranks, or at their first use, by
 their members together.
@@ -29,7 +29,6 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.mesh import Meshes
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import Spec, describe
-from mpxla.comm.recorder import Recorder
 from mpxla.comm.transport import (
     Group,
     Transport,
@@ -42,7 +41,7 @@ from mpxla.comm.transport import (
     not_made,
 )
 from mpxla.comm.xla_programs import Operand, Program, operand_of
-from mpxla.comm.xla_queue import Job, ProgramQueue, Runner
+from mpxla.comm.xla_queue import Job, Observer, ProgramQueue, Runner
 
 __all__ = ["STREAMS", "XlaTransport"]
 
@@ -58,7 +57,7 @@ class XlaTransport:
         host: Transport,
         runner: Runner,
         pipelines: Sequence[Group] = (),
-        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Starts the thread, and warms up by a sum over all ranks. Every rank constructs it.
 
@@ -66,7 +65,7 @@ class XlaTransport:
             host: Carries what is not data, and belongs to this transport from here on.
             runner: Executes programs.
             pipelines: Ranks of every pipeline; equal on all ranks.
-            recorder: Notes every load and execution.
+            observer: Called before every load and execution.
         """
         self.host = host
         self.rank = host.rank
@@ -77,7 +76,7 @@ class XlaTransport:
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host, DATA)
         self._made = {self._world, (self.rank,)}
-        self._queue = ProgramQueue(host.rank, host.watch, runner, recorder)
+        self._queue = ProgramQueue(host.rank, host.watch, runner, observer)
         # Communicators of some devices have to be set up by all ranks before a subset uses any.
         self.barrier(self._world).result()
 

@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.recorder import Kind, Recorder
 from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import Program
 from mpxla.errors import MpxlaError
 
-__all__ = ["Job", "ProgramQueue", "Runner"]
+__all__ = ["Job", "Observer", "ProgramQueue", "Runner"]
+
+Observer = Callable[[Literal["load", "execute"], Program, Group], None]
+"""Is told what is about to happen to a program, and this rank's group in it."""
 
 _ABORT_S = 2.0
 
@@ -90,7 +92,7 @@ class ProgramQueue:
     """Communications of one process, one after the other."""
 
     def __init__(
-        self, rank: int, watch: FailureWatch, runner: Runner, recorder: Recorder | None
+        self, rank: int, watch: FailureWatch, runner: Runner, observer: Observer | None
     ) -> None:
         """Starts the thread.
 
@@ -98,12 +100,12 @@ class ProgramQueue:
             rank: Global rank of this process.
             watch: Learns of operands that cannot be computed, and explains broken connections.
             runner: Executes programs; closed by `close`.
-            recorder: Notes every load and execution.
+            observer: Called before every load and execution.
         """
         self._rank = rank
         self._watch = watch
         self._runner = runner
-        self._recorder = recorder
+        self._observer = observer
         self._lowered: dict[Program, Any] = {}
         self._loaded: dict[Program, Any] = {}
         self._is_closed = False
@@ -182,7 +184,7 @@ class ProgramQueue:
     def _execute(self, job: Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
         if job.program is None:
             return []
-        self._note(Kind.EXECUTE, job.program)
+        self._tell("execute", job.program)
         return self._runner.execute(self._loaded[job.program], operands, job.to_host)
 
     def _load_together(self, job: _Loading) -> None:
@@ -196,12 +198,12 @@ class ProgramQueue:
 
     def _load(self, program: Program) -> None:
         if program not in self._loaded:
-            self._note(Kind.LOAD, program)
+            self._tell("load", program)
             self._loaded[program] = self._runner.load(self._lowered[program])
 
-    def _note(self, kind: Kind, program: Program) -> None:
-        if self._recorder is not None:
-            self._recorder.note(kind, program, program.mesh.group_of(self._rank))
+    def _tell(self, what: Literal["load", "execute"], program: Program) -> None:
+        if self._observer is not None:
+            self._observer(what, program, program.mesh.group_of(self._rank))
 
     def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
         if isinstance(error, MpxlaError):

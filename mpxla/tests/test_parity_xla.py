@@ -10,10 +10,10 @@ import torch
 
 import mpxla as smp
 from mpxla import session
-from mpxla.comm.recorder import Kind, Recorder, check
 from mpxla.comm.xla import XlaTransport
 from mpxla.testing import run_ranks
 from mpxla.tests import test_parity_replicas as replicas
+from mpxla.tests.comm.recorder import Kind, Recorder, check
 from mpxla.tests.parity import Case, train
 from mpxla.tests.parity_checks import assert_parity, assert_promises
 from mpxla.tests.test_parity import train_plainly
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 def recorded(function, *args):
     """Runs a script over `xla` on this rank -> (what it returns, what its transport did)."""
     recorder = Recorder()
-    transport = functools.partial(XlaTransport, recorder=recorder)
+    transport = functools.partial(XlaTransport, observer=recorder.note)
     launcher = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
     with patch.object(session, "XlaTransport", transport), patch.dict(os.environ, launcher):
         value = function(*args)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from mpxla.comm.mesh import Mesh
-from mpxla.comm.recorder import Event, Kind, Recorder, check
 from mpxla.errors import RankMismatch
+from mpxla.tests.comm.recorder import Event, Kind, Recorder, check
 
 pytestmark = pytest.mark.unit
 

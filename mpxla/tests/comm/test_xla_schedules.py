@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mpxla.comm.loopback import loopback_world
-from mpxla.comm.recorder import Kind, Recorder, check
 from mpxla.comm.transport import Use
 from mpxla.comm.xla import XlaTransport
 from mpxla.errors import RankMismatch, ScheduleError
@@ -18,6 +17,7 @@ from mpxla.schedule.action import Op, parse_schedule
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
+from mpxla.tests.comm.recorder import Kind, Recorder, check
 
 pytestmark = pytest.mark.unit
 
@@ -62,7 +62,7 @@ def record(schedule, placement, pp, dp=1, prepare=True, lengths=range(10, 100)):
     def on_rank(host):
         pipeline, own = pipelines[host.rank // pp], replicas[host.rank % pp]
         recorder = Recorder()
-        transport = XlaTransport(host, DryRunner(), pipelines, recorder)
+        transport = XlaTransport(host, DryRunner(), pipelines, recorder.note)
         transport.make_groups([world, *pipelines, *replicas])
         actions = schedule[host.rank % pp]
         bucket = torch.empty(lengths[host.rank if len(lengths) == len(world) else host.rank % pp])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import loopback_world
-from mpxla.comm.recorder import Recorder
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
 from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.testing import run_ranks, run_ranks_unpooled
+from mpxla.tests.comm.recorder import Recorder
 
 
 def open_store():
@@ -76,7 +76,7 @@ def on_xla(body, options, args):
     host = open_transport()
     runner = CpuRunner(host, host.watch.address)
     recorder = Recorder()
-    transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder)
+    transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder.note)
     transport.events = recorder.events
     try:
         value = body(transport, *args)

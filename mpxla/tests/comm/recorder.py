@@ -65,9 +65,9 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def note(self, kind: Kind, program: Recorded, group: Group) -> None:
+    def note(self, kind: str, program: Recorded, group: Group) -> None:
         """Notes that a rank is about to load or execute a program."""
-        self.events.append(Event(kind, program, group))
+        self.events.append(Event(Kind(kind), program, group))
 
 
 def check(recordings: Sequence[Sequence[Event]], *, whole_mesh: bool = False) -> None:
