@@ -80,7 +80,8 @@ def test_masters_have_the_shape_and_the_values_of_their_parameters():
 def test_without_a_type_for_masters_there_are_none():
     store = store_of(master_dtype=None)
     assert not store.widen(NAMES) and not store.has_copies
-    assert store.gradient_spec("bias") == TensorSpec((3,), BF16)
+    store.add_gradients(["bias"], [torch.ones(3)])
+    assert store.state.parameters["bias"].grad.dtype is BF16, "the type that torch asks for"
 
 
 def test_frozen_parameters_get_their_master_when_they_are_thawed():
@@ -189,6 +190,27 @@ def test_pieces_are_wide_and_travel_in_the_type_of_the_parameters():
             if name in found[1]:
                 added[slice(*found[1][name][0])] = FINE + replica
         assert torch.equal(value, (whole.float() + added.view(whole.shape)).to(whole.dtype)), name
+
+
+def test_pieces_without_masters_have_the_type_of_the_parameters():
+    def receive(store, replica):
+        for bucket in store.shards:
+            assert bucket.dtype is F32, "gradients are reduced in float32 anyway"
+            flat = torch.ones(bucket.num_elements // 2)
+            store.receive(bucket, flat, frozenset(NAMES))
+        store.renew(NAMES)
+        store.publish(NAMES)
+        return {
+            c.name: (c.parameter.dtype, c.parameter.grad.dtype, c.parameter.detach())
+            for c in store.copies()
+        }
+
+    first, second = in_two_replicas(receive, master_dtype=None)
+    for name, *found in [(n, *f) for pieces in (first, second) for n, f in pieces.items()]:
+        own = Net().get_parameter(name).dtype
+        assert found[:2] == [own, own]
+    joined = torch.cat([first["weight"][2], second["weight"][2]])
+    assert torch.equal(joined.view(2, 3), Net().weight)
 
 
 def test_gradients_of_divided_parameters_wait_for_their_reduction():
