@@ -310,7 +310,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notice_groups()
 
     def _notice_groups(self) -> None:
-        """Takes in groups that were added since, perhaps to the inner optimizer."""
+        """Takes in masters and groups that were added since, perhaps to the inner optimizer."""
+        for model in self._models:
+            if self._pieces.is_behind(model.store):  # a parameter was thawed
+                self._pieces.exchange(model.store)
         if not self.contents.notice_groups():
             return
         for model in _models_of(self.optimizer, self._session_models):

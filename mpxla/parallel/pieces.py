@@ -37,9 +37,15 @@ class OptimizerPieces:
         self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
         self._exchanged: dict[int, UpdateCopy | None] = {}
         self._wide: set[int] = set()
+        self._num_parts: dict[ParameterStore, int] = {}
+
+    def is_behind(self, store: ParameterStore) -> bool:
+        """Whether a store has update copies that came after the last `exchange`."""
+        return store.num_parts > self._num_parts.get(store, 0)
 
     def exchange(self, store: ParameterStore) -> None:
         """Puts a model's update copies in the place of parameters; those there stay."""
+        self._num_parts[store] = store.num_parts
         name_of = {id(p): n for n, p in store.state.local_parameters() if store.has_copy(n)}
         for group in self._optimizer.param_groups:
             kept: list[nn.Parameter] = []

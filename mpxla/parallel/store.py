@@ -102,6 +102,11 @@ class ParameterStore:
         """Whether optimizers may hold something else than parameters; the same on all ranks."""
         return self.is_divided or self.master_dtype is not None
 
+    @property
+    def num_parts(self) -> int:
+        """Grows when there are new update copies."""
+        return len(self._parts)
+
     def has_copy(self, name: str) -> bool:
         """Whether optimizers hold something else than the parameter, here or on other replicas."""
         return name in self._part_of
@@ -157,14 +162,11 @@ class ParameterStore:
                 self.shards[bucket] = shard
                 self._add(shard)
 
-    def widen(self, names: Iterable[str]) -> bool:
+    def widen(self, names: Iterable[str]) -> None:
         """Gives 16-bit parameters masters, if the store has a type for those.
 
         Args:
             names: of the parameters; those that are frozen, elsewhere or have one are left out.
-
-        Returns:
-            Whether there are new ones, which optimizers have to take in.
         """
         narrow = {
             name: parameter
@@ -174,7 +176,6 @@ class ParameterStore:
         if narrow:
             assert self.master_dtype is not None, "only masters are wider"
             self._add(Masters(narrow, self.master_dtype, self._programs))
-        return bool(narrow)
 
     def _add(self, part: Shard | Masters) -> None:
         self._parts.append(part)

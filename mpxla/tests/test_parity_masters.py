@@ -58,12 +58,12 @@ def train_step(model, x):
     return loss
 
 
-def batch(number, samples):
+def batch(number, samples, dtype=BF16):
     """One sample is small where the next one is large: their sum needs more than 8 bits."""
     generator = torch.Generator().manual_seed(number)
     x = torch.rand(samples, WIDTH, generator=generator) + 0.5
     scale = torch.where(torch.arange(samples) % 2 == 0, 1.0, 2.0**-7)
-    return (x * scale[:, None]).to(BF16)
+    return (x * scale[:, None]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def masters_of(model, optimizer):
 
 def update(case, model, optimizer, number):
     optimizer.zero_grad()
+    dtype = next(model.parameters()).dtype
     for inner in range(case.passes):
-        x = batch(number * case.passes + inner, case.samples)
+        x = batch(number * case.passes + inner, case.samples, dtype)
         train_step(model, x.chunk(case.replicas)[smp.rdp_rank()])
     if case.max_norm is not None:
         smp.clip_grad_norm_(model.parameters(), case.max_norm)

@@ -46,7 +46,9 @@ def store_of(backend=None, master_dtype=F32):
 
 def with_masters():
     store = store_of()
-    assert store.widen(NAMES) and not store.widen(NAMES)
+    for _ in range(2):
+        store.widen(NAMES)  # the second one finds nothing to do
+    assert store.num_parts == 1
     return store
 
 
@@ -79,7 +81,8 @@ def test_masters_have_the_shape_and_the_values_of_their_parameters():
 
 def test_without_a_type_for_masters_there_are_none():
     store = store_of(master_dtype=None)
-    assert not store.widen(NAMES) and not store.has_copies
+    store.widen(NAMES)
+    assert not store.num_parts and not store.has_copies
     store.add_gradients(["bias"], [torch.ones(3)])
     assert store.state.parameters["bias"].grad.dtype is BF16, "the type that torch asks for"
 
@@ -89,8 +92,14 @@ def test_frozen_parameters_get_their_master_when_they_are_thawed():
     store.state.parameters["bias"].requires_grad_(False)
     store.widen(NAMES)
     assert store.copy_of("bias") is None
+    optimizer, state = optimizer_of(store)
     store.state.parameters["bias"].requires_grad_(True)
-    assert store.widen(NAMES) and store.copy_of("bias") is not None
+    store.widen(NAMES)
+    assert state.pieces.is_behind(store) and store.copy_of("bias") is not None
+    state.pieces.exchange(store)
+    assert not state.pieces.is_behind(store)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert list(map(id, held)) == [id(store.owner(name)) for name in NAMES]
 
 
 def test_a_master_keeps_its_low_bits_until_somebody_writes_to_the_parameter():
@@ -296,7 +305,8 @@ def test_masters_that_were_saved_are_the_parameters_of_a_float32_run():
     saved = state.of_rank(is_divided=False)
     wide = store_of()
     wide.state.module.float()
-    assert not wide.widen(NAMES)
+    wide.widen(NAMES)
+    assert not wide.num_parts
     inner, again = optimizer_of(wide)
     again.load(saved)
     assert torch.equal(wide.state.parameters["weight"], store.owner("weight"))
