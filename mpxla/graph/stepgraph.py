@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)')
 _OWN = "/mpxla/graph/capture.py"
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class InputKind(enum.Enum):
@@ -158,10 +160,12 @@ def module_path(node: fx.Node) -> str:
 def place(node: fx.Node) -> str:
     """Where a node comes from: module path, and file and line of its `forward` if known.
 
-    Torch keeps frames of `forward` only, so that code of the step function has no line.
+    Of several nested ones it is the innermost line that is not torch's own.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    lines = [f"{file}:{line}: {code}" for file, line, code in frames if not file.endswith(_OWN)]
+    frames = [frame for frame in frames if not frame[0].endswith(_OWN)]
+    frames = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    lines = [f"{file}:{line}: {code}" for file, line, code in frames]
     where = module_path(node) or _forward_path(node) or "the step function"
     return f"{where} ({lines[-1]})" if lines else where
 
