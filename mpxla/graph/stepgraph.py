@@ -21,6 +21,7 @@ __all__ = [
     "InputRole",
     "OutputKind",
     "OutputRole",
+    "Print",
     "StepGraph",
     "describe",
     "is_random",
@@ -91,6 +92,14 @@ class ResultLeaf:
 
 
 @dataclass(frozen=True)
+class Print:
+    """A tensor that the step shows when it runs: its label, and its index among the results."""
+
+    label: str
+    result: int
+
+
+@dataclass(frozen=True)
 class StepGraph:
     """A functional ATen graph of model, loss and user code for one microbatch.
 
@@ -104,6 +113,7 @@ class StepGraph:
         constants: values of the CONSTANT placeholders.
         is_training: whether the step calls `model.backward`.
         decisions: what Python has read of the inputs; None if it was nothing.
+        prints: results that are for `smp.debug_print`, after those that the step returns.
     """
 
     graph: fx.Graph
@@ -114,6 +124,7 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     is_training: bool
     decisions: Decisions | None = None
+    prints: tuple[Print, ...] = ()
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""

@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_"),
+    *("profile", "clip_grad_norm_", "debug_print"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -56,6 +56,7 @@ SIGNATURES = {
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
     "profile": "path",
+    "debug_print": "tensor, label=None",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
     "delay_param_initialization": "enabled=True",

@@ -83,7 +83,7 @@ def test_the_environment_chooses_it(monkeypatch):
         read_environment({**EAGER, "MPXLA_DEVICE": "pjrt"})
     with pytest.raises(ConfigError, match="MPXLA_EAGER=yes must be 1 or 0"):
         read_environment({"MPXLA_EAGER": "yes"})
-    with pytest.raises(ConfigError, match="with MPXLA_EAGER=1 .* nothing is compiled"):
+    with pytest.raises(ConfigError, match=r"with MPXLA_EAGER=1 .* nothing is compiled"):
         EagerBackend().open_runner(None, "")
 
 
