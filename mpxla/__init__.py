@@ -35,6 +35,8 @@ _SOURCES = {
     "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
     "mpxla.parallel.tags": ("partition", "set_partition"),
+    "mpxla.runtime.debug": ("debug_print",),
+    "mpxla.runtime.metrics": ("metrics", "write_metrics"),
     "mpxla.runtime.outputs": ("StepOutput",),
     "mpxla.runtime.profile": ("profile",),
     "mpxla.runtime.step": ("step",),
@@ -92,6 +94,9 @@ if TYPE_CHECKING:
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer
     from mpxla.parallel.tags import partition as partition
     from mpxla.parallel.tags import set_partition as set_partition
+    from mpxla.runtime.debug import debug_print as debug_print
+    from mpxla.runtime.metrics import metrics as metrics
+    from mpxla.runtime.metrics import write_metrics as write_metrics
     from mpxla.runtime.outputs import StepOutput as StepOutput
     from mpxla.runtime.profile import profile as profile
     from mpxla.runtime.step import step as step

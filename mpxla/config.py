@@ -145,6 +145,13 @@ class Config:
     those that follow from inputs of a step, before it runs, unless they are on an accelerator; True
     (`all`) lets the programs report all others too, which waits for every step; False is `off`."""
 
+    log_metrics_every: int = key(0, integer(0))
+    """Extension. Rank 0 logs a line with `smp.metrics()` after every so many training steps; 0 for
+    none."""
+    metrics_dir: str | None = key(None, text(is_nullable=True))
+    """Extension. Folder in which every rank keeps a file with its `smp.metrics()` and what it does,
+    for `python -m mpxla top FOLDER`; on several hosts a shared one."""
+
     sources: tuple[tuple[str, str], ...] = field(init=False, compare=False, repr=False)
     """Not a key: the keys that were set, each with `"launcher"` or `"init"`."""
     set_by: InitVar[Mapping[str, str] | None] = None

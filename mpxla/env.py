@@ -108,7 +108,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         **_read_processes(environ),
         smp_parameters=_read_json(environ, "SM_HP_MP_PARAMETERS", may_be_path=False),
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
-        device=environ.get("MPXLA_DEVICE"),
+        device=_read_device(environ),
         pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         secret=_read_secret(environ),
@@ -318,6 +318,21 @@ def _read_json(
 def _default_device() -> str:
     """What torch_xla would choose on a Neuron or a CPU host, found out without importing it."""
     return "CPU" if importlib.util.find_spec("libneuronxla") is None else "NEURON"
+
+
+def _read_device(environ: Mapping[str, str]) -> str | None:
+    """`MPXLA_EAGER=1` stands for the backend that runs operator by operator."""
+    eager, device = environ.get("MPXLA_EAGER", "0"), environ.get("MPXLA_DEVICE")
+    if eager not in ("0", "1"):
+        raise ConfigError(f"MPXLA_EAGER={eager} must be 1 or 0")
+    if eager == "0" or device == "eager":
+        return device
+    if device is not None:
+        raise ConfigError(
+            f"MPXLA_EAGER=1 runs the step on the host, and MPXLA_DEVICE={device} on another "
+            "device; unset one of them"
+        )
+    return "eager"
 
 
 def _read_log_level(environ: Mapping[str, str]) -> str:

@@ -121,6 +121,7 @@ class HostTransport:
                 background threads.
             key: Of the session; see `secret`.
         """
+        self.bytes_sent = 0
         self.seal = Seal(rank, key)
         self._to_host = to_host
         self.rank = rank
@@ -147,6 +148,7 @@ class HostTransport:
     def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
         """Sends several tensors as one message; see `Transport.send_many`."""
         self._check_peer(dst, channel)
+        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         return self._outbox(dst).put(tuple(tensors), channel)
 
     def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
@@ -384,6 +386,8 @@ class HostTransport:
         if collectives is None:
             raise not_made(name, ranks, self.rank, self._collectives)
         others = tuple(rank for rank in ranks if rank != self.rank)
+        if others and not awaited:  # who receives a broadcast awaits its source, and sends nothing
+            self.bytes_sent += getattr(tensor, "nbytes", 0)
         about = f" of {describe([tensor])}" if tensor is not None else ""
         what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"
         peers = others if peers is None else peers

@@ -83,6 +83,8 @@ class _SharedWatch(FailureWatch):
 class LoopbackTransport:
     """A transport without processes; see `transport.Transport`."""
 
+    bytes_sent = 0  # nothing leaves the process
+
     def __init__(
         self,
         rank: int = 0,

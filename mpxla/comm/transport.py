@@ -55,6 +55,8 @@ class Use(NamedTuple):
 class Transport(Protocol):
     """Moves tensors between ranks in the background."""
 
+    bytes_sent: int
+    """Of messages, and of this rank's operands of collectives, so far."""
     rank: int
     """Global rank of the caller."""
     world_size: int

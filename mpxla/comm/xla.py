@@ -68,6 +68,7 @@ class XlaTransport:
             observer: Called before every load and execution.
         """
         self.host = host
+        self._program_bytes = 0
         self.rank = host.rank
         self.world_size = host.world_size
         self.watch = host.watch
@@ -79,6 +80,11 @@ class XlaTransport:
         self._queue = ProgramQueue(host.rank, host.watch, runner, observer)
         # Communicators of some devices have to be set up by all ranks before a subset uses any.
         self.barrier(self._world).result()
+
+    @property
+    def bytes_sent(self) -> int:
+        """By programs and by the host transport beside them."""
+        return self._program_bytes + self.host.bytes_sent
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -92,6 +98,7 @@ class XlaTransport:
             return self.host.send_many(tensors, dst, channel)
         check_peer(dst, self.rank, self.world_size)
         full = [tensor for tensor in tensors if tensor.numel()]
+        self._program_bytes += sum(tensor.nbytes for tensor in full)
         job = Job(
             Handle(self.watch, f"the delivery of a {channel!r} message to rank {dst}", (dst,)),
             (self.rank, dst),

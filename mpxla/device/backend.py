@@ -84,7 +84,7 @@ class Backend(Protocol):
     """Runs programs on this process's device.
 
     Attributes:
-        name: "torch_xla", "pjrt" or "null".
+        name: "torch_xla", "pjrt", "eager" or "null".
         device: where users see parameters, gradients and results. First use claims the device.
         lowering: what it wants of graphs; does not touch the device.
         is_host: whether the device's memory is the host's.

@@ -12,8 +12,11 @@ __all__ = ["BACKENDS", "open_backend"]
 BACKENDS = {
     "torch_xla": ("torch_xla", "mpxla.device.torch_xla.backend", "TorchXlaBackend"),
     "pjrt": ("jax", "mpxla.device.pjrt.backend", "PjrtBackend"),
+    "eager": ("torch", "mpxla.device.eager", "EagerBackend"),
 }
-"""Name -> the package that it needs, and its class; the first that is installed is the default."""
+"""Name -> the package that it needs, and its class."""
+_DEFAULTS = ("torch_xla", "pjrt")
+"""Of these the first that is installed is the default."""
 _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 'mpxla[pjrt]'"}
 
 
@@ -27,7 +30,7 @@ def open_backend(name: str | None = None) -> Backend:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
     if name is None:
-        name = next((n for n, (package, *_) in BACKENDS.items() if _is_installed(package)), None)
+        name = next((n for n in _DEFAULTS if _is_installed(BACKENDS[n][0])), None)
         if name is None:
             raise ConfigError(
                 "no backend is installed: mpxla needs torch_xla or jax to run programs. "

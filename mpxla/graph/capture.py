@@ -40,6 +40,7 @@ from mpxla.graph.capture_modes import (
     attributes_named_by_keywords,
     fake_state,
     host_autocast,
+    numbers_explained,
     quiet_export,
     torchs_recurrences,
     unchecked_distributions,
@@ -64,6 +65,7 @@ from mpxla.graph.stepgraph import (
     InputRole,
     OutputKind,
     OutputRole,
+    Print,
     ResultLeaf,
     StepGraph,
     describe,
@@ -93,9 +95,25 @@ class NumberLeaf(TensorLeaf):
 
 @dataclass
 class BackwardRecorder:
-    """What `model.backward` was asked to differentiate while a step function is captured."""
+    """What `model.backward` was asked to differentiate while a step function is captured.
+
+    Also what `smp.debug_print` is to show, with a label, when the step runs.
+    """
 
     objectives: list[torch.Tensor] = field(default_factory=list)
+    prints: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def show(self, tensor: Any, label: str) -> None:
+        """Makes the value that a tensor has here a result of the step."""
+        if type(tensor) is Number:
+            tensor = tensor.tensor
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(
+                f"smp.debug_print was given {type(tensor).__name__}{at_user_line()}; give it a "
+                f"tensor: the one that .item() was called on, for a number."
+            )
+        # A copy, which what is written to the tensor afterwards does not reach.
+        self.prints.append((label, tensor.detach().clone()))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Records the scalars whose gradients add up to what the call asks for.
@@ -154,6 +172,7 @@ class _Returned:
     spec: Any = None
     num_objectives: int = 0
     decisions: Decisions | None = None
+    prints: tuple[Print, ...] = ()
 
 
 class _StepModule(nn.Module):
@@ -211,6 +230,10 @@ class _StepModule(nn.Module):
                 _refuse_hidden_tensors(leaf)
                 is_number = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_number, value=leaf))
+        self.returned.prints = tuple(
+            Print(label, len(results) + place) for place, (label, _) in enumerate(recorder.prints)
+        )
+        results += [value for _, value in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
         self.returned.decisions = None if tape is None else tape.decisions()
         return (*recorder.objectives, *results)
@@ -261,6 +284,7 @@ def capture_step(
         fake_state(model, fake_mode),
         unmapped_autocast(),
         host_autocast(),
+        numbers_explained(),
         quiet_export(),
         user_lines_recorded(),
         torchs_recurrences(),
@@ -334,6 +358,7 @@ def _step_graph(
         constants=constants,
         is_training=wrapper.returned.num_objectives > 0,
         decisions=wrapper.returned.decisions,
+        prints=wrapper.returned.prints,
     )
 
 

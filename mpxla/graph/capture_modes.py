@@ -7,13 +7,14 @@ and torch's exporter is quiet. This module must not know what the captured graph
 import contextlib
 import keyword
 import logging
+import sys
 from collections.abc import Generator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import graph
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +33,7 @@ __all__ = [
     "attributes_named_by_keywords",
     "fake_state",
     "host_autocast",
+    "numbers_explained",
     "quiet_export",
     "torchs_recurrences",
     "unchecked_distributions",
@@ -67,6 +69,8 @@ class StepSemantics(TorchFunctionMode):
                 f"{func.__name__} is a collective inside a step function{at_user_line()}. "
                 f"{COLLECTIVES_OUTSIDE}"
             )
+        if func in _TEXTS and isinstance(args[0], FakeTensor):
+            return _NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
@@ -103,6 +107,8 @@ def _refuse_foreign_parameter(value: Any) -> None:
         )
 
 
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _DEVICE_BY_NAME = (torch.Tensor.to,)
 
@@ -111,6 +117,39 @@ def _device_of_name(value: Any) -> Any:
     """The host for `"cuda"` and for the index of a device."""
     is_index = isinstance(value, int) and not isinstance(value, bool)
     return torch.device("cpu") if isinstance(value, str) or is_index else value
+
+
+@contextlib.contextmanager
+def numbers_explained() -> Generator[None]:
+    """Numbers read by `.item()` say in the user's texts what they are, in place of `zuf0`.
+
+    Torch's own code goes on to see its names of them.
+    """
+    kinds: list[Any] = [torch.SymFloat, torch.SymInt, torch.SymBool]
+    originals = [(kind, kind.__repr__, kind.__format__) for kind in kinds]
+
+    def replaced(kind: Any, write: Any, form: Any) -> None:
+        def text(self: Any) -> str:
+            return _NO_VALUE.format("number") if _is_users_call() else write(self)
+
+        def formatted(self: Any, spec: str) -> str:
+            return _NO_VALUE.format("number") if _is_users_call() else form(self, spec)
+
+        kind.__repr__, kind.__format__ = text, formatted
+
+    for original in originals:
+        replaced(*original)
+    try:
+        yield
+    finally:
+        for kind, write, form in originals:
+            kind.__repr__, kind.__format__ = write, form
+
+
+def _is_users_call() -> bool:
+    """Whether the caller of the caller is neither torch nor what it uses for symbols."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.partition(".")[0] not in ("torch", "sympy")
 
 
 @contextlib.contextmanager

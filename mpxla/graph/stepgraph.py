@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "InputRole",
     "OutputKind",
     "OutputRole",
+    "Print",
     "StepGraph",
     "describe",
     "is_random",
@@ -31,6 +33,7 @@ __all__ = [
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)')
 _OWN = "/mpxla/graph/capture.py"
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class InputKind(enum.Enum):
@@ -89,6 +92,14 @@ class ResultLeaf:
 
 
 @dataclass(frozen=True)
+class Print:
+    """A tensor that the step shows when it runs: its label, and its index among the results."""
+
+    label: str
+    result: int
+
+
+@dataclass(frozen=True)
 class StepGraph:
     """A functional ATen graph of model, loss and user code for one microbatch.
 
@@ -102,6 +113,7 @@ class StepGraph:
         constants: values of the CONSTANT placeholders.
         is_training: whether the step calls `model.backward`.
         decisions: what Python has read of the inputs; None if it was nothing.
+        prints: results that are for `smp.debug_print`, after those that the step returns.
     """
 
     graph: fx.Graph
@@ -112,6 +124,7 @@ class StepGraph:
     constants: Mapping[str, torch.Tensor]
     is_training: bool
     decisions: Decisions | None = None
+    prints: tuple[Print, ...] = ()
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""
@@ -158,10 +171,12 @@ def module_path(node: fx.Node) -> str:
 def place(node: fx.Node) -> str:
     """Where a node comes from: module path, and file and line of its `forward` if known.
 
-    Torch keeps frames of `forward` only, so that code of the step function has no line.
+    Of several nested ones it is the innermost line that is not torch's own.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    lines = [f"{file}:{line}: {code}" for file, line, code in frames if not file.endswith(_OWN)]
+    frames = [frame for frame in frames if not frame[0].endswith(_OWN)]
+    frames = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    lines = [f"{file}:{line}: {code}" for file, line, code in frames]
     where = module_path(node) or _forward_path(node) or "the step function"
     return f"{where} ({lines[-1]})" if lines else where
 

@@ -6,6 +6,7 @@ them is the model's own.
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.engine import Member, StepEngine
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.metrics_file import MetricsFile
 from mpxla.runtime.plan import CutStep
 from mpxla.session import Session, current
 
@@ -65,6 +67,10 @@ class Models:
         self._members: dict[str, DistributedModel] = {}
         self._joined: list[GradientReducer] = []
         self.engine = StepEngine(session, self._link, self._reducers)
+        if session.config.metrics_dir is not None:
+            folder = Path(session.config.metrics_dir)
+            file = MetricsFile(folder, rank, session.env.world_size, self.engine.status)
+            session.exchanged.callback(file.close)
         world = topology.world_group()
         self.gradient_norm = GradientNorm(
             self._reducers, session.transport, session.backend, pipeline, world

@@ -24,7 +24,8 @@ from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.microbatch import SplitRule
+from mpxla.runtime.metrics import Meter
+from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import (
@@ -37,6 +38,7 @@ from mpxla.runtime.plan import (
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
@@ -84,6 +86,8 @@ class StepEngine:
         last_run: the last call on this rank.
         last_used: labels of the models that it used.
         is_tracing: whether a step function is being captured.
+        meter: counts what calls take.
+        life: says what a compilation is doing.
     """
 
     def __init__(self, session: Session, link: PipelineLink, reducers: Reducers):
@@ -100,6 +104,11 @@ class StepEngine:
         self.last_run: StepRun | None = None
         self.last_used: tuple[str, ...] = ()
         self.is_tracing = False
+        backend, transport = session.backend, session.transport
+        num_replicas = len(session.topology.dp_group(session.rank))
+        self.meter = Meter(backend, transport, num_replicas)
+        self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
+        self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
 
     def add(self, member: Member) -> str:
@@ -145,12 +154,16 @@ class StepEngine:
         try:
             call = self.calls.agree(name, rule, args, kwargs)
             if call.plan is None:
-                with self._session.progress.busy("capture and compilation"):
+                work = f"compiling step function {rule.function.__qualname__}"
+                with (
+                    self._session.progress.busy("capture and compilation"),
+                    self.life.during(work, "capture"),
+                ):
                     call.plan = self._build(call, rule.function)
                 self.calls.agree_to_start(call, call.plan)
             if lent:
                 self._refuse_training(name, call.plan, lent)
-            return self._run(call.plan, call.tensors, call.seed)
+            return self._run_counted(call.plan, call, rule, args, kwargs)
         except (PeerFailure, AnnouncedError):
             raise
         except BaseException as error:
@@ -164,6 +177,38 @@ class StepEngine:
             text = f"{name} calls backward and was called with a copy of the distributed model"
             advice = "Copies are for evaluation; train the model itself."
             raise as_announced(StepError(f"{text}{at_user_line()}. {advice}"))
+
+    def _run_counted(
+        self,
+        plan: Plan,
+        call: Call,
+        rule: SplitRule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Runs a call, and notes what it took."""
+        if self._pp_rank == 0 and plan.number not in self._samples:
+            self._samples[plan.number] = num_samples(rule, args, kwargs)
+        began = time.perf_counter()
+        returned = self._run(plan, call.tensors, call.seed)
+        assert self.last_run is not None, "it has just ended"
+        is_training = plan.runner.plan.cut.step.is_training
+        self.meter.note_call(
+            plan.signature.function.rpartition(".")[2],
+            is_training,
+            (began, time.perf_counter()),
+            self.last_run.values.wait_s,
+            self._samples.get(plan.number),
+        )
+        every = self._session.config.log_metrics_every
+        if is_training and every and self._session.rank == 0 and self.meter.num_steps % every == 0:
+            get_logger().info("%s", self.meter.line())
+        return returned
+
+    def status(self) -> dict[str, Any]:
+        """What this rank does and its metrics, as plain data; for other threads."""
+        running = "in a step" if self._session.progress.is_running else "outside of steps"
+        return {"state": self.life.what or running, **self.meter.read()}
 
     def _run(self, plan: Plan, tensors: list[list[torch.Tensor]], seed: int) -> Any:
         runner, signature = plan.runner, plan.signature
@@ -208,13 +253,16 @@ class StepEngine:
         plan = self._together(
             self._group,
             f"step function {signature.function}",
-            lambda: compile_stages(cut, schedule, self._pp_rank, backend, is_for_speed),
+            lambda: compile_stages(
+                cut, schedule, self._pp_rank, backend, is_for_speed, self.life.at
+            ),
         )
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(self._session.config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
         runner = PlanRunner(plan, states, link, self._pp_rank, backend, reduction, models, checks)
+        self.meter.note_compilation(time.perf_counter() - started)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
             signature.function.rpartition(".")[2],
@@ -248,6 +296,7 @@ class StepEngine:
             error = raised
         if tuple(group) == tuple(self._session.topology.world_group()):
             self._known_to_all = error
+        self.life.at("done here, waiting for other ranks")
         share_error(self._session.objects, group, error, what)
         return cast(_T, result)
 
@@ -268,6 +317,7 @@ class StepEngine:
         if not (config.auto_partition or config.load_partition):
             names = self._states.current_names()
             check_placement(step, self._pins(), config.default_partition, names)
+        self.life.at("partition")
         cut = self._cut_captured(step, self.placement.ranks, self._measure(step))
         return cut, signature, reads
 

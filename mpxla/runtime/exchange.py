@@ -35,7 +35,9 @@ def exchange_results(
         Result index -> its tensors, one per microbatch; may wait.
     """
     count = num_microbatches
-    owner = {i: cut.placement[s] for i, s in cut.owner_of_result().items()}
+    shown = {p.result for p in cut.step.prints}  # where they are
+    owned = cut.owner_of_result().items()
+    owner = {i: cut.placement[s] for i, s in owned if i not in shown}
     specs = cut.result_specs()
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
     deliveries: list[Handle[None]] = []

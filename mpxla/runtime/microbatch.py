@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import StepError
@@ -81,6 +82,16 @@ def split_arguments(
         )
         for part in parts
     ]
+
+
+def num_samples(rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Samples of a call's batch: the batch axis of its first tensor; None without one."""
+    positional, named = _name_arguments(rule.function, args, kwargs)
+    for name, value in (*positional, *named.items()):
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        if tensors and name not in rule.non_split_inputs:
+            return tensors[0].shape[rule.input_split_axes.get(name, 0)]
+    return None
 
 
 def _name_arguments(

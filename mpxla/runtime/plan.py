@@ -5,7 +5,7 @@ generate and prove the schedule, place parameters, lower and compile this rank's
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,9 @@ __all__ = [
     "schedule_step",
     "stage_costs",
 ]
+
+
+_Compile = Callable[[str, torch.nn.Module, Sequence[TensorSpec]], Executable]
 
 
 @dataclass(frozen=True)
@@ -313,6 +316,7 @@ def compile_stages(
     pp_rank: int,
     backend: Backend,
     for_speed: bool = False,
+    tell: Callable[[str], object] = lambda part: None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
 
@@ -322,17 +326,26 @@ def compile_stages(
         pp_rank: this rank.
         backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
+        tell: is told what begins, as in "stage 1 backward".
 
     Raises:
         LoweringError: an operator can run neither on the device nor on the host.
     """
+
+    def compile_(name: str, graph: torch.nn.Module, inputs: Sequence[TensorSpec]) -> Executable:
+        tell(name)
+        return backend.compile(name, graph, inputs)
+
     started = time.perf_counter()
     programs: dict[int, CompiledStage] = {}
     for stage in cut.stages:
         if cut.placement[stage.index] == pp_rank:
             split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
+            tell(f"stage {stage.index}, lowering")
             lowered = lower_stage(stage, cut.step.is_training, backend.lowering, for_speed)
-            programs[stage.index] = _compile_stage(lowered, backend, split)
+            programs[stage.index] = _compile_stage(
+                lowered, compile_, split, backend.lowering.device
+            )
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -345,40 +358,44 @@ def compile_stages(
     )
 
 
-def _compile_stage(lowered: LoweredStage, backend: Backend, splits: bool) -> CompiledStage:
+def _compile_stage(
+    lowered: LoweredStage, compile_: _Compile, splits: bool, device: torch.device
+) -> CompiledStage:
     name = f"stage {lowered.spec.index}"
-    forward = backend.compile(f"{name} forward", lowered.forward, lowered.forward_inputs)
+    forward = compile_(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
     if lowered.backward is not None and splits:
-        return _compile_split(name, lowered, forward, backend)
+        return _compile_split(name, lowered, forward, compile_, device)
     if lowered.backward is not None:
-        backward = backend.compile(f"{name} backward", lowered.backward, lowered.backward_inputs)
-    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, backend))
+        backward = compile_(f"{name} backward", lowered.backward, lowered.backward_inputs)
+    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, compile_))
 
 
-def _compile_layout(name: str, lowered: LoweredStage, backend: Backend) -> dict[str, Executable]:
+def _compile_layout(name: str, lowered: LoweredStage, compile_: _Compile) -> dict[str, Executable]:
     """The programs at the ends of a step that change layouts, where there is something to do."""
     weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
     gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
     return {
-        which: backend.compile(f"{name} {which}", Transposition(), specs)
+        which: compile_(f"{name} {which}", Transposition(), specs)
         for which, specs in (("prepare", weights), ("finish", gradients))
         if specs
     }
 
 
 def _compile_split(
-    name: str, lowered: LoweredStage, forward: Executable, backend: Backend
+    name: str,
+    lowered: LoweredStage,
+    forward: Executable,
+    compile_: _Compile,
+    device: torch.device,
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
-    split = split_backward(lowered, backend.lowering.device)
+    split = split_backward(lowered, device)
     parts = [
-        backend.compile(f"{name} {what} gradients", part.graph, part.inputs)
-        if part is not None
-        else None
+        compile_(f"{name} {what} gradients", part.graph, part.inputs) if part is not None else None
         for what, part in (("input", split.input_part), ("weight", split.weight_part))
     ]
-    layout = _compile_layout(name, lowered, backend)
+    layout = _compile_layout(name, lowered, compile_)
     return CompiledStage(lowered, forward, None, split, *parts, **layout)
 
 

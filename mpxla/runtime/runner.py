@@ -10,6 +10,7 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
+from mpxla.runtime.debug import show_prints
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.index_checks import IndexChecks
@@ -108,6 +109,7 @@ class PlanRunner:
         self._fetch = fetch = exchange_results(
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
+        show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
         for program in self.plan.programs.values():
             for name in program.lowered.spec.new_buffers:
                 (value,) = self._backend.publish([run.tensors[name]])

@@ -56,6 +56,8 @@ DEFAULTS: dict[str, Any] = {
     "stall_timeout_s": 300.0,
     "trust_checkpoints": False,
     "check_indices": "inputs",
+    "log_metrics_every": 0,
+    "metrics_dir": None,
     "init_timeout_s": 120.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -164,6 +166,8 @@ def test_booleans_may_be_written_as_numbers():
         ("ddp_dist_backend", 1, "a string"),
         ("ddp_dist_backend", None, "a string"),
         ("partition_file", 1, "a string"),
+        ("log_metrics_every", -1, "an integer >= 0"),
+        ("metrics_dir", 1, "a string"),
         ("check_indices", "none", "True, False or one of 'all', 'off', 'inputs'"),
         ("check_indices", 1, "True, False or one of"),
         ("transport", "smoke", "one of 'auto', 'host', 'xla'"),

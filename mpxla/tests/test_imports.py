@@ -27,7 +27,7 @@ LAYERS = (
     ("schedule", "graph", "comm", "stage.spec"),
     ("device.backend",),
     ("stage", "planning"),
-    ("device.torch_xla", "device.pjrt", "device.null"),
+    ("device.torch_xla", "device.pjrt", "device.eager", "device.null"),
     ("device.choice", "device"),
     ("session",),
     ("runtime",),

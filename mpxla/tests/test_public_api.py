@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_"),
+    *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -56,6 +56,9 @@ SIGNATURES = {
     "step": "function=None, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
     "partition": "index",
     "profile": "path",
+    "metrics": "",
+    "write_metrics": "writer, step, prefix='mpxla/'",
+    "debug_print": "tensor, label=None",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
     "delay_param_initialization": "enabled=True",
@@ -129,6 +132,8 @@ CONFIG_KEYS = {
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     "trust_checkpoints",
     "check_indices",
+    "log_metrics_every",
+    "metrics_dir",
     *("virtual_pipeline_degree", "schedule"),
 }
 

@@ -1,0 +1,247 @@
+"""A backend that runs programs operator by operator on the host, for debugging: `MPXLA_EAGER=1`.
+
+Nothing is compiled. The captured, partitioned and differentiated graphs are the same as on every
+other backend, and so are schedules and messages; only PyTorch's own kernels compute, one after the
+other. So an operator that fails is named with its module and the user's line, and the first one
+that turns ordinary numbers into NaN is named in a warning. Slow, and good for small inputs.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from mpxla.device.backend import Lowering
+from mpxla.errors import ConfigError, MpxlaError
+from mpxla.graph.stepgraph import describe, is_random
+from mpxla.log import warn_once
+from mpxla.stage.accumulation import AccumulatingBackward
+from mpxla.stage.spec import TensorSpec
+from mpxla.stage.split_backward import flatten_backward
+
+__all__ = ["EagerBackend", "EagerExecutable"]
+
+_aten = torch.ops.aten
+
+
+class EagerExecutable:
+    """A graph that is interpreted; see `Executable`.
+
+    Args:
+        name: for messages.
+        module: takes one tensor per argument; returns a list of tensors.
+        num_inputs: how many arguments it takes.
+    """
+
+    host_operators: tuple[str, ...] = ()
+
+    def __init__(self, name: str, module: torch.nn.Module, num_inputs: int):
+        self.name = name
+        self.num_inputs = self.num_buffers = num_inputs
+        parts = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+        nodes = [node for part in parts for node in part.graph.nodes]
+        self.is_random = any(is_random(node) for node in nodes)
+        self._is_functional = isinstance(module, fx.GraphModule) and not any(map(_mutates, nodes))
+        self._module = module
+
+    def __call__(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Runs the program; its results share no memory with its arguments, nor with each other.
+
+        Raises:
+            MpxlaError: an operator fails; names it, its module and the user's line.
+        """
+        given = [a.detach() for a in arguments]
+        if not self._is_functional:  # what it changes in place are its own values
+            given = [a.clone() for a in given]
+        with torch.no_grad(), _seeded(seed if self.is_random else None):
+            if isinstance(self._module, fx.GraphModule):
+                results = _Operators(self.name, self._module).run(*given)
+            else:
+                results = self._module(*given)
+        return _apart(results, given)
+
+    def text(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class _Operators(fx.Interpreter):
+    """Runs a graph, and says where something goes wrong."""
+
+    def __init__(self, name: str, module: fx.GraphModule):
+        super().__init__(module)
+        self.extra_traceback = False  # errors name the node
+        self._name = name
+        self.current: fx.Node = next(iter(module.graph.nodes))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Values that come from other stages are contiguous, which traced ones may not have been.
+        if target in (_aten.view.default, _aten._unsafe_view.default):
+            target = _aten.reshape.default
+        elif target is _aten.as_strided.default:
+            args = (_laid_out(args[0], self.current.args[0]), *args[1:])
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        try:
+            result = super().run_node(n)
+        except MpxlaError:
+            raise
+        except Exception as error:  # operators raise anything
+            raise MpxlaError(f"{self._name}: {describe(n)} failed: {error}") from error
+        if n.op == "call_function" and _has_nan(result):
+            inputs = [self.env[node] for node in n.all_input_nodes]
+            if not any(map(_has_nan, inputs)):
+                where = f"{self._name}: {describe(n)}"
+                warn_once(where, f"{where} is the first to give NaN: its inputs have none.")
+        return result
+
+
+def _laid_out(value: torch.Tensor, node: Any) -> torch.Tensor:
+    """A value with the strides that it had when the graph was traced, for who reads memory."""
+    strides = node.meta["val"].stride()
+    if value.stride() == strides and value.storage_offset() == 0:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _has_nan(value: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+@contextlib.contextmanager
+def _seeded(seed: torch.Tensor | None) -> Iterator[None]:
+    """Random operators draw from a seed, and the user's generator stays as it is."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results with memory of their own: the user may change one in place (gradients are)."""
+    taken = {t.untyped_storage().data_ptr() for t in given}
+    found: list[torch.Tensor] = []
+    for result in results:
+        place = result.untyped_storage().data_ptr()
+        found.append(result.clone() if place in taken else result)
+        taken.add(place)
+    return found
+
+
+class EagerBackend:
+    """See `Backend`. Buffers are ordinary tensors on the host, always computed already."""
+
+    name = "eager"
+    device = torch.device("cpu")
+    is_host = True
+    has_doubles = True
+
+    def __init__(self) -> None:
+        self.num_compilations = 0
+        self.lowering = Lowering(
+            device=torch.device("cpu"),
+            decompositions={},
+            replacements={},
+            dispatched=lambda is_differentiated: contextlib.nullcontext(),
+            expand=lambda module: None,
+            lays_out_weights=False,
+            disguises_sums=False,
+        )
+
+    def compile(
+        self,
+        name: str,
+        graph: torch.nn.Module,
+        inputs: Sequence[TensorSpec],
+        donated: Collection[int] = (),
+        keep_text: bool = False,
+    ) -> EagerExecutable:
+        """Keeps the graph, to be interpreted; nothing is donated."""
+        self.num_compilations += 1
+        if isinstance(graph, AccumulatingBackward):  # its operators, and the sums around them
+            flat = flatten_backward(graph, len(inputs), self.device)
+            graph = fx.GraphModule(graph.derivative, flat)
+        return EagerExecutable(name, graph, len(inputs))
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies: the caller may change what it gave."""
+        return [tensor.detach().to(self.device, copy=True) for tensor in tensors]
+
+    def get(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies."""
+        return [buffer.detach().cpu().clone() for buffer in buffers]
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, for reading."""
+        return buffer.detach().cpu()
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors themselves."""
+        return [tensor.detach() for tensor in tensors]
+
+    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors themselves."""
+        return list(buffers)
+
+    def spec(self, buffer: torch.Tensor) -> TensorSpec:
+        """Shape and dtype of a tensor."""
+        return TensorSpec.of(buffer)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the host."""
+        return tensor.device == self.device
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def random_state(self) -> int:
+        """There is no generator but PyTorch's."""
+        return 0
+
+    def set_random_state(self, state: int) -> None:
+        """There is no generator but PyTorch's."""
+
+    def memory_counters(self) -> dict[str, int] | None:
+        """Nothing is counted."""
+        return None
+
+    def reaches(self, world_size: int) -> bool:
+        """Whether there is nobody else."""
+        return world_size == 1
+
+    def open_runner(self, host: Any, address: str) -> Any:
+        """There are no programs between processes.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            'transport: "xla" runs collectives inside programs, and with MPXLA_EAGER=1 (or '
+            'MPXLA_DEVICE=eager) nothing is compiled. Set transport: "host".'
+        )
+
+    def tell_rank(self, *_: Any) -> Callable[[], None]:
+        """There is no runtime that asks."""
+        return lambda: None
+
+    def join_world(self, *_: Any) -> Callable[[], None]:
+        """Nothing to do: the user's tensors are ordinary ones, which torch.distributed knows."""
+        return lambda: None

@@ -1,0 +1,74 @@
+"""`smp.debug_print`: values of tensors inside a step, which Python's `print` cannot see.
+
+A step function is captured once, without values. What is to be shown becomes a further result of
+the step, which stays on the rank that computes it and is written when the step has run.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpxla.graph.capture import current_recorder
+from mpxla.graph.stepgraph import Print
+from mpxla.graph.user_code import at_user_line
+from mpxla.session import current, is_initialized
+
+__all__ = ["debug_print", "show_prints"]
+
+
+def debug_print(tensor: torch.Tensor, label: str | None = None) -> None:
+    """Prints the value of a tensor inside a step function, of every microbatch.
+
+    The rank that computes the value writes it to standard output when the step has run, with the
+    value that the tensor had at this line; other ranks write nothing. It waits for the step, and
+    changes neither results nor gradients. Outside of steps it prints at once. (Extension.)
+
+    Args:
+        tensor: any tensor, a parameter or an input of the step too.
+        label: stands before the value; the line of the call by default.
+
+    Raises:
+        CaptureError: inside a step, something else than a tensor.
+    """
+    if label is None:
+        line, _, _ = at_user_line().removeprefix(" at ").partition(": ")
+        label = os.path.basename(line)
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.show(tensor, label)
+    else:
+        value = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else tensor  # pyright: ignore[reportUnnecessaryIsInstance]
+        _write(label, value)
+
+
+def show_prints(
+    prints: Sequence[Print],
+    results: Mapping[tuple[int, int], Any],
+    num_microbatches: int,
+    view: Callable[[Any], torch.Tensor],
+) -> None:
+    """Writes what a step has to show on this rank.
+
+    Args:
+        prints: of the step.
+        results: this rank's, by (result index, microbatch).
+        num_microbatches: how many there are.
+        view: waits for a result and gives it on the host.
+    """
+    for microbatch in range(num_microbatches):
+        for shown in prints:
+            if (shown.result, microbatch) in results:
+                value = view(results[shown.result, microbatch])
+                _write(f"{shown.label}, microbatch {microbatch}", value)
+
+
+def _write(title: str, value: Any) -> None:
+    rank = f"[rank {current().rank}] " if is_initialized() and current().env.world_size > 1 else ""
+    text = repr(value)
+    gap = "\n" if "\n" in text else " "
+    # One write, so that ranks do not mix within a value.
+    sys.stdout.write(f"{rank}{title}:{gap}{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,178 @@
+"""What steps cost on this rank, as numbers: `smp.metrics()`, a log line, TensorBoard, files.
+
+The engine tells a `Meter` of every call and every compilation; reading it costs some microseconds
+and waits for nothing. This module must not know how steps are run.
+"""
+
+import itertools
+import os
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpxla.device.backend import Backend
+from mpxla.errors import MpxlaError
+from mpxla.session import current
+
+__all__ = ["Meter", "metrics", "write_metrics"]
+
+_NUM_CALLS = 20
+
+
+@dataclass
+class _Calls:
+    """The last calls of one step function."""
+
+    is_training: bool
+    samples: int | None
+    spans: deque[tuple[float, float, float]] = field(
+        default_factory=lambda: deque(maxlen=_NUM_CALLS + 1)
+    )
+    """Begin, end and seconds of waiting of each call, in order."""
+
+    def periods(self) -> list[float]:
+        """Seconds from the begin of each call to that of the next one."""
+        begins = [begin for begin, _, _ in self.spans]
+        if len(begins) == 1:
+            return [self.spans[0][1] - begins[0]]
+        return [after - before for before, after in itertools.pairwise(begins)]
+
+    def waiting(self) -> float:
+        """Share of the time of these calls that the host waited for messages."""
+        periods = self.periods()
+        waited = [seconds for _, _, seconds in self.spans][: len(periods)]
+        return min(1.0, sum(waited) / max(sum(periods), 1e-9))
+
+
+class Meter:
+    """Counts what happens on one rank.
+
+    Args:
+        backend: counts compilations and the device's memory.
+        transport: counts what is sent.
+        num_replicas: of the model, each with a batch of its own.
+
+    Attributes:
+        num_steps: calls of step functions that train.
+    """
+
+    def __init__(self, backend: Backend, transport: Any, num_replicas: int):
+        self._backend = backend
+        self._transport = transport
+        self._num_replicas = num_replicas
+        self._functions: dict[str, _Calls] = {}
+        self._compile_s = 0.0
+        self._shown = ""
+        self.num_steps = 0
+
+    def note_compilation(self, seconds: float) -> None:
+        """A step function was captured and compiled."""
+        self._compile_s += seconds
+
+    def note_call(
+        self,
+        function: str,
+        is_training: bool,
+        span: tuple[float, float],
+        waited_s: float,
+        samples: int | None,
+    ) -> None:
+        """A step function has run.
+
+        Args:
+            function: its name.
+            is_training: whether it calls `model.backward`.
+            span: begin and end of the call, in seconds of one clock.
+            waited_s: seconds in which the host waited for messages.
+            samples: in the batch of this replica; None where they are not known.
+        """
+        calls = self._functions.setdefault(function, _Calls(is_training, samples))
+        calls.samples = samples
+        calls.spans.append((*span, waited_s))
+        self.num_steps += is_training
+        shown = self._functions.get(self._shown)
+        if shown is None or is_training or not shown.is_training:
+            self._shown = function
+
+    def read(self) -> dict[str, Any]:
+        """All numbers; see `metrics`."""
+        calls = self._functions.get(self._shown)
+        step_s = samples_per_s = waiting = None
+        if calls is not None:
+            step_s, waiting = statistics.median(calls.periods()), calls.waiting()
+            if calls.samples is not None:
+                samples_per_s = calls.samples * self._num_replicas / step_s
+        return {
+            "function": self._shown,
+            "steps": self.num_steps,
+            "step_s": step_s,
+            "samples_per_s": samples_per_s,
+            "waiting": waiting,
+            "compilations": self._backend.num_compilations,
+            "compile_s": self._compile_s,
+            "bytes_sent": self._transport.bytes_sent,
+            "memory_bytes": self._memory(),
+        }
+
+    def line(self) -> str:
+        """The numbers as one line for the log."""
+        found = self.read()
+        parts = [f"step {found['steps']} of {found['function']}: {found['step_s']:.3g} s"]
+        if found["samples_per_s"] is not None:
+            parts.append(f"{found['samples_per_s']:.4g} samples/s")
+        parts.append(f"waiting {100 * found['waiting']:.0f} %")
+        parts.append(f"memory {found['memory_bytes'] / 2**20:.0f} MiB")
+        parts.append(f"sent {found['bytes_sent'] / 2**20:.1f} MiB")
+        parts.append(f"{found['compilations']} compilations in {found['compile_s']:.1f} s")
+        return ", ".join(parts)
+
+    def _memory(self) -> int:
+        counters = self._backend.memory_counters()
+        if counters is not None:
+            return counters["bytes_used"]
+        # The device is the processor: what this process has in memory.
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def metrics() -> dict[str, Any]:
+    """What steps cost on this rank, of the step function that trained last. (Extension.)
+
+    Waits for nothing, and may be called on any rank at any time. Keys:
+
+    - `function`: name of the step function;
+    - `steps`: calls of step functions that train, since `smp.init`;
+    - `step_s`: seconds from the begin of one call to that of the next one, median of the last 20;
+    - `samples_per_s`: samples of the batches of all replicas per second; None on ranks that do not
+      see the batch (all but the first of a pipeline);
+    - `waiting`: share of that time in which this rank's host waited for messages, 0 to 1;
+    - `compilations`, `compile_s`: programs compiled by this process; seconds for step functions;
+    - `bytes_sent`: bytes that this rank gave to the transport: messages, and operands of
+      collectives;
+    - `memory_bytes`: in use on the device; on the CPU by this process.
+
+    Values that are not known yet are None.
+
+    Raises:
+        MpxlaError: there is no `DistributedModel` yet.
+    """
+    models = current().models
+    if models is None:
+        raise MpxlaError("smp.metrics() was called before smp.DistributedModel; wrap the model.")
+    return models.engine.meter.read()
+
+
+def write_metrics(writer: Any, step: int, prefix: str = "mpxla/") -> None:
+    """Writes `metrics()` as scalars for TensorBoard. (Extension.)
+
+    Args:
+        writer: has `add_scalar(name, value, step)`, as `SummaryWriter` of
+            torch.utils.tensorboard.
+        step: position on the horizontal axis.
+        prefix: stands before the names of the keys.
+    """
+    for name, value in metrics().items():
+        if isinstance(value, (int, float)):
+            writer.add_scalar(f"{prefix}{name}", value, step)
