@@ -352,7 +352,10 @@ def _compile_stage(lowered: LoweredStage, backend: Backend, splits: bool) -> Com
     if lowered.backward is not None and splits:
         return _compile_split(name, lowered, forward, backend)
     if lowered.backward is not None:
-        backward = backend.compile(f"{name} backward", lowered.backward, lowered.backward_inputs)
+        # Its first arguments are the gradients so far, which its first results replace.
+        donated = range(lowered.num_accumulators)
+        inputs = lowered.backward_inputs
+        backward = backend.compile(f"{name} backward", lowered.backward, inputs, donated)
     return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, backend))
 
 
@@ -373,10 +376,13 @@ def _compile_split(
     """Compiles a backward as two programs, of which either may be empty."""
     split = split_backward(lowered, backend.lowering.device)
     parts = [
-        backend.compile(f"{name} {what} gradients", part.graph, part.inputs)
+        backend.compile(f"{name} {what} gradients", part.graph, part.inputs, range(count))
         if part is not None
         else None
-        for what, part in (("input", split.input_part), ("weight", split.weight_part))
+        for what, part, count in (
+            ("input", split.input_part, 0),
+            ("weight", split.weight_part, lowered.num_accumulators),
+        )
     ]
     layout = _compile_layout(name, lowered, backend)
     return CompiledStage(lowered, forward, None, split, *parts, **layout)
