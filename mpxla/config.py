@@ -121,6 +121,14 @@ class Config:
     schedule: str | None = key(None, text(is_nullable=True))
     """Extension. The text of a schedule for `pipeline: "custom"`: a line per pipeline rank with
     actions such as `0F0 0F1 0B0 0B1` (stage, operation, microbatch; `mpxla/schedule/action.py`)."""
+    device: str = key("auto", word("auto", "torch_xla", "pjrt", "eager"))
+    """Extension. What compiles and runs programs: `torch_xla`, or `pjrt`, which is jax on the
+    device that it finds; `auto` is the first of them that is installed. The variable MPXLA_DEVICE
+    wins over it."""
+    compile_cache: str | None = key(None, text(is_nullable=True))
+    """Extension. Folder in which `device: "pjrt"` keeps compiled programs, so that the next start
+    of the job compiles nothing; by default `mpxla/programs` in the user's cache folder, and `""`
+    keeps none. Whoever writes there can run code in the job."""
     transport: str = key("auto", word("auto", "host", "xla"))
     """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
     inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for

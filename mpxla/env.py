@@ -74,7 +74,9 @@ class LaunchEnv:
     mpxla_config: Mapping[str, Any] | None = None
     """Configuration in `MPXLA_CONFIG`: JSON text, or the path of a JSON file."""
     device: str | None = None
-    """Name of the backend to use; None for the first that is installed."""
+    """`MPXLA_DEVICE`: name of the backend to use; None leaves it to the configuration."""
+    cache_dir: str = "~/.cache"
+    """`XDG_CACHE_HOME`: the user's folder for what can be made again."""
     pjrt_device: str = "CPU"
     """Device type that torch_xla will use."""
     rendezvous_file: str | None = None
@@ -109,6 +111,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         smp_parameters=_read_json(environ, "SM_HP_MP_PARAMETERS", may_be_path=False),
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
         device=_read_device(environ),
+        cache_dir=environ.get("XDG_CACHE_HOME", "~/.cache"),
         pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         secret=_read_secret(environ),

@@ -200,8 +200,7 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.placement_strategy,
     )
     with log.root_logger_kept():
-        backend = open_backend(env.device)
-        _ = backend.device  # claims it, before the first host backward (see `current_device`)
+        backend = _open_device(resolved, env)
     _session = _connect(resolved, env, topology, backend, owns_group=not dist.is_initialized())
     delay_all_models(resolved.delayed_parameter_initialization)
     if shown is not None:
@@ -211,6 +210,21 @@ def init(config: dict[str, Any] | None = None) -> None:
     sys.excepthook = _reporting(sys.excepthook if shown is None else shown)
     _session.excepthooks = earlier_hook, sys.excepthook
     atexit.register(_shutdown_at_exit)
+
+
+def _open_device(config: Config, env: LaunchEnv) -> Backend:
+    """The backend that the configuration or the environment names, with its cache of programs."""
+    backend = open_backend(env.device or config.device)
+    _ = backend.device  # claims it, before the first host backward (see `current_device`)
+    folder = config.compile_cache
+    is_kept = backend.keep_programs(f"{env.cache_dir}/mpxla/programs" if folder is None else folder)
+    if folder and not is_kept and backend.name != "pjrt":
+        log.get_logger().warning(
+            "compile_cache has no effect on %s, which keeps no compiled programs there; "
+            'device: "pjrt" does.',
+            backend.name,
+        )
+    return backend
 
 
 def show_uncaught(env: LaunchEnv, is_complete: bool = False) -> UncaughtErrors | None:

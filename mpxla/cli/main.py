@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpxla.cli import plan, run, schedule, top, trace
+from mpxla.cli import cache, plan, run, schedule, top, trace
 from mpxla.errors import MpxlaError
 
 __all__ = ["main"]
@@ -21,10 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m mpxla",
-        description="Runs scripts and watches them; looks at partitions, schedules and traces.",
+        description=(
+            "Runs scripts and watches them; looks at partitions, schedules and traces; keeps "
+            "programs."
+        ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (plan, run, schedule, top, trace):
+    for command in (cache, plan, run, schedule, top, trace):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

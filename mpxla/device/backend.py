@@ -89,6 +89,7 @@ class Backend(Protocol):
         lowering: what it wants of graphs; does not touch the device.
         is_host: whether the device's memory is the host's.
         has_doubles: whether programs may compute in float64.
+        donates: whether programs take the memory of donated arguments.
         num_compilations: programs that this process has compiled so far.
     """
 
@@ -102,6 +103,8 @@ class Backend(Protocol):
     def is_host(self) -> bool: ...  # noqa: D102
     @property
     def has_doubles(self) -> bool: ...  # noqa: D102
+    @property
+    def donates(self) -> bool: ...  # noqa: D102
     @property
     def num_compilations(self) -> int: ...  # noqa: D102
 
@@ -127,6 +130,17 @@ class Backend(Protocol):
         """
         ...
 
+    def keep_programs(self, folder: str) -> bool:
+        """Keeps compiled programs in a folder from now on, for the next start of the job.
+
+        Args:
+            folder: made if need be; "" keeps none.
+
+        Returns:
+            Whether this backend keeps programs there.
+        """
+        ...
+
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
         """Host tensors as buffers, in one batch; what is on the device already stays.
 
@@ -143,6 +157,10 @@ class Backend(Protocol):
 
         Tensors of users are taken as well, on the device or on the host.
         """
+        ...
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        """New buffers of zeros, one per spec."""
         ...
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:

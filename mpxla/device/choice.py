@@ -24,12 +24,13 @@ def open_backend(name: str | None = None) -> Backend:
     """The backend of this process: its device's runtime is one per process, and so is this.
 
     Args:
-        name: which one (the variable MPXLA_DEVICE); None for the first that is installed.
+        name: which one (the variable MPXLA_DEVICE, or the key `device`); None or "auto" for the
+            first that is installed.
 
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
-    if name is None:
+    if name is None or name == "auto":
         name = next((n for n in _DEFAULTS if _is_installed(BACKENDS[n][0])), None)
         if name is None:
             raise ConfigError(
@@ -38,11 +39,11 @@ def open_backend(name: str | None = None) -> Backend:
             )
     if name not in BACKENDS:
         raise ConfigError(
-            f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}."
+            f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}, or auto."
         )
     if not _is_installed(BACKENDS[name][0]):
         raise ConfigError(
-            f"MPXLA_DEVICE={name} needs the package {BACKENDS[name][0]}, which is not installed. "
+            f"device {name} needs the package {BACKENDS[name][0]}, which is not installed. "
             f"Install it by {_INSTALL[name]}, or choose another backend."
         )
     return _opened(name)

@@ -163,6 +163,10 @@ class EagerBackend:
             disguises_sums=False,
         )
 
+    def keep_programs(self, folder: str) -> bool:
+        """There is nothing to keep."""
+        return False
+
     def compile(
         self,
         name: str,

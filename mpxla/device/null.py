@@ -119,6 +119,7 @@ class NullBackend:
     device = torch.device("cpu")
     is_host = True
     has_doubles = True
+    donates = True
     lowering: Lowering = field(default_factory=plain_lowering)
     compiled: list[NullExecutable] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -142,6 +143,15 @@ class NullBackend:
             outputs = [TensorSpec.of(result) for result in graph(*given)]
         self.compiled.append(NullExecutable(self, name, inputs, outputs, donated))
         return self.compiled[-1]
+
+    def keep_programs(self, folder: str) -> bool:
+        """There is nothing to keep."""
+        return False
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[NullBuffer]:
+        """A new buffer for every spec."""
+        self.calls.append("zeros")
+        return [NullBuffer(spec, "zeros") for spec in specs]
 
     def put(self, tensors: Sequence[Any]) -> list[NullBuffer]:
         """A buffer for every tensor; buffers stay."""

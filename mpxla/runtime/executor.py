@@ -86,7 +86,7 @@ class StepRun:
         inputs: tensor leaves of every microbatch (only where stage 0 lives).
         seeds: random seed of every (stage, microbatch) on the device; empty without random ops.
         objective_seed: gradient of the objectives, one element on the device.
-        zeros: gives a zero accumulator for a spec.
+        zeros: gives zero accumulators, one per spec; a backward may take their memory.
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
         prepared: transposed weights, by stage.
@@ -102,7 +102,7 @@ class StepRun:
     inputs: Sequence[Sequence[torch.Tensor]]
     seeds: Mapping[tuple[int, int], torch.Tensor]
     objective_seed: torch.Tensor | None
-    zeros: Callable[[TensorSpec], torch.Tensor]
+    zeros: Callable[[Sequence[TensorSpec]], list[torch.Tensor]]
     accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -360,7 +360,7 @@ def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
     lowered = stage.lowered
     found = step.accumulators.get(lowered.spec.index)
     if found is None:
-        found = [step.zeros(s) for s in lowered.backward_inputs[: lowered.num_accumulators]]
+        found = step.zeros(lowered.backward_inputs[: lowered.num_accumulators])
     return found
 
 

@@ -7,6 +7,7 @@ generate and prove the schedule, place parameters, lower and compile this rank's
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,7 +52,8 @@ __all__ = [
 ]
 
 
-_Compile = Callable[[str, torch.nn.Module, Sequence[TensorSpec]], Executable]
+_Compile = Callable[..., Executable]
+"""`Backend.compile`, with signs of life."""
 
 
 @dataclass(frozen=True)
@@ -332,9 +334,9 @@ def compile_stages(
         LoweringError: an operator can run neither on the device nor on the host.
     """
 
-    def compile_(name: str, graph: torch.nn.Module, inputs: Sequence[TensorSpec]) -> Executable:
+    def compile_(name: str, *arguments: Any) -> Executable:
         tell(name)
-        return backend.compile(name, graph, inputs)
+        return backend.compile(name, *arguments)
 
     started = time.perf_counter()
     programs: dict[int, CompiledStage] = {}
@@ -367,7 +369,10 @@ def _compile_stage(
     if lowered.backward is not None and splits:
         return _compile_split(name, lowered, forward, compile_, device)
     if lowered.backward is not None:
-        backward = compile_(f"{name} backward", lowered.backward, lowered.backward_inputs)
+        # Its first arguments are the gradients so far, which its first results replace.
+        donated = range(lowered.num_accumulators)
+        inputs = lowered.backward_inputs
+        backward = compile_(f"{name} backward", lowered.backward, inputs, donated)
     return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, compile_))
 
 
@@ -392,8 +397,13 @@ def _compile_split(
     """Compiles a backward as two programs, of which either may be empty."""
     split = split_backward(lowered, device)
     parts = [
-        compile_(f"{name} {what} gradients", part.graph, part.inputs) if part is not None else None
-        for what, part in (("input", split.input_part), ("weight", split.weight_part))
+        compile_(f"{name} {what} gradients", part.graph, part.inputs, range(count))
+        if part is not None
+        else None
+        for what, part, count in (
+            ("input", split.input_part, 0),
+            ("weight", split.weight_part, lowered.num_accumulators),
+        )
     ]
     layout = _compile_layout(name, lowered, compile_)
     return CompiledStage(lowered, forward, None, split, *parts, **layout)

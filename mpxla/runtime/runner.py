@@ -3,7 +3,7 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class PlanRunner:
             inputs=self._upload_inputs(tensors),
             seeds=self._seeds(num_microbatches, seed),
             objective_seed=self._objective_seed,
-            zeros=self._zero,
+            zeros=self._zeros_of,
             progress=progress,
             recorder=recorder,
         )
@@ -155,11 +155,13 @@ class PlanRunner:
         values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
         return dict(zip(keys, self._backend.put(values), strict=True))
 
-    def _zero(self, spec: TensorSpec) -> torch.Tensor:
-        if spec not in self._zeros:
-            zero = torch.zeros(spec.shape, dtype=spec.dtype)
-            (self._zeros[spec],) = self._backend.put([zero])
-        return self._zeros[spec]
+    def _zeros_of(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """What gradients start from: new buffers where backwards take them, else the same."""
+        if self._backend.donates:
+            return self._backend.zeros(specs)
+        new = [spec for spec in dict.fromkeys(specs) if spec not in self._zeros]
+        self._zeros.update(zip(new, self._backend.zeros(new), strict=True))
+        return [self._zeros[spec] for spec in specs]
 
 
 def _mix(seed: int, stage: int, microbatch: int) -> int:

@@ -13,7 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.device.backend import Backend
+from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 
 __all__ = ["Outcome", "differences", "rounding_errors", "run_in_stages", "run_plainly"]
 
@@ -72,7 +74,7 @@ def run_in_stages(
 
     graph = capture_factory(model, (dict(batch),), step)
     keys = {"pipeline_parallel_degree": num_stages, "memory_weight": memory_weight}
-    cut = cut_step(graph, Config(**keys), make_lowering(True), {}, None)
+    cut = cut_step(graph, Config(**keys), _backend().lowering, {}, None)
     run = _Run(model, cut, [v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor)])
     for stage in cut.stages:
         run.forward(stage)
@@ -194,7 +196,7 @@ class _Run:
     def forward(self, spec: Any) -> None:
         from mpxla.stage.lower import lower_stage
 
-        lowered = lower_stage(spec, True, make_lowering(True))
+        lowered = lower_stage(spec, True, _backend().lowering)
         held = [self.state[n] for n in (*spec.parameters, *spec.buffers, *spec.constants)]
         read = [self.values[p.name] if p.leaf < 0 else self.leaves[p.leaf] for p in spec.inputs]
         arguments = [*held, *read]
@@ -231,12 +233,14 @@ def _call(
     name: str, module: nn.Module, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Compiles a program, runs it once, and brings its results to the host."""
-    from mpxla.device.torch_xla.compile import compile_graph
-    from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
-
-    device = current_device()
+    backend = _backend()
     for spec, given in zip(inputs, arguments, strict=True):
         assert (spec.shape, spec.dtype) == (tuple(given.shape), given.dtype), name
-    program = compile_graph(name, module, inputs, device)
-    seed = to_device([torch.tensor(7)], device)[0]
-    return to_host(program(to_device(arguments, device), seed))
+    program = backend.compile(name, module, inputs)
+    (seed,) = backend.put([torch.tensor(7)])
+    return backend.get(program(backend.put(arguments), seed))
+
+
+def _backend() -> Backend:
+    """The one that the environment names, as a session would have it."""
+    return open_backend(read_environment().device)

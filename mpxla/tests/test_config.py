@@ -51,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
     "horovod": False,
     "virtual_pipeline_degree": 1,
     "schedule": None,
+    "device": "auto",
+    "compile_cache": None,
     "transport": "auto",
     "reduction_dtype": "same",
     "stall_timeout_s": 300.0,
@@ -170,6 +172,7 @@ def test_booleans_may_be_written_as_numbers():
         ("metrics_dir", 1, "a string"),
         ("check_indices", "none", "True, False or one of 'all', 'off', 'inputs'"),
         ("check_indices", 1, "True, False or one of"),
+        ("device", "tpu", "one of 'auto', 'torch_xla', 'pjrt'"),
         ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )

@@ -127,7 +127,7 @@ def train_plainly(case: Case) -> Found:
 def train(case: Case) -> Found:
     """Runs on every rank."""
     import mpxla as smp
-    from mpxla.device.torch_xla.compile import num_compilations
+    from mpxla.session import current
 
     smp.init(
         {
@@ -151,7 +151,7 @@ def train(case: Case) -> Found:
         if number % case.passes == 0:
             optimizer.zero_grad()
         if number == 3 * case.passes:
-            before = num_compilations()
+            before = current().backend.num_compilations
         returned = step(model, part_of(data_of(case, number), case.replicas, smp.rdp_rank()))
         loss = returned["loss"].reduce_mean().item()
         found.losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / case.replicas)
@@ -161,7 +161,7 @@ def train(case: Case) -> Found:
                 found.norms.append(norm.item())
             optimizer.step()
             scheduler.step()
-    found.compilations = num_compilations() - before
+    found.compilations = current().backend.num_compilations - before
     found.state_bytes = sum(
         value.nbytes
         for state in optimizer.state.values()

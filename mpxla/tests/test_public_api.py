@@ -129,6 +129,7 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
+    *("device", "compile_cache"),
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     "trust_checkpoints",
     "check_indices",

@@ -120,6 +120,8 @@ class ImportCache:
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """The array of a tensor, which it may share memory with."""
+        if tensor.is_inference():  # PyTorch does not tell when it is written to
+            return self._import(tensor, self._device)
         key = id(tensor)
         known = self._found.get(key)
         version, pointer = tensor._version, tensor.data_ptr()
@@ -132,6 +134,8 @@ class ImportCache:
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
         """Takes note of a tensor that shares memory with an array."""
+        if tensor.is_inference():
+            return
         place = _Place(tensor, self._forget)
         place.key = id(tensor)
         self._found[place.key] = (place, tensor._version, tensor.data_ptr(), array)

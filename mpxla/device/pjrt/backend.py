@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch import fx
 from torch._ops import OpOverload
@@ -26,10 +27,12 @@ from mpxla.device.pjrt.arrays import (
     host_view,
     shared_tensor,
 )
-from mpxla.device.pjrt.dtypes import torch_dtype
+from mpxla.device.pjrt.cache import keep_programs
+from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
+from mpxla.device.pjrt.memory import counters, explained
 from mpxla.device.pjrt.modules import flat_graph
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.stepgraph import describe
@@ -47,13 +50,18 @@ _NUM_WATCHED = 64
 """How many calls `wait` looks back. Programs of one device end in order, give or take a few."""
 
 
+_WAITED = "the results of a program that had been started were waited for"
+
+_NUM_ZEROS = 64
+"""Programs that make zeros for the gradients of a stage, of which there are few."""
+
+
 class PjrtBackend:
     """Compiles and runs programs by jax.
 
     Args:
         platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
         device_index: which of the platform's devices on this machine.
-        compile_cache: folder in which compiled programs are kept; "" keeps none.
         key_kind: jax's name of the random generator; None: what the plugin wants.
 
     Raises:
@@ -62,17 +70,15 @@ class PjrtBackend:
 
     name = "pjrt"
     has_doubles = True
+    donates = True
 
     def __init__(
         self,
         platform: str | None = None,
         device_index: int = 0,
-        compile_cache: str = "",
         key_kind: str | None = None,
     ):
         self._device = _find_device(platform, device_index)
-        if compile_cache:
-            _keep_programs(compile_cache)
         self.is_host = self._device.platform == "cpu"
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         self.device = torch.device("cuda", device_index) if is_cuda else torch.device("cpu")
@@ -82,6 +88,7 @@ class PjrtBackend:
             maxlen=_NUM_WATCHED
         )
         self._random_state = 0
+        self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
     @functools.cached_property
     def lowering(self) -> Lowering:
@@ -95,8 +102,12 @@ class PjrtBackend:
 
     @property
     def num_compilations(self) -> int:
-        """Programs that this process has compiled, or found in the cache, so far."""
+        """Programs that this process has compiled, or found on disk, so far."""
         return PjrtExecutable.num_compilations
+
+    def keep_programs(self, folder: str) -> bool:
+        """Keeps compiled programs on disk, see `cache.py`."""
+        return keep_programs(folder, self._device.platform)
 
     def compile(
         self,
@@ -133,6 +144,14 @@ class PjrtBackend:
         where = (self._key_kind, self._device, self._started)
         return compile_flat(name, module, inputs, donated, keep_text, *where)
 
+    def _compile_zeros(self, specs: tuple[TensorSpec, ...]) -> Callable[[], Sequence[jax.Array]]:
+        there = jax.sharding.SingleDeviceSharding(self._device)
+
+        def program() -> list[jax.Array]:
+            return [jnp.zeros(spec.shape, jax_dtype(spec.dtype)) for spec in specs]
+
+        return jax.jit(program, out_shardings=there).lower().compile()
+
     def _runner_of(self, name: str, piece: Piece, keep_text: bool) -> PjrtExecutable | HostRunner:
         if isinstance(piece, HostPiece):
             return HostRunner(name, piece, self.view, self.put)
@@ -140,21 +159,30 @@ class PjrtBackend:
 
     def put(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """Host tensors as arrays with memory of their own; arrays stay."""
-        return [
-            value if isinstance(value, jax.Array) else copy_to_device(value, self._device)
-            for value in tensors
-        ]
+        with explained("tensors were copied to it", self._device):
+            return [
+                value if isinstance(value, jax.Array) else copy_to_device(value, self._device)
+                for value in tensors
+            ]
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[jax.Array]:
+        """New arrays, by one program; tensors of PyTorch would not be donated."""
+        return list(self._zeros_program(tuple(specs))()) if specs else []
 
     def get(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
         """Waits; copies on the host, of arrays and of users' tensors."""
-        copies = iter(host_copies([b for b in buffers if isinstance(b, jax.Array)]))
+        with explained(_WAITED, self._device):
+            copies = iter(host_copies([b for b in buffers if isinstance(b, jax.Array)]))
         return [
             next(copies) if isinstance(b, jax.Array) else b.detach().cpu().clone() for b in buffers
         ]
 
     def view(self, buffer: Any) -> torch.Tensor:
         """Waits; a host tensor for reading only, which may share memory."""
-        return host_view(buffer) if isinstance(buffer, jax.Array) else buffer.detach().cpu()
+        if not isinstance(buffer, jax.Array):
+            return buffer.detach().cpu()
+        with explained(_WAITED, self._device):
+            return host_view(buffer)
 
     def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
@@ -170,7 +198,8 @@ class PjrtBackend:
             if isinstance(buffer, torch.Tensor):
                 found.append(buffer)
                 continue
-            tensor = shared_tensor(buffer, self.device)
+            with explained(_WAITED, self._device):
+                tensor = shared_tensor(buffer, self.device)
             if self.device.type == self._memory:
                 self._imports.remember(tensor, buffer)
             found.append(tensor)
@@ -194,7 +223,8 @@ class PjrtBackend:
         while self._started:
             array = self._started.popleft()()
             if array is not None and not array.is_deleted():
-                array.block_until_ready()
+                with explained(_WAITED, self._device):
+                    array.block_until_ready()
 
     def random_state(self) -> int:
         """State of the device's own generator, which no program draws from."""
@@ -206,11 +236,7 @@ class PjrtBackend:
 
     def memory_counters(self) -> dict[str, int] | None:
         """Bytes that the device counts (`bytes_used`, `bytes_limit`, ...); None if it does not."""
-        found = self._device.memory_stats()
-        if not found:
-            return None
-        names = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
-        return {names.get(key, key): int(value) for key, value in found.items()}
+        return counters(self._device)
 
     def reaches(self, world_size: int) -> bool:
         """Programs of one process do not reach the devices of others yet."""
@@ -222,6 +248,10 @@ class PjrtBackend:
             'transport: "xla" needs collectives inside programs, which the backend "pjrt" does not '
             'have yet. Set transport: "host", or MPXLA_DEVICE=torch_xla.'
         )
+
+    def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
+        """Nothing to do: no library asks jax for the rank."""
+        return lambda: None
 
     def join_world(
         self,
@@ -270,10 +300,3 @@ def _find_device(platform: str | None, index: int) -> jax.Device:
             f"which has {len(devices)}. Start as many processes per machine as it has devices."
         )
     return devices[index]
-
-
-def _keep_programs(folder: str) -> None:
-    """Makes jax keep compiled programs on disk, quickly compiled ones too."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

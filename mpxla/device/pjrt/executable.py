@@ -15,7 +15,8 @@ from torch import fx
 
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
-from mpxla.errors import LoweringError
+from mpxla.device.pjrt.memory import explained
+from mpxla.errors import LoweringError, MpxlaError
 from mpxla.stage.spec import TensorSpec
 
 Started = collections.deque[weakref.ref[jax.Array]]
@@ -33,6 +34,7 @@ class PjrtExecutable:
         num_inputs: how many arguments it takes.
         is_random: whether it takes a seed as well.
         text: StableHLO, if it is kept.
+        device: where it runs.
         started: takes a weak reference to one result of every call, for `PjrtBackend.wait`.
     """
 
@@ -47,8 +49,10 @@ class PjrtExecutable:
         num_inputs: int,
         is_random: bool,
         text: str,
+        device: jax.Device,
         started: Started,
     ):
+        self._device = device
         self._started = started
         self.name = name
         self.num_inputs = num_inputs
@@ -63,12 +67,14 @@ class PjrtExecutable:
         self, arguments: Sequence[jax.Array], seed: jax.Array | None = None
     ) -> list[jax.Array]:
         """Starts the program; returns its results at once, as arrays still being computed."""
-        if self._call is None:
-            computed: Sequence[jax.Array] = ()
-        elif self.is_random:
-            computed = self._call(seed, *arguments)
-        else:
-            computed = self._call(*arguments)
+        computed: Sequence[jax.Array] = ()
+        if self._call is not None:
+            given = (seed, *arguments) if self.is_random else arguments
+            try:
+                computed = self._call(*given)
+            except jax.errors.JaxRuntimeError:
+                with explained(f"{self.name} was started", self._device, self._call):
+                    raise
         if computed:
             self._started.append(weakref.ref(computed[-1]))
         if self._is_plain:
@@ -104,11 +110,12 @@ def compile_flat(
 
     Raises:
         LoweringError: an operator has no jax function, or XLA refuses the program.
+        MpxlaError: the device's memory is full.
     """
     wanted, results = _results_of(module)
     is_random = is_random_graph(module.graph)
     if not wanted:
-        return PjrtExecutable(name, None, results, len(inputs), False, "", started)
+        return PjrtExecutable(name, None, results, len(inputs), False, "", device, started)
     function = as_function(name, module)
 
     def program(*arrays: Any) -> list[Any]:
@@ -125,8 +132,9 @@ def compile_flat(
     donors = tuple(i + is_random for i in sorted(donated) if i not in kept)
     try:
         lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
-        compiled = lowered.compile()
-    except LoweringError:
+        with explained(f"{name} was compiled", device):
+            compiled = lowered.compile()
+    except MpxlaError:
         raise
     except Exception as error:  # XLA raises anything
         raise LoweringError(
@@ -134,7 +142,7 @@ def compile_flat(
         ) from error
     PjrtExecutable.num_compilations += 1
     text = lowered.as_text() if keep_text else ""
-    return PjrtExecutable(name, compiled, results, len(inputs), is_random, text, started)
+    return PjrtExecutable(name, compiled, results, len(inputs), is_random, text, device, started)
 
 
 def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:

@@ -33,8 +33,13 @@ def make_lowering() -> Lowering:
 @contextlib.contextmanager
 def _plain_operators(is_differentiated: bool) -> Iterator[None]:
     """Attention as products and softmax, and none of the processor's own fused kernels."""
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
-        yield
+    # Not `mkldnn.flags`: it sets what only Intel's GPUs have, too, and warns of that.
+    was_enabled, *_ = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=was_enabled, _fp32_precision=None)
 
 
 def _as_it_is(module: fx.GraphModule) -> None:

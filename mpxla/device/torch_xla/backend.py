@@ -27,6 +27,7 @@ class TorchXlaBackend:
     """Compiles and runs programs by torch_xla; see `Backend`. Buffers are tensors of its device."""
 
     name = "torch_xla"
+    donates = False
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -70,6 +71,18 @@ class TorchXlaBackend:
         donors is not found by its hash. With the variable on, donation was seen to work on the CPU.
         """
         return compile_graph(name, graph, inputs, self.device, keep_text)
+
+    def keep_programs(self, folder: str) -> bool:
+        """Nothing is kept.
+
+        On the CPU torch_xla 2.9 writes programs and cannot read them again (its counter
+        `PersistentCacheDeserializeFailure`); Neuron's compiler keeps its own, unasked.
+        """
+        return False
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """By way of the host."""
+        return self.put([torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs])
 
     def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Host tensors on the device; those that are there stay, and are started."""

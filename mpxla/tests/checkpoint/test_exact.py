@@ -17,9 +17,9 @@ pytestmark = pytest.mark.ranks
 
 def draws():
     """Numbers of every generator on the host, and of the device's own."""
-    import torch_xla.core.xla_model as xm
+    from mpxla.session import current
 
-    on_device = torch.rand(2, device=xm.xla_device()).cpu().tolist()
+    on_device = torch.rand(2, device=current().backend.device).cpu().tolist()
     return [random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item(), on_device]
 
 

@@ -23,6 +23,7 @@ def installed(monkeypatch, *packages):
 def test_the_first_that_is_installed_is_the_default(monkeypatch):
     installed(monkeypatch, "torch_xla", "jax")
     assert open_backend() == "torch_xla"
+    assert open_backend("auto") == "torch_xla"
     assert open_backend("pjrt") == "pjrt"
     installed(monkeypatch, "jax")
     assert open_backend() == "pjrt"
@@ -34,11 +35,11 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
         open_backend()
     installed(monkeypatch, "jax")
     with pytest.raises(
-        ConfigError, match="MPXLA_DEVICE=torch_xla needs the package torch_xla, which is not"
+        ConfigError, match=r"device torch_xla needs the package torch_xla, .*'mpxla\[torch-xla\]'"
     ):
         open_backend("torch_xla")
     with pytest.raises(
-        ConfigError, match=r"MPXLA_DEVICE=tpu is not a backend; choose one of torch_xla, pjrt"
+        ConfigError, match="MPXLA_DEVICE=tpu is not a backend; choose one of torch_xla, pjrt, or"
     ):
         open_backend("tpu")
 

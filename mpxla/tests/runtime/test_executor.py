@@ -43,7 +43,7 @@ def run(backend, plan, pp_rank):
         inputs=[backend.put([torch.zeros(3, 4)]) for _ in range(NUM_MICROBATCHES)],
         seeds={},
         objective_seed=seed,
-        zeros=lambda spec: backend.put([torch.zeros(spec.shape, dtype=spec.dtype)])[0],
+        zeros=backend.zeros,
     )
     leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages}
     link, reduced = Link(backend), []
@@ -52,7 +52,7 @@ def run(backend, plan, pp_rank):
     )
     backend.calls.clear()
     executor.run(plan.schedule[pp_rank], step)
-    return step, link, reduced, [name for name in backend.calls if name != "put"]
+    return step, link, reduced, [name for name in backend.calls if name not in ("put", "zeros")]
 
 
 def test_a_single_stage_runs_forward_and_backward_in_turn():
@@ -82,7 +82,8 @@ def test_accumulators_go_from_backward_to_backward():
 
     program.__class__ = Watched
     run(backend, plan, 0)
-    assert [a.source for a in taken[0][0]] == ["put"] * count
+    assert [a.source for a in taken[0][0]] == ["zeros"] * count
+    assert all(a.is_donated for given, _ in taken for a in given), "no old and new sums together"
     for (_, given), (next_taken, _) in itertools.pairwise(taken):
         assert next_taken == given
     assert len(taken) == NUM_MICROBATCHES

@@ -18,7 +18,6 @@ from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.plan import CutStep, compile_stages, constant_tensors, cut_step, schedule_step
 from mpxla.schedule.action import Action, Op
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["LocalStep", "StepValues"]
 
@@ -87,7 +86,7 @@ class LocalStep:
                 for stage in stages
             },
             objective_seed=to_device([torch.tensor(1.0)], device)[0],
-            zeros=lambda spec: _zeros(spec, device),
+            zeros=open_backend().zeros,
         )
         leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in stages}
         executor = Executor(self.programs, (), (), None, lambda stage, run: None, leaves)
@@ -118,7 +117,3 @@ class LocalStep:
                 zip(buffers, to_host([run.tensors[name] for name in buffers]), strict=True)
             ),
         )
-
-
-def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    return to_device([torch.zeros(spec.shape, dtype=spec.dtype)], device)[0]

@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 import torch
 from torch import nn
 
 from mpxla.device.pjrt.backend import PjrtBackend
-from mpxla.errors import LoweringError
+from mpxla.errors import LoweringError, MpxlaError
 from mpxla.stage.spec import TensorSpec
 
 VECTOR = TensorSpec((4,), torch.float32)
@@ -203,6 +204,49 @@ def test_an_unknown_operator_is_refused_by_name(backend):
 def test_the_cpu_counts_no_memory(backend):
     assert backend.memory_counters() is None
     assert backend.is_host and backend.has_doubles and backend.device == torch.device("cpu")
+
+
+def test_new_zeros_are_donated(backend):
+    program = backend.compile("add", Function(lambda a, b: [a + b]), [LARGE, LARGE], donated=[0])
+    (ones,) = backend.put([torch.ones(64, 64)])
+    for _ in range(2):
+        first, other = backend.zeros([LARGE, LARGE])
+        pointer = first.unsafe_buffer_pointer()
+        (result,) = program([first, ones])
+        assert backend.view(result).eq(1).all() and result.unsafe_buffer_pointer() == pointer
+        assert first.is_deleted() and not backend.view(other).any()
+
+
+class Full:
+    """In place of a compiled program, as a device answers whose memory is full."""
+
+    def __init__(self, program, text):
+        self.program, self.text = program, text
+        self.memory_analysis = program.memory_analysis
+
+    def __call__(self, *arguments):
+        raise jax.errors.JaxRuntimeError(self.text)
+
+
+def test_full_memory_says_what_needs_it_and_what_holds_it(backend, monkeypatch):
+    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1"), monkeypatch.setenv("MASTER_PORT", "29500")
+    gc.collect()
+    program = backend.compile("stage 1 backward", Function(lambda a: [a + 1]), [LARGE])
+    held = backend.put([torch.zeros(512, 1024)] * 3)
+    program._call = Full(program._call, "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    with pytest.raises(MpxlaError) as caught:
+        program(backend.put([torch.zeros(64, 64)]))
+    text = str(caught.value)
+    assert text.startswith("rank 1: the memory of its device (cpu:0) is full, while stage 1 ")
+    assert "16 KiB for its results, beside 16 KiB of arguments" in text
+    assert f"6 MiB in {len(held)} x float32[512, 1024]\n" in text
+    assert "Use smaller or more microbatches" in text
+    assert text.endswith("The runtime says: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    program._call.text = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        program(backend.put([torch.zeros(64, 64)]))
 
 
 SCRIPT = """
