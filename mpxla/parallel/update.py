@@ -97,7 +97,13 @@ class CompiledUpdate:
         if program is None:
             return
         arguments = [*self._backend.adopt(slots.tensors), *self._upload_rates(slots)]
-        slots.store(self._backend.publish(program(arguments)))
+        try:
+            slots.let_go()
+            results = program(arguments)
+        except BaseException:  # it did not start, and has taken nothing
+            slots.take_back(self._backend.publish([arguments[i] for i in slots.donated]))
+            raise
+        slots.store(self._backend.publish(results))
         self._slots = slots
         self.was_compiled = True
         self._hidden = [(p, p.grad) for group in trained for p in group]
@@ -137,12 +143,15 @@ class CompiledUpdate:
     def _compile(self, slots: Slots) -> Executable:
         rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
+        # Not the parameters: their arrays may be results of a step that returned a weight as it is.
+        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
+        donated = slots.donated if self._backend.is_host else ()
         try:
             tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs)
+            return self._backend.compile("optimizer update", tracer, inputs, donated)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs)
+            return self._backend.compile("optimizer update", tracer, inputs, donated)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

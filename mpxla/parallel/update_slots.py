@@ -30,6 +30,7 @@ class Slots:
         rates: different learning rates of the groups, as the groups hold them.
         rate_of: for every group the index of its rate; None without one.
         changed: slots that an update changes, in the order of the program's results.
+        donated: those of them that hold state, whose memory the results may take.
         key: equal for updates that the same program can do.
     """
 
@@ -88,6 +89,8 @@ class Slots:
         self._parameter_places = [place for place, _, _ in flat]
         ordered = ((place, *state_places.values()) for place, _, state_places in flat)
         self.changed = list(dict.fromkeys(chain.from_iterable(ordered)))
+        state_places = {place for _, _, place in self._entries}
+        self.donated = sorted(state_places - {*self._parameter_places, *self._gradient_places})
 
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
@@ -131,6 +134,24 @@ class Slots:
         is_complete = all(isinstance(t, torch.Tensor) and self._is_on_device(t) for t in found)
         return is_complete and len(set(map(id, found))) == len(found)
 
+    def let_go(self) -> None:
+        """Forgets the state that is donated, before the program that takes its memory is called.
+
+        A view that somebody sees keeps its memory from being taken, and those here would. Aliases
+        that users hold do so too, which is why they stay as they are.
+        """
+        taken = set(self.donated)
+        for state, key, place in self._entries:
+            if place in taken:
+                state[key] = None
+        self.tensors = [None] * len(self.tensors)
+
+    def take_back(self, donated: Sequence[torch.Tensor]) -> None:
+        """Puts the state that was donated back, after a program that could not be called."""
+        value_of = dict(zip(self.donated, donated, strict=True))
+        for state, key, place in self._entries:
+            state[key] = value_of.get(place, state[key])
+
     def store(self, results: Sequence[torch.Tensor]) -> None:
         """Makes a program's results the parameters and the state, and lets go of the old ones."""
         new: list[Any] = [None] * len(self.tensors)
@@ -140,7 +161,6 @@ class Slots:
             set_values([parameter], [new[place]])
         for state, key, place in self._entries:
             state[key] = new[place]
-        self.tensors = [None] * len(self.tensors)
 
 
 def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:
