@@ -104,12 +104,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._backend = session.backend
-        self._update = CompiledUpdate(optimizer, session.backend)
         self._deferred: dict[str, Any] | None = None
         # Parameters by group, from the placement of the first model until that of the last one.
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
         self.contents = OptimizerState(optimizer, self._models, session.backend)
         self._pieces = self.contents.pieces
+        self._update = CompiledUpdate(optimizer, session.backend, self._pieces)
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -163,12 +163,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._notice_groups()
         self._pieces.collect_gradients()
-        self._pieces.renew()
+        self._pieces.renew_divided()
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
             if not self._update.was_compiled:
                 self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-        self._pieces.publish()
+        self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -168,6 +168,8 @@ class ParameterStore:
         Args:
             names: of the parameters; those that are frozen, elsewhere or have one are left out.
         """
+        if self.is_divided:
+            return  # what is not divided was frozen then, and cannot be trained
         narrow = {
             name: parameter
             for name, parameter in self._trainable(names).items()

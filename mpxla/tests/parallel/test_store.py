@@ -13,7 +13,9 @@ import mpxla
 from mpxla.comm.loopback import loopback_world
 from mpxla.device.null import NullBackend
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
+from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.store import ParameterStore
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_copy import renewed
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
@@ -271,9 +273,50 @@ def step(store, optimizer, state):
         store.add_gradients([name], [torch.full(spec.shape, 0.3, dtype=spec.dtype)])
     state.pieces.renew()
     optimizer.step()
-    state.pieces.publish()
+    state.pieces.publish(has_masters=True)
     store.clear_gradients(set_to_none=True)
     store.state.parameters["norm"].grad = None
+
+
+def train_with_masters(kind, is_compiled):
+    """Masters and parameters after steps, with a write of the user's in between; and the calls."""
+    store = with_masters()
+    parameters = [store.state.parameters[name] for name in NAMES]
+    optimizer = kind(parameters, lr=1e-3)
+    pieces = OptimizerPieces(optimizer, {id(p): i for i, p in enumerate(parameters)})
+    pieces.exchange(store)
+    update = CompiledUpdate(optimizer, store.backend, pieces)
+    update.reason = None if is_compiled else "it is not to be"
+    for number in range(4):
+        trained = NAMES if number != 2 else NAMES[1:]
+        for name in trained:
+            spec = store.gradient_spec(name)
+            gradient = torch.linspace(-1, 1, spec.shape[-1]).expand(spec.shape) + number
+            store.add_gradients([name], [gradient.contiguous()])
+        if number == 1:
+            store.state.parameters["bias"].data[1] = 3.0
+        store.backend.calls.clear()
+        pieces.renew_divided()
+        update.step()
+        pieces.publish(has_masters=not update.was_compiled)
+        store.clear_gradients(set_to_none=True)
+        store.state.parameters["norm"].grad = None
+    values = [store.owner(n).detach() for n in NAMES] + [p.detach() for p in parameters]
+    return update.was_compiled, values, [c for c in store.backend.calls if " " in c]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_compiled_update_renews_and_publishes_masters(kind):
+    was_compiled, values, calls = train_with_masters(kind, True)
+    assert was_compiled and calls == ["optimizer update"]
+    was_compiled, expected, calls = train_with_masters(kind, False)
+    assert not was_compiled and calls == ["renewal of update copies", "rounding of masters"]
+    for value, wanted in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=2e-6, atol=0)
+    assert 2.9 < values[1][1] < 3.1, "what the user wrote is trained on"
+    assert torch.equal(values[3], values[0].to(BF16)) and not torch.equal(
+        values[0], values[3].float()
+    )
 
 
 def test_the_state_of_an_optimizer_holds_masters_and_takes_them_back():
@@ -296,6 +339,17 @@ def test_the_state_of_an_optimizer_holds_masters_and_takes_them_back():
     step(other, inner, again)
     for name in NAMES:
         assert torch.equal(other.owner(name), store.owner(name)), name
+
+
+def test_state_that_is_there_before_becomes_as_wide_as_the_masters():
+    store = with_masters()
+    parameters = [store.state.parameters[name] for name in NAMES]
+    optimizer = torch.optim.Adagrad(parameters, initial_accumulator_value=0.5)
+    pieces = OptimizerPieces(optimizer, {id(p): i for i, p in enumerate(parameters)})
+    assert optimizer.state[parameters[0]]["sum"].dtype is BF16
+    pieces.exchange(store)
+    found = optimizer.state[store.owner("weight")]["sum"]
+    assert found.dtype is F32 and found.eq(0.5).all() and parameters[0] not in optimizer.state
 
 
 def test_masters_that_were_saved_are_the_parameters_of_a_float32_run():
