@@ -27,6 +27,7 @@ from mpxla.parallel.replica import Replica, store
 from mpxla.parallel.sums import GradientPrograms
 from mpxla.runtime.gradients import sum_over_holders
 from mpxla.runtime.plan import CutStep
+from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class BucketedReduction:
             groups[(), holders] = names
         buckets: list[Bucket] = []
         for (_, holders), names in groups.items():
-            specs = {name: TensorSpec.of(parameters[name]) for name in names}
+            specs = {name: accumulator_spec(TensorSpec.of(parameters[name])) for name in names}
             buckets += fill_buckets(specs, holders, capacity)
         return buckets
 
@@ -271,7 +272,11 @@ class BucketedReduction:
         """Sums over this rank's stages, and over earlier passes that were not reduced."""
         names = list(names)
         groups = [[gradients[stage][at] for stage, at in self._sources[name]] for name in names]
-        totals = self._programs.sums(groups, self._factor)
+        dtypes = [
+            accumulator_spec(TensorSpec.of(self._replica.state.parameters[name])).dtype
+            for name in names
+        ]
+        totals = self._programs.sums(groups, dtypes, self._factor)
         if not (earlier and self._accumulates_locally):
             return totals
         before = [self._replica.state.parameters[name].grad for name in names]
@@ -280,7 +285,8 @@ class BucketedReduction:
             [
                 [total] if grad is None else [next(held), total]
                 for grad, total in zip(before, totals, strict=True)
-            ]
+            ],
+            dtypes,
         )
 
     @property

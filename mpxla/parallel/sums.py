@@ -22,14 +22,19 @@ Cut = tuple[int, tuple[int, ...]]
 class _Sums(nn.Module):
     """Groups of terms, one after the other, to the sum of each group, every term scaled."""
 
-    def __init__(self, counts: Sequence[int], factor: float):
+    def __init__(self, counts: Sequence[int], factor: float, dtypes: Sequence[torch.dtype]):
         super().__init__()
         self._counts = tuple(counts)
         self._factor = factor
+        self._dtypes = tuple(dtypes)
 
     def forward(self, *terms: torch.Tensor) -> list[torch.Tensor]:
-        rest = iter(terms if self._factor == 1.0 else [term * self._factor for term in terms])
-        return [reduce(torch.add, [next(rest) for _ in range(count)]) for count in self._counts]
+        rest, sums = iter(terms), []
+        for count, dtype in zip(self._counts, self._dtypes, strict=True):
+            group = [next(rest).to(dtype) for _ in range(count)]
+            scaled = group if self._factor == 1.0 else [term * self._factor for term in group]
+            sums.append(reduce(torch.add, scaled))
+        return sums
 
 
 class _Parts(nn.Module):
@@ -61,15 +66,32 @@ class GradientPrograms:
         self._backend = backend
         self._programs: dict[Any, Executable] = {}
 
-    def sums(self, groups: Sequence[Sequence[Buffer]], factor: float = 1.0) -> list[Buffer]:
-        """The sum of each group of buffers, each times a factor; started, not waited for."""
+    def sums(
+        self,
+        groups: Sequence[Sequence[Buffer]],
+        dtypes: Sequence[torch.dtype],
+        factor: float = 1.0,
+    ) -> list[Buffer]:
+        """The sum of each group of buffers, each times a factor; started, not waited for.
+
+        Args:
+            groups: the terms of every sum.
+            dtypes: of every sum; narrower terms are widened before they are added.
+            factor: of all terms.
+        """
+        spec = self._backend.spec
         results = [group[0] for group in groups]
-        computed = [i for i, group in enumerate(groups) if len(group) > 1 or factor != 1.0]
+        computed = [
+            i
+            for i, (group, dtype) in enumerate(zip(groups, dtypes, strict=True))
+            if len(group) > 1 or factor != 1.0 or spec(group[0]).dtype != dtype
+        ]
         if not computed:
             return results
         counts = tuple(len(groups[i]) for i in computed)
         terms = [term for i in computed for term in groups[i]]
-        program = self._program("sums of gradients", _Sums, (counts, factor), terms)
+        settings = (counts, factor, tuple(dtypes[i] for i in computed))
+        program = self._program("sums of gradients", _Sums, settings, terms)
         for index, total in zip(computed, program(terms), strict=True):
             results[index] = total
         return results
@@ -99,7 +121,7 @@ class GradientPrograms:
             [next(held), value] if has_gradient else [value]
             for has_gradient, value in zip(place, values, strict=True)
         ]
-        totals = backend.publish(self.sums(groups))
+        totals = backend.publish(self.sums(groups, [p.dtype for p in parameters]))
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
 
