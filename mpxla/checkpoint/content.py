@@ -70,7 +70,7 @@ def local_inventory(
             else:
                 own[name] = buffer
     numbers: list[tuple[str, str, Any]] = []
-    for piece in optimizer.state_pieces() if optimizer is not None else ():
+    for piece in optimizer.contents.entries() if optimizer is not None else ():
         if isinstance(piece.value, torch.Tensor):
             slot = _slot("optimizer", piece.name, piece.key, piece.value, piece.shape, piece.offset)
             values[slot] = piece.value

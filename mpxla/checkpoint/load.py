@@ -297,7 +297,7 @@ class _PartialLoader:
         model, optimizer = self._model, self._model.first_optimizer()
         if load_optimizer and optimizer is not None:
             self._check_optimizer(optimizer.kind)
-            optimizer.load_group_settings(load_object(self._folder / PARAM_GROUPS))
+            optimizer.contents.load_group_settings(load_object(self._folder / PARAM_GROUPS))
         elif load_optimizer and PARAM_GROUPS in self._manifest["files"]:
             get_logger().warning(
                 "the optimizer's state in %s is not loaded, because no smp.DistributedOptimizer "
@@ -319,7 +319,7 @@ class _PartialLoader:
                 _copy_into(model, self._names, lambda n: self._reader.whole("model", n))
                 self._load_own_buffers()
             if load_optimizer and optimizer is not None:
-                optimizer.load_saved_state(_SavedOptimizer(self._reader, self._names))
+                optimizer.contents.load_entries(_SavedOptimizer(self._reader, self._names))
             num_bytes = self._reader.num_bytes_read - before
             get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 

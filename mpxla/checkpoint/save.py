@@ -246,7 +246,7 @@ class _Part:
                 user, "user_content", self._session.config.trust_checkpoints, has_to_load=True
             )
             if optimizer is not None:
-                settings = optimizer.group_settings()
+                settings = optimizer.contents.group_settings()
                 self._blobs[PARAM_GROUPS] = serialize(settings, "the optimizer's settings")
             if model is not None:
                 self._blobs[PARTITION] = serialize(model.partition_decision(), "the partition")

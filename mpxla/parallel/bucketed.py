@@ -23,12 +23,9 @@ from mpxla.device.backend import Buffer
 from mpxla.errors import StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
-from mpxla.parallel.replica import Replica, store
-from mpxla.parallel.sums import GradientPrograms
+from mpxla.parallel.replica import Replica
 from mpxla.runtime.gradients import sum_over_holders
 from mpxla.runtime.plan import CutStep
-from mpxla.stage.accumulation import accumulator_spec
-from mpxla.stage.spec import TensorSpec
 
 if TYPE_CHECKING:
     from mpxla.parallel.reducer import GradientReducer
@@ -106,10 +103,11 @@ class BucketedReduction:
         self._reducer = reducer
         self._factor = factor
         self._replica = reducer.replica
-        self._shards = reducer.shards
+        self._store = reducer.replica.store
+        self._is_sharded = reducer.options.is_sharded
         self._flow = flow
         self._sources = flow.sources
-        self._programs = GradientPrograms(reducer.replica.backend)
+        self._programs = self._store.gradients
         self._buckets = self._form_buckets()
         self._packers = [self._make_packer(bucket) for bucket in self._buckets]
         bucketed = {name for bucket in self._buckets for name in bucket.names}
@@ -124,17 +122,17 @@ class BucketedReduction:
 
     def _form_buckets(self) -> list[Bucket]:
         """Buckets of what is reduced or shared, in the order in which they are complete."""
-        if self._shards is not None:
+        store = self._store
+        if self._is_sharded:
             for name in self._sources:
-                if name not in self._shards:
+                if not store.has_copy(name):
                     raise StepError(
                         f"the step trains the parameter {name}, which did not require a gradient "
                         f"when the model was partitioned. With shard_optimizer_state: True, set "
                         f"requires_grad before, and freeze parameters by giving them no gradient."
                     )
-            return [b for b in self._shards.buckets if not self._flow.trained.isdisjoint(b.names)]
+            return [b for b in store.shards if not self._flow.trained.isdisjoint(b.names)]
         capacity = self._reducer.options.capacity_bytes
-        parameters = self._replica.state.parameters
         shared = self._flow.shared
         is_shared = {name for names in shared.values() for name in names}
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]] = {}
@@ -149,7 +147,7 @@ class BucketedReduction:
             groups[(), holders] = names
         buckets: list[Bucket] = []
         for (_, holders), names in groups.items():
-            specs = {name: accumulator_spec(TensorSpec.of(parameters[name])) for name in names}
+            specs = {name: store.gradient_spec(name) for name in names}
             buckets += fill_buckets(specs, holders, capacity)
         return buckets
 
@@ -157,7 +155,7 @@ class BucketedReduction:
         present = self._present(bucket)
         dtype = self._reducer.options.transfer_dtype if self._replica.count > 1 else None
         dtype = dtype or bucket.dtype
-        shape = (-1,) if self._shards is None else (bucket.parts, -1)
+        shape = (bucket.parts, -1) if self._is_sharded else (-1,)
         return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
 
     def _present(self, bucket: Bucket) -> list[str]:
@@ -211,7 +209,7 @@ class BucketedReduction:
                     self._launch(index, gradients)
 
     def finish(self, gradients: Accumulators) -> None:
-        """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere."""
+        """Leaves all gradients with the store, and the first replica's buffers everywhere."""
         if not self._reduces:
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
             return
@@ -226,15 +224,15 @@ class BucketedReduction:
             flat = self._reducer.rounds.wait(self._under_way[index])
             if len(bucket.holders) > 1:
                 flat = self._sum_over_holders(flat, bucket.holders)
-            if self._shards is not None:
-                self._shards.receive_gradients(bucket, flat, self._flow.trained)
+            if self._is_sharded:
+                self._store.receive(bucket, flat, self._flow.trained)
                 continue
             parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
             self._accumulate(bucket.names, parts, is_total=True)
         self._under_way.clear()
         for name, handle in buffers.items():
             value = self._reducer.rounds.wait(handle)
-            store(self._replica, [name], [value])
+            self._store.write([name], [value])
 
     def _sum_over_holders(self, flat: Buffer, holders: Sequence[int]) -> Buffer:
         replica = self._replica
@@ -249,16 +247,14 @@ class BucketedReduction:
             flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
         else:
             flat = packer(self._sums(present, gradients, earlier=True), scale)
-        if self._shards is not None:
+        if self._is_sharded:
             flat = flat.view(bucket.parts, -1) if packer is None else flat
-            for name in present:
-                self._replica.state.parameters[name].grad = None
         if hook is not None:
             parameters = [self._replica.state.parameters[name] for name in bucket.names]
             is_last = len(self._under_way) == len(self._buckets) - 1
             number = len(self._under_way)
             self._under_way[index] = hook.submit(bucket, flat, number, is_last, parameters)
-        elif self._shards is not None:
+        elif self._is_sharded:
             transport = self._replica.transport
             self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
         elif self._replica.count > 1:
@@ -272,37 +268,26 @@ class BucketedReduction:
         """Sums over this rank's stages, and over earlier passes that were not reduced."""
         names = list(names)
         groups = [[gradients[stage][at] for stage, at in self._sources[name]] for name in names]
-        dtypes = [
-            accumulator_spec(TensorSpec.of(self._replica.state.parameters[name])).dtype
-            for name in names
-        ]
+        dtypes = [self._store.gradient_spec(name).dtype for name in names]
         totals = self._programs.sums(groups, dtypes, self._factor)
         if not (earlier and self._accumulates_locally):
             return totals
-        before = [self._replica.state.parameters[name].grad for name in names]
-        held = iter(self._replica.backend.adopt([grad for grad in before if grad is not None]))
-        return self._programs.sums(
-            [
-                [total] if grad is None else [next(held), total]
-                for grad, total in zip(before, totals, strict=True)
-            ],
-            dtypes,
-        )
+        before = self._store.take_gradients(names)
+        terms = zip(before, totals, strict=True)
+        return self._programs.sums([[t] if g is None else [g, t] for g, t in terms], dtypes)
 
     @property
     def _accumulates_locally(self) -> bool:
-        """Whether `param.grad` holds earlier passes of this replica alone."""
+        """Whether gradients of earlier passes are those of this replica alone."""
         return self._replica.count > 1 and self._reducer.options.backward_passes_per_step > 1
 
     def _accumulate(
         self, names: Sequence[str], values: Sequence[Buffer], is_total: bool = False
     ) -> None:
-        """Adds to `param.grad`; totals of several passes already hold what is there."""
-        parameters = [self._replica.state.parameters[name] for name in names]
+        """Adds to the gradients; totals of several passes already hold what is there."""
         if is_total and self._accumulates_locally:
-            for parameter in parameters:
-                parameter.grad = None
-        self._programs.add_to(parameters, values)
+            self._store.take_gradients(names)
+        self._store.add_gradients(names, values)
 
     @property
     def _broadcasts_buffers(self) -> bool:

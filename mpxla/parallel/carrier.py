@@ -8,7 +8,7 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.parallel.companions import Heir
-from mpxla.parallel.zero import Piece
+from mpxla.parallel.update_copy import UpdateCopy
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 
@@ -37,20 +37,23 @@ class Carrier:
 
         return Heir(parameter, "whole", convert)
 
-    def part(self, parameter: nn.Parameter, piece: Piece) -> Heir:
-        """A piece in the place of its parameter."""
+    def copy(self, update_copy: UpdateCopy) -> Heir:
+        """An update copy in the place of its parameter."""
+        extent = update_copy.extent
 
         def convert(value: torch.Tensor) -> torch.Tensor:
             if self._former_owner(value) is not None:
+                what = "float32 copies" if extent is None else "flat pieces"
                 raise MpxlaError(
                     f"{self._kind} keeps a tensor that shares the memory of a parameter, and "
-                    f"shard_optimizer_state: True gives it flat pieces of parameters instead. "
-                    f"Keep copies (.clone()), or remove shard_optimizer_state."
+                    f"is given {what} of parameters instead (shard_optimizer_state, or mixed "
+                    f"precision). Keep copies (.clone())."
                 )
-            flat = value.detach().reshape(-1)[piece.start : piece.stop].clone()
-            return self.move(_like(value, flat))
+            if extent is None:
+                return self.move(value)
+            return self.move(_like(value, value.detach().reshape(-1)[slice(*extent)].clone()))
 
-        return Heir(piece.parameter, (piece.start, piece.stop), convert)
+        return Heir(update_copy.parameter, "whole" if extent is None else extent, convert)
 
     def move(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the device; numbers stay where they are."""

@@ -86,7 +86,7 @@ class ModelReducers:
         changed = {name for stage in cut.stages for name in stage.new_buffers}
         flows: list[tuple[GradientReducer, GradientFlow]] = []
         for reducer in self:
-            pp_rank, ranks = reducer.replica.pp_rank, reducer.parameter_ranks
+            pp_rank, ranks = reducer.replica.pp_rank, reducer.replica.store.ranks
             flow = GradientFlow.of(cut, pp_rank, ranks, reducer.names)
             if flow.trained or not changed.isdisjoint(reducer.names):
                 flows.append((reducer, flow))

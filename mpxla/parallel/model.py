@@ -25,11 +25,11 @@ from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
+from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module
-from mpxla.parallel.zero import ShardedParameters
 from mpxla.runtime.engine import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
@@ -257,11 +257,23 @@ class DistributedModel(PartitionedModule):
             result = load_into(self.module, values, strict)
         finally:
             accept_changes()
+        self._load_masters(values)
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         self._backend.flush()
         return result
+
+    def _load_masters(self, values: Mapping[str, Any]) -> None:
+        """Masters take values that are wider than their parameters, before they are rounded."""
+        store, exact = self.store, {}
+        for alias, value in values.items():
+            copy = store.copy_of(name := self._state.canonical_names.get(alias, ""))
+            is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
+            if is_exact and value.dtype != self._state.parameters[name].dtype:
+                exact[name] = value
+        if exact:
+            store.load(exact)
 
     def load_when_placed(self, load: Callable[[], None]) -> None:
         """Lets a checkpoint load when every rank has its parameters: now, or in the first step."""
@@ -309,10 +321,9 @@ class DistributedModel(PartitionedModule):
         self._reducer.reduce_next()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of this rank's parameters, and of its pieces of them."""
+        """Clears the gradients of this rank's parameters, and of its update copies."""
         super().zero_grad(set_to_none)
-        if self.shards is not None:
-            self.shards.clear_gradients(set_to_none)
+        self.store.clear_gradients(set_to_none=set_to_none)
 
     def attach_optimizer(self, optimizer: Any) -> None:
         """Called by `DistributedOptimizer`: its groups follow the parameters."""
@@ -326,11 +337,10 @@ class DistributedModel(PartitionedModule):
         return list(self._optimizers)
 
     def parameter_ids(self) -> set[int]:
-        """Identities of the parameters that belong to it, and of this rank's pieces of them."""
-        pieces = [] if self.shards is None else self.shards.pieces()
+        """Identities of the parameters that belong to it, and of this rank's update copies."""
         known = self._state.parameters
         owned = [known[name] for name in self._reducer.names.values() if name in known]
-        return {id(parameter) for parameter in (*owned, *(piece.parameter for piece in pieces))}
+        return {id(p) for p in (*owned, *(copy.parameter for copy in self.store.copies()))}
 
     def optimizer_settings(self) -> str:
         """Settings of the optimizers, in words that are equal on all replicas."""
@@ -373,9 +383,9 @@ class DistributedModel(PartitionedModule):
         return self._reducer.options.is_sharded
 
     @property
-    def shards(self) -> ShardedParameters | None:
-        """How parameters are divided over replicas; None if they are not, or not placed yet."""
-        return self._reducer.shards
+    def store(self) -> ParameterStore:
+        """Its parameters on this rank, and what optimizers hold of them."""
+        return self._reducer.replica.store
 
     @property
     def last_run(self) -> Any:

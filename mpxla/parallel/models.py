@@ -22,6 +22,7 @@ from mpxla.parallel.norms import GradientNorm
 from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.rounds import Rounds
+from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.engine import Member, StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.plan import CutStep
@@ -93,8 +94,7 @@ class Models:
             session.topology.dp_group(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
-            session.backend,
-            member.state,
+            ParameterStore(member.state, session.backend, _master_dtype(session)),
         )
         reducer = GradientReducer(
             replica,
@@ -239,6 +239,11 @@ class Models:
     def end_training(self) -> None:
         """Called when the session ends: all replicas have to have trained equally long."""
         self._rounds.attendance.leave()
+
+
+def _master_dtype(session: Session) -> torch.dtype | None:
+    """In what 16-bit parameters are updated, if not in their own type."""
+    return torch.float32 if session.config.bf16 or session.config.fp16 else None
 
 
 def cut_report(cut: CutStep) -> str:

@@ -6,15 +6,16 @@ applied on the device. Two compiled programs; the host reads nothing.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from mpxla.comm.transport import Transport
-from mpxla.device.backend import Backend, Buffer, Executable
+from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
+from mpxla.parallel.programs import Programs
 from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.store import ParameterStore, set_gradients
 from mpxla.session import current
 
 __all__ = ["GradientNorm", "clip_grad_norm_"]
@@ -139,40 +140,42 @@ class GradientNorm:
         self._backend = backend
         self._pipeline = tuple(pipeline)
         self._world = tuple(world)
-        self._programs: dict[Any, Executable] = {}
+        self._programs = Programs(backend)
         self._limits: dict[float, torch.Tensor] = {}
 
     @property
-    def is_divided(self) -> bool:
-        """Whether the gradients of parameters are in pieces on their owners."""
-        return any(reducer.shards is not None for reducer in self._reducers)
+    def _placed(self) -> list[ParameterStore]:
+        """Parameters of the models that are placed."""
+        stores = [reducer.replica.store for reducer in self._reducers]
+        return [store for store in stores if store.state.is_placed]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether gradients of some parameters are on update copies instead."""
+        return any(store.has_copies for store in self._placed)
 
     @property
     def is_spread(self) -> bool:
-        """Whether there are gradients of some model that this rank does not hold."""
-        is_any_placed = any(reducer.replica.state.is_placed for reducer in self._reducers)
-        return is_any_placed and (self.is_divided or len(self._pipeline) > 1)
+        """Whether there are gradients of some model that its parameters here do not hold."""
+        return bool(self._placed) and (self.has_copies or len(self._pipeline) > 1)
 
     def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether no model is placed, or parameters are of one that is not."""
         states = [reducer.replica.state for reducer in self._reducers]
         waiting = {id(p) for s in states if not s.is_placed for p in s.parameters.values()}
-        is_any_placed = any(state.is_placed for state in states)
-        return not is_any_placed or any(id(p) in waiting for p in parameters)
+        return not self._placed or any(id(p) in waiting for p in parameters)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that have to clip together."""
-        return self._world if self.is_divided else self._pipeline
+        return self._world if any(store.is_divided for store in self._placed) else self._pipeline
 
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that are no parameters of a model, here or elsewhere, and no pieces of one."""
+        """Those that are no parameters of a model, here or elsewhere, and no copies of one."""
         known: set[int] = set()
-        for reducer in self._reducers:
-            if reducer.replica.state.is_placed:
-                known |= {id(p) for p in reducer.replica.state.parameters.values()}
-            if reducer.shards is not None:
-                known |= {id(piece.parameter) for piece in reducer.shards.pieces()}
+        for store in self._placed:
+            known |= {id(p) for p in store.state.parameters.values()}
+            known |= {id(copy.parameter) for copy in store.copies()}
         return [parameter for parameter in parameters if id(parameter) not in known]
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,12 +192,10 @@ class GradientNorm:
         counted = [gradient for gradient in counted if gradient is not None]
         gradients = self._backend.adopt(gradients)
         (powers,) = self._backend.put([self._powers(counted, order)])
-        arguments = [powers, self._limit(max_norm), *gradients]
-        norm, *scaled = self._program(_Scaling, order, arguments)(arguments)
+        norm, *scaled = self._run(_Scaling, order, [powers, self._limit(max_norm), *gradients])
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
         norm, *scaled = self._backend.publish([norm, *scaled])
-        for owner, gradient in zip(with_gradient, scaled, strict=True):
-            owner.grad = gradient
+        set_gradients(with_gradient, scaled)
         return norm
 
     def total(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -212,8 +213,7 @@ class GradientNorm:
             if is_counted and tensor is not None and id(tensor) in given
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
-        arguments = [powers, self._limit(0.0)]
-        (norm,) = self._program(_Scaling, order, arguments)(arguments)
+        (norm,) = self._run(_Scaling, order, [powers, self._limit(0.0)])
         return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -233,22 +233,23 @@ class GradientNorm:
         """Sums of powers [ranks, 1], or [1] where only this rank has any."""
         powers = torch.zeros(1)
         if tensors:
-            arguments = self._backend.adopt(tensors)
-            (powers,) = self._program(_Powers, order, arguments)(arguments)
+            (powers,) = self._run(_Powers, order, self._backend.adopt(tensors))
         if len(self.ranks) > 1:
             powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
 
     def _held(self) -> list[nn.Parameter]:
         """Parameters of this rank, of all models that are placed."""
-        states = [reducer.replica.state for reducer in self._reducers]
-        return [p for state in states if state.is_placed for _, p in state.local_parameters()]
+        return [p for store in self._placed for _, p in store.state.local_parameters()]
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
         """What holds gradients on this rank, and whether this rank counts them."""
+        for store in self._placed:
+            store.collect_gradients()
         wanted = {id(parameter) for parameter in parameters}
-        placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
-        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
+        replicas = [reducer.replica for reducer in self._reducers]
+        placed = [replica for replica in replicas if replica.state.is_placed]
+        found = [owner for r in placed for owner in _owners_in(r.store, r.pp_rank, wanted)]
         return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
@@ -256,29 +257,19 @@ class GradientNorm:
             (self._limits[value],) = self._backend.put([torch.tensor(value)])
         return self._limits[value]
 
-    def _program(
+    def _run(
         self, kind: type[nn.Module], order: float, arguments: Sequence[Buffer]
-    ) -> Executable:
-        specs = tuple(self._backend.spec(argument) for argument in arguments)
-        key = (kind, order, specs)
-        if key not in self._programs:
-            name = "norm of the gradients"
-            self._programs[key] = self._backend.compile(name, kind(order), specs)
-        return self._programs[key]
+    ) -> list[Buffer]:
+        return self._programs.run("norm of the gradients", kind, (order,), arguments)
 
 
-def _owners_in(reducer: GradientReducer, wanted: set[int]) -> list[tuple[torch.Tensor, bool]]:
+def _owners_in(
+    store: ParameterStore, pp_rank: int, wanted: set[int]
+) -> list[tuple[torch.Tensor, bool]]:
     """What holds gradients of one model's parameters here, and whether this rank counts them."""
-    replica, shards = reducer.replica, reducer.shards
-    owners: list[tuple[torch.Tensor, bool]] = []
-    for name, parameter in replica.state.local_parameters():
-        is_counted = reducer.parameter_ranks[name][0] == replica.pp_rank
-        owner: torch.Tensor = parameter
-        if shards is not None and name in shards:
-            piece = shards.piece_of(name)
-            if piece is None:
-                continue
-            owner = piece.parameter
-        if id(parameter) in wanted or id(owner) in wanted:
-            owners.append((owner, is_counted))
-    return owners
+    found = [(n, p, store.owner(n)) for n, p in store.state.local_parameters()]
+    return [
+        (owner, store.ranks[name][0] == pp_rank)
+        for name, parameter, owner in found
+        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner)))
+    ]

@@ -1,17 +1,17 @@
 """`DistributedOptimizer`: the user's optimizer, restricted to this rank's parameters.
 
 Parameters keep their identity when the model is partitioned, so param groups, optimizer state and
-LR schedulers stay as they are; what other ranks own is taken out of the groups.
+LR schedulers stay as they are; what other ranks own is taken out of the groups. A facade: updates
+are in `update`, what is updated in `store`, the forms of the state in `optimizer_state`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mpxla.checkpoint.single import load, save
-from mpxla.errors import CheckpointError, MpxlaError, StepError
+from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -21,16 +21,9 @@ from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
 from mpxla.parallel.names import no_such_attribute
-from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces, join_shards
-from mpxla.parallel.state_dicts import (
-    HELD_KEY,
-    PARTIAL_KEY,
-    SavedState,
-    StatePiece,
-    merge_optimizer_states,
-    pick_optimizer_state,
-    to_host,
-)
+from mpxla.parallel.optimizer_state import OptimizerState, parameters_of
+from mpxla.parallel.pieces import SHARD_KEY, join_shards
+from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.session import current
 
@@ -42,8 +35,6 @@ _MISSING = {
     "_global_grad_norm": "sharded data parallelism",
 }
 """Attribute of SMP's wrapper -> the missing feature that it belongs to."""
-_OF_RANK = ("params", "param_names")
-"""Keys of a param group that are about this rank's parameters."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -60,6 +51,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         static_loss_scale: loss scale of fp16 training, without which it has no effect.
         dynamic_loss_scale: dynamic loss scaling of fp16 training, likewise.
         **dynamic_loss_args: settings of dynamic loss scaling.
+
+    Attributes:
+        contents: its state, as checkpoints hold it.
 
     Raises:
         MpxlaError: there is no `DistributedModel` yet, it is not a torch optimizer, or it holds
@@ -114,12 +108,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._deferred: dict[str, Any] | None = None
         # Parameters by group, from the placement of the first model until that of the last one.
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
-        self._pieces: OptimizerPieces | None = None
-        self._positions = {
-            id(parameter): position for position, parameter in enumerate(_parameters_of(optimizer))
-        }
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._param_names = [_names_in(group) for group in optimizer.param_groups]
+        self.contents = OptimizerState(optimizer, self._models, session.backend)
+        self._pieces = self.contents.pieces
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -172,29 +162,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
         self._notice_groups()
-        if self._pieces is not None:
-            self._pieces.refresh()
+        self._pieces.collect_gradients()
+        self._pieces.renew()
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
             if not self._update.was_compiled:
                 self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-        if self._pieces is not None:
-            self._pieces.publish()
+        self._pieces.publish()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
         self._notice_groups()
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self._pieces is not None:
-            self._pieces.clear_gradients()
+        self._pieces.clear_gradients()
         if not set_to_none:
-            gradients = [p.grad for p in _parameters_of(self.optimizer) if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
             self._backend.adopt(gradients)
 
     def _updated(self) -> list[torch.Tensor]:
         """Parameters and state, which an update changes; pending values of the user are not."""
-        parameters = _parameters_of(self.optimizer)
+        parameters = parameters_of(self.optimizer)
         state = [
             value
             for parameter in parameters
@@ -219,21 +207,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 ranks must call it then); else the state is that of this rank's share alone.
         """
         self._notice_groups()
-        inner = self.optimizer.state_dict()
-        values = to_host(inner["state"], self._backend)
-        local = [self._positions[id(p)] for p in _parameters_of(self.optimizer)]
-        groups, first = [], 0
-        for group, size, names in zip(
-            inner["param_groups"], self._group_sizes, self._param_names, strict=True
-        ):
-            groups.append({**group, **names, "params": list(range(first, first + size))})
-            first += size
-        state = {local[number]: value for number, value in values.items()}
-        partial = {"state": state, "param_groups": groups, PARTIAL_KEY: True, HELD_KEY: local}
-        if self._pieces is None:
-            return partial
-        partial[SHARD_KEY] = self._pieces.ranges()
-        return self._join(partial) if gather_if_shard else partial
+        partial = self.contents.of_rank(self._are_divided)
+        return self._join(partial) if self._are_divided and gather_if_shard else partial
+
+    @property
+    def _are_divided(self) -> bool:
+        """Whether replicas hold different parts of the state; the same on all ranks."""
+        return any(model.divides_updates and model.partitioned for model in self._models)
 
     def _join(self, partial: Mapping[str, Any]) -> dict[str, Any]:
         """States of whole parameters from the shares of all replicas."""
@@ -252,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         session = current()
         group = session.topology.pp_group(session.rank)
-        ranks = group if self._pieces is None else session.topology.world_group()
+        ranks = session.topology.world_group() if self._are_divided else group
         what = "optimizer.state_dict"
         with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
@@ -300,15 +280,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     state_dict = self._join(state_dict)
                 parts = session.state_objects.allgather(dict(state_dict), group)
             state_dict = merge_optimizer_states(parts)
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != self._group_sizes:
-            raise ValueError(
-                f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
-                f"sizes {self._group_sizes}; build the optimizer as it was when "
-                f"the state was saved."
-            )
+        self.contents.check_groups(state_dict)
         if self.is_placed:
-            self._load_local(state_dict)
+            self.contents.load(state_dict)
         else:
             self._deferred = state_dict
 
@@ -323,98 +297,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         own = self.local_state_dict() if session.rank == group[source] else None
         state = session.state_objects.allgather(own, group)[source]
         if own is None:
-            self._load_local(state)
-
-    def _load_local(self, full: dict[str, Any]) -> None:
-        if self._pieces is not None:
-            full = self._pieces.cut(full)
-        self._load_picked(full)
-
-    def _load_picked(self, full: dict[str, Any]) -> None:
-        """Loads the states of what this rank updates, which are cut as it is."""
-        kept = [[self._positions[id(p)] for p in g["params"]] for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(pick_optimizer_state(full, kept))
-
-    # --- checkpoints: by parameter name, so that the topology may change ------------------------
-
-    def _names(self) -> dict[int, str]:
-        """Position of a parameter -> its name in the model; of several, with their labels."""
-        names: dict[int, str] = {}
-        for model in self._models:
-            prefix = f"{model.label}." if len(self._models) > 1 and model.label else ""
-            names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
-        found: dict[int, str] = {}
-        for ident, position in self._positions.items():  # pieces come after their parameters
-            found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
-        return found
-
-    def _range_of(self, parameter: torch.nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
-        """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
-        ranges = {} if self._pieces is None else self._pieces.ranges()
-        found = ranges.get(self._positions[id(parameter)])
-        return None if found is None else (*found[0], found[1])
-
-    def state_pieces(self) -> Iterator[StatePiece]:
-        """State that this rank holds, by parameter name. Values are not copied."""
-        names = self._names()
-        for parameter in _parameters_of(self.optimizer):
-            name, part = names[self._positions[id(parameter)]], self._range_of(parameter)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                if part is not None and is_tensor and value.shape == parameter.shape:
-                    yield StatePiece(name, key, value, part[2], part[0])
-                else:
-                    yield StatePiece(name, key, value)
+            self.contents.load(state)
 
     @property
     def kind(self) -> str:
         """Class of the inner optimizer, whose state no other class takes."""
         return type(self.optimizer).__name__
-
-    def group_settings(self) -> list[dict[str, Any]]:
-        """Settings of every param group, with the names of its parameters under "params"."""
-        names = iter(self._names().values())
-        return [
-            to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
-            | {"params": [next(names) for _ in range(size)]}
-            for group, size in zip(self.optimizer.param_groups, self._group_sizes, strict=True)
-        ]
-
-    def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the settings (learning rates and such) of groups of the same parameters.
-
-        Raises:
-            CheckpointError: the groups hold other parameters.
-        """
-        own = self.group_settings()
-        for number, (mine, other) in enumerate(zip_longest(own, saved, fillvalue={"params": []})):
-            different = sorted(set(mine["params"]) ^ set(other["params"]))
-            if different:
-                raise CheckpointError(
-                    f"param group {number} of this optimizer and of the saved one differ in "
-                    f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
-                    f"optimizer as it was, or pass load_optimizer=False."
-                )
-        for group, other in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update({k: v for k, v in other.items() if k not in _OF_RANK})
-
-    def load_saved_state(self, saved: SavedState) -> None:
-        """Loads the state of this rank's parameters. After partitioning."""
-        names = self._names()
-        state: dict[int, Any] = {}
-        for parameter in _parameters_of(self.optimizer):
-            position = self._positions[id(parameter)]
-            name, part = names[position], self._range_of(parameter)
-            entry: dict[str, Any] = {}
-            for key in saved.keys(name):
-                if part is not None and saved.shape(name, key) == part[2] != ():
-                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0])
-                else:
-                    entry[key] = saved.whole(name, key)
-            entry.update(saved.numbers(name))
-            if entry:
-                state[position] = entry
-        self._load_picked({"state": state, "param_groups": self.optimizer.param_groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model to the inner optimizer."""
@@ -423,18 +311,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _notice_groups(self) -> None:
         """Takes in groups that were added since, perhaps to the inner optimizer."""
-        new = self.optimizer.param_groups[len(self._group_sizes) :]
-        for group in new:
-            first = sum(self._group_sizes)
-            for position, parameter in enumerate(group["params"], first):
-                self._positions[id(parameter)] = position
-            self._group_sizes.append(len(group["params"]))
-            self._param_names.append(_names_in(group))
-        for model in _models_of(self.optimizer, self._session_models) if new else ():
+        if not self.contents.notice_groups():
+            return
+        for model in _models_of(self.optimizer, self._session_models):
             if model not in self._models:
                 self._models.append(model)
                 model.attach_optimizer(self)
-        if new and any(model.partitioned for model in self._models):
+        if any(model.partitioned for model in self._models):
             self.keep_local()
 
     @property
@@ -459,13 +342,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
-        self._divide()
+        for model in self._models:
+            self._pieces.exchange(model.store)
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
             self._take_along(before)
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
-            self._load_local(deferred)
+            self.contents.load(deferred)
 
     def _take_along(self, before: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """What the optimizer keeps of its parameters outside of its state follows them."""
@@ -477,21 +361,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         carrier = Carrier(type(self.optimizer), states, session.device)
 
         def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
-            is_divided, piece = self._pieces.heir(parameter) if self._pieces else (False, None)
-            if is_divided:
-                return [] if piece is None else [carrier.part(parameter, piece)]
+            is_exchanged, copy = self._pieces.heir(parameter)
+            if is_exchanged:
+                return [] if copy is None else [carrier.copy(copy)]
             return [] if parameter.is_meta else [carrier.whole(parameter)]
 
         follow_parameters(self.optimizer, before, heirs, carrier.move)
-
-    def _divide(self) -> None:
-        """With `shard_optimizer_state`: replaces parameters by this replica's pieces of them."""
-        for model in self._models:
-            if model.shards is None:
-                continue
-            if self._pieces is None:
-                self._pieces = OptimizerPieces(self.optimizer, self._positions)
-            self._pieces.divide(model.tensors, model.shards)
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[DistributedModel]:
@@ -502,7 +377,7 @@ def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[Distrib
     Raises:
         MpxlaError: it holds other parameters only.
     """
-    given, known = _parameters_of(optimizer), list(models)
+    given, known = parameters_of(optimizer), list(models)
     found = models.holding(given)
     if not found and given and len(known) > 1:
         raise MpxlaError(
@@ -513,14 +388,5 @@ def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[Distrib
     return found or known
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _is_plain_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value)
-
-
-def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names that torch keeps of a group's parameters, if they were given with names."""
-    return {"param_names": list(group["param_names"])} if "param_names" in group else {}

@@ -1,99 +1,102 @@
-"""An inner optimizer that holds pieces of parameters instead of parameters.
+"""An inner optimizer that holds update copies instead of parameters.
 
 Exchanges the contents of its param groups once, and translates its state between pieces and whole
 parameters: outside of it, states look as those of the plain optimizer.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
+from mpxla.errors import CheckpointError
 from mpxla.parallel.state_dicts import HELD_KEY
-from mpxla.parallel.zero import Piece, Range, ShardedParameters, cut_state, join_states
-from mpxla.runtime.state import ModelState
+from mpxla.parallel.store import ParameterStore
+from mpxla.parallel.update_copy import Range, UpdateCopy
 
-__all__ = ["SHARD_KEY", "OptimizerPieces", "join_shards"]
+__all__ = ["SHARD_KEY", "OptimizerPieces", "cut_state", "join_shards", "join_states"]
 
 SHARD_KEY = "_mpxla_shard"
 """In the state of one replica's pieces: position -> (range of the piece, shape of the whole)."""
 
 
-class _Holding(NamedTuple):
-    """What an optimizer has of one model."""
-
-    state: ModelState
-    names: list[str]
-
-
 class OptimizerPieces:
-    """The pieces that one optimizer updates on this rank.
+    """The update copies that one optimizer holds on this rank.
 
     Args:
         optimizer: the inner optimizer.
-        positions: id of a parameter -> its position in the plain optimizer; pieces are added.
+        positions: id of a parameter -> its position in the plain optimizer; copies are added.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, positions: dict[int, int]):
         self._optimizer = optimizer
         self._positions = positions
-        self._holdings: dict[ShardedParameters, _Holding] = {}
+        self._names: dict[ParameterStore, list[str]] = {}
         self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
-        self._exchanged: dict[int, Piece | None] = {}
+        self._exchanged: dict[int, UpdateCopy | None] = {}
+        self._wide: set[int] = set()
 
-    def divide(self, state: ModelState, shards: ShardedParameters) -> None:
-        """Puts pieces in the place of parameters, in groups and state; those there stay.
-
-        Args:
-            state: a model's parameters.
-            shards: how they are divided.
-        """
-        holding = self._holdings.setdefault(shards, _Holding(state, []))
-        name_of = {id(p): name for name, p in state.local_parameters()}
+    def exchange(self, store: ParameterStore) -> None:
+        """Puts a model's update copies in the place of parameters; those there stay."""
+        name_of = {id(p): n for n, p in store.state.local_parameters() if store.has_copy(n)}
         for group in self._optimizer.param_groups:
             kept: list[nn.Parameter] = []
             for parameter in group["params"]:
                 name = name_of.get(id(parameter))
-                if name is None or name not in shards:
+                if name is None:
                     kept.append(parameter)
                 else:
-                    holding.names.append(name)
-                    kept += self._exchange(shards.piece_of(name), parameter)
+                    self._names.setdefault(store, []).append(name)
+                    kept += self._exchange(store.copy_of(name), parameter)
             group["params"] = kept
 
-    def _exchange(self, piece: Piece | None, parameter: nn.Parameter) -> list[nn.Parameter]:
-        self._exchanged[id(parameter)] = piece
+    def _exchange(self, copy: UpdateCopy | None, parameter: nn.Parameter) -> list[nn.Parameter]:
+        self._exchanged[id(parameter)] = copy
         state = self._optimizer.state.pop(parameter, None)
-        if piece is None:
+        if copy is None:
             return []
+        if copy.parameter.dtype != parameter.dtype:
+            self._wide.add(id(copy.parameter))
         position = self._positions[id(parameter)]
-        self._positions[id(piece.parameter)] = position
-        self._ranges[position] = (piece.start, piece.stop), tuple(parameter.shape)
+        self._positions[id(copy.parameter)] = position
+        if copy.extent is not None:
+            self._ranges[position] = copy.extent, copy.shape
         if state:
-            cut = cut_state(state, parameter.shape, piece.start, piece.stop)
-            self._optimizer.state[piece.parameter] = cut
-        return [piece.parameter]
+            cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
+            self._optimizer.state[copy.parameter] = {
+                key: _widened(value, copy.parameter) for key, value in cut.items()
+            }
+        return [copy.parameter]
 
-    def heir(self, parameter: nn.Parameter) -> tuple[bool, Piece | None]:
-        """Whether a parameter was exchanged, and this rank's piece of it, if it has one."""
+    def heir(self, parameter: nn.Parameter) -> tuple[bool, UpdateCopy | None]:
+        """Whether a parameter was exchanged, and this rank's copy of it, if it has one."""
         return id(parameter) in self._exchanged, self._exchanged.get(id(parameter))
 
-    def refresh(self) -> None:
-        """Before an update: pieces take the parameters' values."""
-        for shards, holding in self._holdings.items():
-            shards.refresh(holding.names)
+    def collect_gradients(self) -> None:
+        """Before an update: masters take gradients that are on their parameters."""
+        for store in self._names:
+            store.collect_gradients()
+
+    def renew(self) -> None:
+        """Before an update: copies take what was written to the parameters."""
+        for store, names in self._names.items():
+            store.renew(names)
 
     def publish(self) -> None:
-        """After an update: parameters take the values of all replicas' pieces. Collective."""
-        for shards, holding in self._holdings.items():
-            shards.publish(holding.names)
+        """After an update: parameters take the values of the copies. Collective if divided."""
+        for store, names in self._names.items():
+            store.publish(names)
 
     def clear_gradients(self) -> None:
-        """Forgets gradients of earlier passes that wait on the parameters; pieces keep theirs."""
-        for holding in self._holdings.values():
-            for name in holding.names:
-                holding.state.parameters[name].grad = None
+        """Forgets gradients of earlier passes that wait for their reduction."""
+        for store, names in self._names.items():
+            store.clear_waiting(names)
+
+    def is_wide(self, parameter: nn.Parameter) -> bool:
+        """Whether something in the groups is a master, or a piece of one."""
+        return id(parameter) in self._wide
 
     def ranges(self) -> dict[int, tuple[Range, tuple[int, ...]]]:
         """By position: (range of the piece, shape of the whole parameter)."""
@@ -108,6 +111,12 @@ class OptimizerPieces:
         return {**full, "state": state}
 
 
+def _widened(value: Any, parameter: nn.Parameter) -> Any:
+    """State of a parameter, for an update copy of another type."""
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return value.to(parameter.dtype) if is_like and value.is_floating_point() else value
+
+
 def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The partial optimizer state of a pipeline rank from those of its replicas' pieces."""
     states = [(part["state"], part[SHARD_KEY]) for part in parts]
@@ -115,3 +124,70 @@ def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if all(HELD_KEY in part for part in parts):
         rest[HELD_KEY] = sorted({position for part in parts for position in part[HELD_KEY]})
     return {**rest, "state": join_states(states)}
+
+
+def cut_state(
+    state: Mapping[str, Any], shape: Sequence[int], start: int, stop: int
+) -> dict[str, Any]:
+    """The part of a parameter's optimizer state that belongs to one piece.
+
+    Args:
+        state: of the whole parameter: tensors of its shape, and values such as a step count.
+        shape: the parameter's.
+        start: first element of the piece.
+        stop: its end.
+    """
+    return {
+        key: value.reshape(-1)[start:stop].clone()
+        if isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
+        else value
+        for key, value in state.items()
+    }
+
+
+def join_states(
+    parts: Sequence[tuple[Mapping[int, Any], Mapping[int, tuple[Range, tuple[int, ...]]]]],
+) -> dict[int, Any]:
+    """Optimizer state of whole parameters from that of the pieces of all replicas.
+
+    Args:
+        parts: for every replica, by position of the parameter: the state of its piece, and
+            (range of the piece, shape of the parameter).
+
+    Raises:
+        CheckpointError: pieces of a parameter are missing.
+    """
+    found: dict[int, list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]] = {}
+    for states, ranges in parts:
+        for position, state in states.items():
+            extent, shape = ranges[position]
+            found.setdefault(position, []).append((extent, state, shape))
+    return {position: _joined(position, pieces) for position, pieces in sorted(found.items())}
+
+
+def _joined(
+    position: int, pieces: list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]
+) -> dict[str, Any]:
+    pieces.sort(key=lambda piece: piece[0])
+    states = {extent: state for extent, state, _ in pieces}
+    shape = pieces[0][2]
+    ends = [0, *(stop for _, stop in states)]
+    is_complete = [start for start, _ in states] == ends[:-1] and ends[-1] == prod(shape)
+    joined: dict[str, Any] = {}
+    for key, value in pieces[0][1].items():
+        values = [state.get(key) for state in states.values()]
+        is_cut = [
+            isinstance(v, torch.Tensor) and v.shape == (stop - start,)
+            for v, (start, stop) in zip(values, states, strict=True)
+        ]
+        if any(is_cut) and not (is_complete and all(is_cut)):
+            there = [
+                f"{a} to {b}" for (a, b), is_there in zip(states, is_cut, strict=True) if is_there
+            ]
+            raise CheckpointError(
+                f"the optimizer state {key!r} of parameter {position}, of shape {list(shape)}, is "
+                f"not complete: of {prod(shape)} elements there are {', '.join(there)}. Give the "
+                f"partial states of all replicas, each on the rank that saved it."
+            )
+        joined[key] = torch.cat(values).view(shape) if any(is_cut) else value
+    return joined

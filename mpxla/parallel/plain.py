@@ -13,6 +13,7 @@ from torch import nn
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
 from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.store import set_gradients
 
 __all__ = ["PlainBackward"]
 
@@ -54,8 +55,7 @@ class PlainBackward:
         # Also the loss: an update in place would take the parameters' memory from it.
         self._reducer.replica.backend.flush()
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for parameter in parameters:
-            parameter.grad = None
+        set_gradients(parameters, [None] * len(parameters))
         reduction = self._reductions.get(names)
         if reduction is None:
             sources = {name: [(0, place)] for place, name in enumerate(names)}

@@ -14,7 +14,6 @@ from mpxla.errors import ConfigError
 from mpxla.parallel.comm_hook import CommHook
 from mpxla.parallel.replica import Replica, equalize
 from mpxla.parallel.rounds import Rounds
-from mpxla.parallel.zero import ShardedParameters
 
 __all__ = ["TRANSFER_DTYPES", "GradientReducer", "ReductionOptions"]
 
@@ -79,8 +78,6 @@ class GradientReducer:
         self.label = label
         self.names = names
         self.hook: CommHook | None = None
-        self.shards: ShardedParameters | None = None
-        self.parameter_ranks: Mapping[str, tuple[int, ...]] = {}
         self.is_prepared = False
         self._pass = 0
 
@@ -105,16 +102,18 @@ class GradientReducer:
 
     def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""
-        self.parameter_ranks = parameter_ranks
-        equalize(self.replica, 0, parameter_ranks)
+        replica, own = self.replica, self.names.values()
+        replica.store.ranks = parameter_ranks
+        equalize(replica, 0)
         if self.options.is_sharded:
             capacity = self.options.capacity_bytes
-            own = {name: parameter_ranks[name] for name in self.names.values()}
-            self.shards = ShardedParameters(self.replica, own, capacity)
+            replica.store.divide(own, capacity, replica.transport, replica.group)
+        else:
+            replica.store.widen(own)
 
     def take_over(self, source: int) -> None:
         """Gives all replicas the values of one of them."""
-        equalize(self.replica, source, self.parameter_ranks)
+        equalize(self.replica, source)
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""

@@ -1,23 +1,21 @@
-"""Where a rank stands among the replicas: what everything that works over replicas has in common.
+"""Where a rank stands among the replicas: its parameters, its pipeline, and who has the same.
 
 Start values and buffers are made equal here too: those of the first replica, and of the first
 holder of a shared tensor, are everyone's.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import pack, unpack
 from mpxla.comm.transport import Transport
-from mpxla.device.backend import Backend, Buffer
+from mpxla.device.backend import Backend
+from mpxla.parallel.store import ParameterStore
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Replica", "equalize", "store"]
+__all__ = ["Replica", "equalize"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Replica:
         group: global ranks that hold the same parameters, by dp_rank.
         pp_rank: this rank's place in its pipeline.
         link: messages to the other ranks of the pipeline.
-        backend: of this rank's device.
-        state: the model's parameters and buffers.
+        store: the model's parameters.
     """
 
     transport: Transport
@@ -39,8 +36,17 @@ class Replica:
     group: tuple[int, ...]
     pp_rank: int
     link: PipelineLink
-    backend: Backend
-    state: ModelState
+    store: ParameterStore
+
+    @property
+    def backend(self) -> Backend:
+        """Of this rank's device."""
+        return self.store.backend
+
+    @property
+    def state(self) -> ModelState:
+        """The model's parameters and buffers by name."""
+        return self.store.state
 
     @property
     def rank(self) -> int:
@@ -57,14 +63,8 @@ class Replica:
         """Number of replicas."""
         return len(self.group)
 
-    def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this rank, by name."""
-        local = self.state.local_names or frozenset()
-        buffers = {n: b for n, b in self.state.buffers.items() if n in local}
-        return {**dict(self.state.local_parameters()), **buffers}
 
-
-def equalize(replica: Replica, source: int, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+def equalize(replica: Replica, source: int) -> None:
     """Gives all replicas, and all holders of a shared tensor, the same values.
 
     All ranks must call it.
@@ -72,38 +72,28 @@ def equalize(replica: Replica, source: int, parameter_ranks: Mapping[str, tuple[
     Args:
         replica: this rank.
         source: index of the replica whose values everyone gets.
-        parameter_ranks: pipeline ranks that hold each parameter and buffer.
     """
-    local = replica.local_tensors()
-    names = [n for n in sorted(local) if replica.pp_rank in parameter_ranks[n]]
+    local, ranks = replica.store.local_tensors(), replica.store.ranks
+    names = [n for n in sorted(local) if replica.pp_rank in ranks[n]]
     if replica.count > 1 and names:
         packed = pack([local[name].detach().cpu() for name in names])
         sender = replica.group[source]
         packed = replica.transport.broadcast(packed, sender, replica.group).result()
         if replica.rank != sender:
-            store(replica, names, unpack(packed, [TensorSpec.of(local[n]) for n in names]))
-    _equalize_shared(replica, parameter_ranks)
+            specs = [TensorSpec.of(local[n]) for n in names]
+            replica.store.write(names, unpack(packed, specs))
+    _equalize_shared(replica)
 
 
-def _equalize_shared(replica: Replica, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
-    local = replica.local_tensors()
+def _equalize_shared(replica: Replica) -> None:
+    local, ranks = replica.store.local_tensors(), replica.store.ranks
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(parameter_ranks):
-        if len(parameter_ranks[name]) > 1:
-            groups.setdefault(parameter_ranks[name], []).append(name)
+    for name in sorted(ranks):
+        if len(ranks[name]) > 1:
+            groups.setdefault(ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):
         if replica.pp_rank == first:
             replica.link.send_values(others, [local[name] for name in names], "tied")
         elif replica.pp_rank in others:
             specs = [TensorSpec.of(local[name]) for name in names]
-            store(replica, names, replica.link.receive_from(first, specs, "tied")())
-
-
-def store(replica: Replica, names: Sequence[str], values: Sequence[Buffer]) -> None:
-    """Replaces parameters and buffers of this rank, by tensors on the host or on the device."""
-    published = replica.backend.publish(replica.backend.put(values))
-    for name, value in zip(names, published, strict=True):
-        if name in replica.state.parameters:
-            replica.state.parameters[name].data = value
-        else:
-            replica.state.set_buffer(name, value)
+            replica.store.write(names, replica.link.receive_from(first, specs, "tied")())

@@ -6,12 +6,12 @@ Gradients are buffers of the backend here: nothing computes with them but progra
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 
-from mpxla.device.backend import Backend, Buffer, Executable
+from mpxla.device.backend import Buffer
+from mpxla.parallel.programs import Programs
 
 __all__ = ["GradientPrograms"]
 
@@ -59,12 +59,11 @@ class GradientPrograms:
     """Compiles and runs them.
 
     Args:
-        backend: of this rank's device.
+        programs: of this rank's device.
     """
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
-        self._programs: dict[Any, Executable] = {}
+    def __init__(self, programs: Programs):
+        self._programs = programs
 
     def sums(
         self,
@@ -79,7 +78,7 @@ class GradientPrograms:
             dtypes: of every sum; narrower terms are widened before they are added.
             factor: of all terms.
         """
-        spec = self._backend.spec
+        spec = self._programs.backend.spec
         results = [group[0] for group in groups]
         computed = [
             i
@@ -91,8 +90,8 @@ class GradientPrograms:
         counts = tuple(len(groups[i]) for i in computed)
         terms = [term for i in computed for term in groups[i]]
         settings = (counts, factor, tuple(dtypes[i] for i in computed))
-        program = self._program("sums of gradients", _Sums, settings, terms)
-        for index, total in zip(computed, program(terms), strict=True):
+        totals = self._programs.run("sums of gradients", _Sums, settings, terms)
+        for index, total in zip(computed, totals, strict=True):
             results[index] = total
         return results
 
@@ -109,27 +108,6 @@ class GradientPrograms:
         if not cuts:
             return []
         if isinstance(value, torch.Tensor) and value.is_cpu:
-            return self._backend.put(_cut(value, cuts, dtype))
-        program = self._program("parts of gradients", _Parts, (tuple(cuts), dtype), [value])
-        return program([value])
-
-    def add_to(self, parameters: Sequence[torch.Tensor], values: Sequence[Buffer]) -> None:
-        """Adds a buffer to the gradient of each parameter."""
-        backend, place = self._backend, [p.grad is not None for p in parameters]
-        held = iter(backend.adopt([p.grad for p in parameters if p.grad is not None]))
-        groups = [
-            [next(held), value] if has_gradient else [value]
-            for has_gradient, value in zip(place, values, strict=True)
-        ]
-        totals = backend.publish(self.sums(groups, [p.dtype for p in parameters]))
-        for parameter, total in zip(parameters, totals, strict=True):
-            parameter.grad = total
-
-    def _program(
-        self, name: str, kind: type[nn.Module], settings: tuple[Any, ...], values: Sequence[Buffer]
-    ) -> Executable:
-        specs = tuple(self._backend.spec(value) for value in values)
-        key = (kind, settings, specs)
-        if key not in self._programs:
-            self._programs[key] = self._backend.compile(name, kind(*settings), specs)
-        return self._programs[key]
+            return self._programs.backend.put(_cut(value, cuts, dtype))
+        settings = (tuple(cuts), dtype)
+        return self._programs.run("parts of gradients", _Parts, settings, [value])

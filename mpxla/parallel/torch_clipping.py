@@ -121,12 +121,12 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         given = _listed(parameters)
         norm = _norm_of(given)
-        if norm is not None and norm.is_divided:
+        if norm is not None and norm.has_copies:
             raise MpxlaError(
-                "torch.nn.utils.clip_grads_with_norm_ was called with shard_optimizer_state: True, "
-                "where the gradients of parameters are on their owners only, so that "
-                "get_total_norm has not seen them. Use torch.nn.utils.clip_grad_norm_ or "
-                "smp.clip_grad_norm_, which do both."
+                "torch.nn.utils.clip_grads_with_norm_ was called with shard_optimizer_state or "
+                "mixed precision, where gradients are on what the optimizer holds in the place of "
+                "parameters, so that get_total_norm has not seen them. Use "
+                "torch.nn.utils.clip_grad_norm_ or smp.clip_grad_norm_, which do both."
             )
         original(given, max_norm, total_norm, foreach)
 
@@ -145,7 +145,7 @@ def _total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         norm = _norm_of([])
         if models is None or norm is None or (given and not norm.knows(given)):
             return original(given, norm_type, error_if_nonfinite, foreach)
-        if norm.is_divided or not norm.covers(given):
+        if norm.has_copies or not norm.covers(given):
             _warn_of_share(norm, len(given))
             return original(given, norm_type, error_if_nonfinite, foreach)
         with models.together("get_total_norm()", norm.ranks):
@@ -159,8 +159,8 @@ def _total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 def _warn_of_share(norm: GradientNorm, count: int) -> None:
     why = (
-        "with shard_optimizer_state: True, gradients are on their owners only"
-        if norm.is_divided
+        "gradients are on what the optimizer holds in the place of parameters"
+        if norm.has_copies
         else "they are not all that this rank holds, so that others cannot know what belongs to it"
     )
     warn_once(

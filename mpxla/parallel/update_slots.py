@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpxla.parallel.store import set_values
 from mpxla.parallel.update_python import describe, described
 
 __all__ = ["Slots", "constants_of"]
@@ -136,7 +137,7 @@ class Slots:
         for place, result in zip(self.changed, results, strict=True):
             new[place] = result
         for place, parameter in zip(self._parameter_places, self._parameters, strict=True):
-            parameter.data = new[place]
+            set_values([parameter], [new[place]])
         for state, key, place in self._entries:
             state[key] = new[place]
         self.tensors = [None] * len(self.tensors)

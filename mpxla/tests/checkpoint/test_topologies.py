@@ -75,7 +75,7 @@ def deep_run():
 
 
 def held_mib(run):
-    state = run.optimizer.state_pieces()
+    state = run.optimizer.contents.entries()
     tensors = [*run.model.local_parameters(), *(p.value for p in state)]
     return sum(t.nbytes for t in tensors) / 2**20
 

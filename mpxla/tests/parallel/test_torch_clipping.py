@@ -88,7 +88,7 @@ def test_torchs_functions_see_what_belongs_to_the_model(world_size, config):
         (warning,) = found["one only"]
         assert re.search(r"was given \d tensors at \S*test_torch_clipping\.py:\d+: .*", warning)
         if "shard_optimizer_state" in config:
-            assert "gradients are on their owners only. The result is the norm of" in warning
+            assert "holds in the place of parameters. The result is the norm of" in warning
         else:
             assert found["all"] == [], "all that a rank holds"
             assert found["held"] == pytest.approx(norm, rel=1e-5)

@@ -7,7 +7,8 @@ from torch import nn
 import mpxla as smp
 from mpxla.errors import CheckpointError
 from mpxla.parallel.buckets import Bucket
-from mpxla.parallel.zero import cut_state, join_states, ranges_of
+from mpxla.parallel.pieces import cut_state, join_states
+from mpxla.parallel.zero import ranges_of
 from mpxla.stage.spec import TensorSpec
 from mpxla.testing import run_ranks
 

@@ -1,0 +1,254 @@
+"""The state of a distributed optimizer in the forms in which it is saved and loaded.
+
+    by position   as torch's state dict of the plain optimizer: whole, or this rank's part of it
+    by name       for checkpoints, so that the topology may change
+
+Masters are entries of the state, under `MASTER_KEY`, which the inner optimizer never sees. This
+file must not know when a state is saved, nor which ranks take part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from mpxla.device.backend import Backend
+from mpxla.errors import CheckpointError
+from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
+from mpxla.parallel.state_dicts import (
+    HELD_KEY,
+    PARTIAL_KEY,
+    SavedState,
+    StatePiece,
+    pick_optimizer_state,
+    to_host,
+)
+from mpxla.parallel.store import ParameterStore
+
+__all__ = ["MASTER_KEY", "OptimizerState", "parameters_of"]
+
+MASTER_KEY = "master_param"
+"""State key of a parameter's wider copy."""
+_OF_RANK = ("params", "param_names")
+"""Keys of a param group that are about this rank's parameters."""
+
+
+class _Model(Protocol):
+    """What is asked of a distributed model."""
+
+    label: str
+    module: nn.Module
+
+    @property
+    def store(self) -> ParameterStore: ...
+
+
+class OptimizerState:
+    """State and settings of an inner optimizer, numbered and named as in the plain one.
+
+    Args:
+        optimizer: the inner optimizer, with all parameters.
+        models: whose parameters it holds; may become more.
+        backend: of this rank's device.
+
+    Attributes:
+        pieces: the update copies that it holds in the place of parameters.
+        group_sizes: parameters in every group of the plain optimizer.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[_Model], backend: Backend
+    ):
+        self._optimizer = optimizer
+        self._models = models
+        self._backend = backend
+        self._positions = {id(p): position for position, p in enumerate(parameters_of(optimizer))}
+        self.group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._param_names = [_names_in(group) for group in optimizer.param_groups]
+        self.pieces = OptimizerPieces(optimizer, self._positions)
+
+    def notice_groups(self) -> bool:
+        """Takes in groups that were added since; whether there are some."""
+        new = self._optimizer.param_groups[len(self.group_sizes) :]
+        for group in new:
+            first = sum(self.group_sizes)
+            for position, parameter in enumerate(group["params"], first):
+                self._positions[id(parameter)] = position
+            self.group_sizes.append(len(group["params"]))
+            self._param_names.append(_names_in(group))
+        return bool(new)
+
+    # --- by position ----------------------------------------------------------------------------
+
+    def of_rank(self, is_divided: bool) -> dict[str, Any]:
+        """The state of what this rank updates, on the host.
+
+        Args:
+            is_divided: whether replicas share the updates; ranges of pieces are part of it then.
+        """
+        self.pieces.renew()
+        inner = self._optimizer.state_dict()
+        held = parameters_of(self._optimizer)
+        local = [self._positions[id(p)] for p in held]
+        state = {local[number]: entry for number, entry in inner["state"].items()}
+        for position, parameter in zip(local, held, strict=True):
+            if self.pieces.is_wide(parameter):
+                state[position] = {**state.get(position, {}), MASTER_KEY: parameter}
+        groups, first = [], 0
+        for group, size, names in zip(
+            inner["param_groups"], self.group_sizes, self._param_names, strict=True
+        ):
+            groups.append({**group, **names, "params": list(range(first, first + size))})
+            first += size
+        values = to_host(state, self._backend)
+        partial = {"state": values, "param_groups": groups, PARTIAL_KEY: True, HELD_KEY: local}
+        return {**partial, SHARD_KEY: self.pieces.ranges()} if is_divided else partial
+
+    def check_groups(self, state_dict: Mapping[str, Any]) -> None:
+        """Checks that a state dict has these param groups.
+
+        Raises:
+            ValueError: it has others.
+        """
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != self.group_sizes:
+            raise ValueError(
+                f"the optimizer state has param groups of sizes {sizes}, and this optimizer of "
+                f"sizes {self.group_sizes}; build the optimizer as it was when the state was saved."
+            )
+
+    def load(self, full: Mapping[str, Any]) -> None:
+        """Loads this rank's part of a full state dict. After partitioning."""
+        masters = {
+            position: entry[MASTER_KEY]
+            for position, entry in full["state"].items()
+            if isinstance(entry, Mapping) and MASTER_KEY in entry
+        }
+        self._load_masters(masters.get)
+        self._load_picked(self.pieces.cut(full))
+
+    def _load_picked(self, full: Mapping[str, Any]) -> None:
+        """Loads the states of what this rank updates, which are cut as it is."""
+        kept = [[self._positions[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+        picked = pick_optimizer_state(full, kept)
+        picked["state"] = {
+            number: {k: v for k, v in entry.items() if k != MASTER_KEY}
+            if isinstance(entry, Mapping)
+            else entry
+            for number, entry in picked["state"].items()
+        }
+        self._optimizer.load_state_dict(picked)
+
+    def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
+        """Parameters take the values of masters that were saved; without one they stay.
+
+        Args:
+            find: the whole master by the position of its parameter.
+        """
+        for model in self._models:
+            values = {
+                name: value
+                for name, parameter in model.store.state.local_parameters()
+                if id(parameter) in self._positions
+                and (value := find(self._positions[id(parameter)])) is not None
+            }
+            model.store.load(values)
+
+    # --- by name --------------------------------------------------------------------------------
+
+    def _names(self) -> dict[int, str]:
+        """Position of a parameter -> its name in the model; of several, with their labels."""
+        names: dict[int, str] = {}
+        for model in self._models:
+            prefix = f"{model.label}." if len(self._models) > 1 and model.label else ""
+            names |= {id(p): f"{prefix}{n}" for n, p in model.module.named_parameters()}
+        found: dict[int, str] = {}
+        for ident, position in self._positions.items():  # copies come after their parameters
+            found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
+        return found
+
+    def _range_of(self, parameter: nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
+        """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
+        found = self.pieces.ranges().get(self._positions[id(parameter)])
+        return None if found is None else (*found[0], found[1])
+
+    def entries(self) -> Iterator[StatePiece]:
+        """State that this rank holds, by parameter name. Values are not copied."""
+        self.pieces.renew()
+        names = self._names()
+        for parameter in parameters_of(self._optimizer):
+            name, part = names[self._positions[id(parameter)]], self._range_of(parameter)
+            state = dict(self._optimizer.state.get(parameter, {}))
+            if self.pieces.is_wide(parameter):
+                state[MASTER_KEY] = parameter
+            for key, value in state.items():
+                is_tensor = isinstance(value, torch.Tensor)
+                if part is not None and is_tensor and value.shape == parameter.shape:
+                    yield StatePiece(name, key, value, part[2], part[0])
+                else:
+                    yield StatePiece(name, key, value)
+
+    def load_entries(self, saved: SavedState) -> None:
+        """Loads the state of this rank's parameters. After partitioning."""
+        names = self._names()
+
+        def master_of(position: int) -> torch.Tensor | None:
+            name = names[position]
+            return saved.whole(name, MASTER_KEY) if MASTER_KEY in saved.keys(name) else None
+
+        self._load_masters(master_of)
+        state: dict[int, Any] = {}
+        for parameter in parameters_of(self._optimizer):
+            position = self._positions[id(parameter)]
+            name, part = names[position], self._range_of(parameter)
+            entry: dict[str, Any] = {}
+            for key in saved.keys(name):
+                if key == MASTER_KEY:
+                    continue
+                if part is not None and saved.shape(name, key) == part[2] != ():
+                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0])
+                else:
+                    entry[key] = saved.whole(name, key)
+            entry.update(saved.numbers(name))
+            if entry:
+                state[position] = entry
+        self._load_picked({"state": state, "param_groups": self._optimizer.param_groups})
+
+    def group_settings(self) -> list[dict[str, Any]]:
+        """Settings of every param group, with the names of its parameters under "params"."""
+        names = iter(self._names().values())
+        return [
+            to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
+            | {"params": [next(names) for _ in range(size)]}
+            for group, size in zip(self._optimizer.param_groups, self.group_sizes, strict=True)
+        ]
+
+    def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the settings (learning rates and such) of groups of the same parameters.
+
+        Raises:
+            CheckpointError: the groups hold other parameters.
+        """
+        own = self.group_settings()
+        for number, (mine, other) in enumerate(zip_longest(own, saved, fillvalue={"params": []})):
+            different = sorted(set(mine["params"]) ^ set(other["params"]))
+            if different:
+                raise CheckpointError(
+                    f"param group {number} of this optimizer and of the saved one differ in "
+                    f"{', '.join(different[:5])}{', ...' if len(different) > 5 else ''}. Build the "
+                    f"optimizer as it was, or pass load_optimizer=False."
+                )
+        for group, other in zip(self._optimizer.param_groups, saved, strict=True):
+            group.update({k: v for k, v in other.items() if k not in _OF_RANK})
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What an optimizer holds, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _names_in(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names that torch keeps of a group's parameters, if they were given with names."""
+    return {"param_names": list(group["param_names"])} if "param_names" in group else {}

@@ -1,0 +1,298 @@
+"""Parameters of one model on one rank: where they live, what is computed with, what is updated.
+
+The only writer of their contents. The model's `nn.Parameter`s, gradients and the param groups of
+optimizers are views of it:
+
+    name -> ranks          pipeline ranks that hold the parameter
+            compute copy   the model's `nn.Parameter`, which stage programs read
+            update copy    what optimizers hold: the same, or a master and/or a piece of it
+            gradient       on the update copy, of its type; a plain parameter's own otherwise
+            state          the optimizer's, for the update copy
+
+Where there is an update copy, `param.grad` of the model's parameter is None after a step: torch
+ties a gradient's type to its tensor's, and the gradient is wider or a part. This module must not
+know how gradients are reduced, nor optimizers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from mpxla.comm.transport import Group, Transport
+from mpxla.device.backend import Backend, Buffer
+from mpxla.parallel.buckets import Bucket, fill_buckets
+from mpxla.parallel.programs import Programs
+from mpxla.parallel.sums import GradientPrograms
+from mpxla.parallel.update_copy import Masters, UpdateCopy
+from mpxla.parallel.zero import Shard
+from mpxla.runtime.state import ModelState
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["ParameterStore", "set_gradients", "set_values"]
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Exchanges the memory of parameters; they stay the same objects."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data = value
+
+
+def set_gradients(
+    tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Exchanges gradients; None takes one away."""
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        tensor.grad = gradient
+
+
+class ParameterStore:
+    """See the head of this file.
+
+    Args:
+        state: names, `Parameter` objects and buffers of the model.
+        backend: of this rank's device.
+        master_dtype: 16-bit parameters that are trained get update copies of this type, and their
+            gradients are summed in it; None: every parameter is updated in its own type.
+
+    Attributes:
+        ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
+        is_divided: whether replicas share the updates.
+        shards: buckets of parameters that they share the updates of, here.
+        gradients: programs on the gradients of this model.
+    """
+
+    def __init__(
+        self, state: ModelState, backend: Backend, master_dtype: torch.dtype | None = None
+    ):
+        self.state = state
+        self.backend = backend
+        self.master_dtype = master_dtype
+        self.ranks: Mapping[str, tuple[int, ...]] = {}
+        self.is_divided = False
+        self.shards: dict[Bucket, Shard] = {}
+        self._programs = Programs(backend)
+        self.gradients = GradientPrograms(self._programs)
+        self._parts: list[Shard | Masters] = []
+        self._part_of: dict[str, Shard | Masters] = {}
+        self._waiting: dict[str, Buffer] = {}
+
+    # --- entries --------------------------------------------------------------------------------
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank, by name."""
+        local = self.state.local_names or frozenset()
+        buffers = {n: b for n, b in self.state.buffers.items() if n in local}
+        return {**dict(self.state.local_parameters()), **buffers}
+
+    def gradient_spec(self, name: str) -> TensorSpec:
+        """What a parameter's gradient is summed and reduced in."""
+        spec = TensorSpec.of(self.state.parameters[name])
+        is_widened = self.master_dtype is not None and spec.dtype in _NARROW
+        return replace(spec, dtype=self.master_dtype) if is_widened else spec
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether optimizers may hold something else than parameters; the same on all ranks."""
+        return self.is_divided or self.master_dtype is not None
+
+    def has_copy(self, name: str) -> bool:
+        """Whether optimizers hold something else than the parameter, here or on other replicas."""
+        return name in self._part_of
+
+    def copy_of(self, name: str) -> UpdateCopy | None:
+        """The update copy of a parameter on this rank, if there is one."""
+        part = self._part_of.get(name)
+        return None if part is None else part.copies.get(name)
+
+    def copies(self) -> Iterator[UpdateCopy]:
+        """All update copies of this rank."""
+        return (copy for part in self._parts for copy in part.copies.values())
+
+    def owner(self, name: str) -> nn.Parameter | None:
+        """What has the gradient of a parameter here; None where another replica has all of it."""
+        if name not in self._part_of:
+            return self.state.parameters[name]
+        copy = self.copy_of(name)
+        return None if copy is None else copy.parameter
+
+    # --- update copies --------------------------------------------------------------------------
+
+    def _trainable(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Those of some parameters that are here, are not frozen and have no update copy yet."""
+        wanted = set(names)
+        return {
+            name: parameter
+            for name, parameter in self.state.local_parameters()
+            if name in wanted and parameter.requires_grad and name not in self._part_of
+        }
+
+    def divide(
+        self, names: Iterable[str], capacity_bytes: int, transport: Transport, group: Group
+    ) -> None:
+        """Divides parameters over replicas; all ranks of the group call it, with equal values.
+
+        Args:
+            names: of the parameters; those that are frozen or elsewhere are left out.
+            capacity_bytes: largest bucket.
+            transport: reaches the other replicas.
+            group: global ranks that hold the same parameters, by dp_rank.
+        """
+        self.is_divided = True
+        groups: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
+        for name, parameter in self._trainable(names).items():
+            groups.setdefault(self.ranks[name], {})[name] = TensorSpec.of(parameter)
+        for holders, specs in sorted(groups.items()):
+            for narrow in fill_buckets(specs, holders, capacity_bytes, len(group)):
+                bucket = replace(narrow, specs=tuple(map(self.gradient_spec, narrow.names)))
+                parameters = self.state.parameters
+                shard = Shard(bucket, parameters, transport, group, self._programs)
+                self.shards[bucket] = shard
+                self._add(shard)
+
+    def widen(self, names: Iterable[str]) -> bool:
+        """Gives 16-bit parameters masters, if the store has a type for those.
+
+        Args:
+            names: of the parameters; those that are frozen, elsewhere or have one are left out.
+
+        Returns:
+            Whether there are new ones, which optimizers have to take in.
+        """
+        narrow = {
+            name: parameter
+            for name, parameter in self._trainable(names).items()
+            if self.gradient_spec(name).dtype != parameter.dtype
+        }
+        if narrow:
+            assert self.master_dtype is not None, "gradients are wider for masters only"
+            self._add(Masters(narrow, self.master_dtype, self._programs))
+        return bool(narrow)
+
+    def _add(self, part: Shard | Masters) -> None:
+        self._parts.append(part)
+        self._part_of.update(dict.fromkeys(part.names, part))
+
+    def _concerned(self, names: Iterable[str]) -> list[Shard | Masters]:
+        found = {id(self._part_of[name]) for name in names if name in self._part_of}
+        return [part for part in self._parts if id(part) in found]
+
+    def renew(self, names: Iterable[str]) -> None:
+        """Update copies take what was written to the parameters named since the last update."""
+        for part in self._concerned(names):
+            set_values([copy.parameter for copy in part.copies.values()], part.renew())
+
+    def publish(self, names: Iterable[str]) -> None:
+        """The parameters named take the values of their update copies. Collective if divided."""
+        started = [(part.names, part.publish()) for part in self._concerned(names)]
+        for held, values in started:
+            self.write(held, values())
+
+    # --- contents -------------------------------------------------------------------------------
+
+    def write(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
+        """Replaces parameters and buffers of this rank, by tensors on the host or on the device."""
+        published = self.backend.publish(self.backend.put(values))
+        for name, value in zip(names, published, strict=True):
+            if name in self.state.parameters:
+                set_values([self.state.parameters[name]], [value])
+            else:
+                self.state.set_buffer(name, value)
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Parameters take values that may be wider than they: update copies do not round them.
+
+        Args:
+            values: whole parameters of this rank on the host, by name.
+        """
+        kept = [value.to(self.state.parameters[name].dtype) for name, value in values.items()]
+        self.write(list(values), kept)
+        copies = [copy for name in values if (copy := self.copy_of(name)) is not None]
+        exact = [
+            (v if c.extent is None else v.reshape(-1)[slice(*c.extent)]).to(c.parameter.dtype)
+            for c in copies
+            for v in [values[c.name]]
+        ]
+        uploaded = self.backend.publish(self.backend.put(exact))
+        set_values([copy.parameter for copy in copies], uploaded)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether all elements of a parameter are updated here."""
+        copy = self.copy_of(name)
+        return name not in self._part_of or (copy is not None and copy.extent is None)
+
+    def add_gradients(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
+        """Adds to the gradients of parameters; of divided ones they wait for their reduction."""
+        whole = [(n, v) for n, v in zip(names, values, strict=True) if self._is_whole(n)]
+        owners = [owner for n, _ in whole if (owner := self.owner(n)) is not None]
+        self._add_to(owners, [value for _, value in whole])
+        for name, value in zip(names, values, strict=True):
+            if not self._is_whole(name):
+                before, dtype = self._waiting.get(name), self.gradient_spec(name).dtype
+                terms = [value] if before is None else [before, value]
+                (self._waiting[name],) = self.gradients.sums([terms], [dtype])
+
+    def collect_gradients(self) -> None:
+        """Masters take gradients that autograd or the user has put on their parameters."""
+        parameters = self.state.parameters
+        names = [
+            name
+            for part in self._parts
+            for name, copy in part.copies.items()
+            if copy.extent is None and parameters[name].grad is not None
+        ]
+        given = [gradient for name in names if (gradient := parameters[name].grad) is not None]
+        set_gradients([parameters[name] for name in names], [None] * len(names))
+        self.add_gradients(names, self.backend.adopt(given))
+
+    def receive(self, bucket: Bucket, flat: torch.Tensor, trained: frozenset[str]) -> None:
+        """Adds this replica's part of a reduced bucket to the gradients of its pieces.
+
+        Args:
+            bucket: one of `shards`.
+            flat: [num_elements / replicas], on the host or on the device.
+            trained: parameters that the step trains; the others get no gradient.
+        """
+        self._add_to(*self.shards[bucket].parts_of(flat, trained))
+
+    def _add_to(self, owners: Sequence[nn.Parameter], values: Sequence[Buffer]) -> None:
+        held = iter(self.backend.adopt([p.grad for p in owners if p.grad is not None]))
+        groups = [
+            [value] if owner.grad is None else [next(held), value]
+            for owner, value in zip(owners, values, strict=True)
+        ]
+        totals = self.gradients.sums(groups, [owner.dtype for owner in owners])
+        set_gradients(owners, self.backend.publish(totals))
+
+    def take_gradients(self, names: Sequence[str]) -> list[Buffer | None]:
+        """Gradients of earlier passes on this rank, which the parameters have no more then."""
+        found: list[Buffer | None] = []
+        for name in names:
+            owner = self.owner(name) if self._is_whole(name) else None
+            if owner is None:
+                found.append(self._waiting.pop(name, None))
+            elif owner.grad is None:
+                found.append(None)
+            else:
+                found += self.backend.adopt([owner.grad])
+                set_gradients([owner], [None])
+        return found
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Forgets the gradients of all update copies, or makes them zeros, and those that wait."""
+        for copy in self.copies():
+            gradient = copy.parameter.grad
+            if gradient is not None:
+                zeros = None if set_to_none else torch.zeros_like(gradient)
+                set_gradients([copy.parameter], [zeros])
+        self._waiting.clear()
+
+    def clear_waiting(self, names: Iterable[str]) -> None:
+        """Forgets gradients of earlier passes that wait for their reduction."""
+        for name in names:
+            self._waiting.pop(name, None)
