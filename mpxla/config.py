@@ -80,11 +80,13 @@ class Config:
     prescaled_batch: bool = key(False, boolean())
     """Whether the ranks of a tensor-parallel group are fed the same batch."""
     fp16_params: bool = key(False, boolean())
-    """Whether distributed modules create fp16 parameters."""
+    """Older name of `fp16` without loss scaling: parameters and activations in float16, and masters
+    as `master_dtype` says."""
     fp16: bool = key(False, boolean())
-    """fp16 training with master weights and loss scaling."""
+    """Parameters and activations in float16, float32 masters, and loss scaling by the settings of
+    `DistributedOptimizer`."""
     bf16: bool = key(False, boolean())
-    """bf16 training."""
+    """Parameters and activations in bfloat16, and float32 masters."""
     shard_optimizer_state: bool = key(False, boolean())
     """Divide the optimizer's state over the data-parallel ranks."""
     skip_tracing: bool = key(False, boolean())
@@ -128,6 +130,10 @@ class Config:
     reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
     """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
     to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
+    master_dtype: str = key("float32", word("float32", "same"))
+    """Extension. In what 16-bit parameters are updated, also those of a model that is in bfloat16
+    by itself: on float32 copies (`float32`), or in their own type (`same`), which saves 4 bytes per
+    parameter and half of the optimizer's state, and loses updates below half an ulp."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension. A rank that gives no sign of life for so many seconds (its process is stopped)
     ends the job, and so do ranks that wait so long for others that make no progress, with a table

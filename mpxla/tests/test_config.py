@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "schedule": None,
     "transport": "auto",
     "reduction_dtype": "same",
+    "master_dtype": "float32",
     "stall_timeout_s": 300.0,
     "trust_checkpoints": False,
     "check_indices": "inputs",
