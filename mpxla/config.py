@@ -286,6 +286,7 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
         ("SM_HP_MP_PARAMETERS", "launcher", env.smp_parameters),
         ("MPXLA_CONFIG", "launcher", env.mpxla_config),
         ("smp.init", "init", user),
+        (env.downcast, "launcher", _meaning_of_downcast(env, user)),
     ):
         given = given or {}
         ignored |= {
@@ -299,6 +300,12 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
     if problems:
         _refuse(problems)
     config = Config(**values, set_by=sources)
+    if env.rank == 0 and env.downcast:
+        get_logger().warning(
+            "configuration: %s is deprecated by torch_xla; it means %s here. Set the key instead.",
+            env.downcast,
+            "bf16: True" if config.bf16 else "nothing, because fp16 is set",
+        )
     if env.rank == 0:
         _log(config, values, overrides, sorted(ignored))
     return config
@@ -418,6 +425,13 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
     active = complete["active_microbatches"] or default
     complete["active_microbatches"] = min(active, complete["microbatches"])
     return complete
+
+
+def _meaning_of_downcast(env: LaunchEnv, user: Any) -> dict[str, Any]:
+    """The key that torch_xla's variable stands for, unless a script says what it wants."""
+    layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
+    is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
+    return {"bf16": True} if env.downcast and not is_half else {}
 
 
 def _log(
