@@ -44,10 +44,11 @@ _SOURCES = {
     "mpxla.topology": ("CommGroup", "RankType"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
+_MODULES = ("amp",)
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
 # pyright cannot evaluate the list; what it tells readers is at the end.
-__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULE_OF, *_MODULES, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -58,6 +59,8 @@ def __getattr__(name: str) -> Any:
     with root_logger_kept():
         if name in _GROUPS:
             value = import_module("mpxla.topology").CommGroup[name]
+        elif name in _MODULES:
+            value = import_module(f"mpxla.{name}")
         elif name in _MODULE_OF:
             value = getattr(import_module(_MODULE_OF[name]), name)
         else:
@@ -71,6 +74,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from mpxla import amp as amp
     from mpxla.api import *  # noqa: F403
     from mpxla.checkpoint.load import resume_from_checkpoint as resume_from_checkpoint
     from mpxla.checkpoint.save import save_checkpoint as save_checkpoint

@@ -80,11 +80,13 @@ class Config:
     prescaled_batch: bool = key(False, boolean())
     """Whether the ranks of a tensor-parallel group are fed the same batch."""
     fp16_params: bool = key(False, boolean())
-    """Whether distributed modules create fp16 parameters."""
+    """Older name of `fp16` without loss scaling: parameters and activations in float16, and masters
+    as `master_dtype` says."""
     fp16: bool = key(False, boolean())
-    """fp16 training with master weights and loss scaling."""
+    """Parameters and activations in float16, float32 masters, and loss scaling by the settings of
+    `DistributedOptimizer`."""
     bf16: bool = key(False, boolean())
-    """bf16 training."""
+    """Parameters and activations in bfloat16, and float32 masters."""
     shard_optimizer_state: bool = key(False, boolean())
     """Divide the optimizer's state over the data-parallel ranks."""
     skip_tracing: bool = key(False, boolean())
@@ -136,6 +138,10 @@ class Config:
     reduction_dtype: str = key("same", word("same", "bfloat16", "float16"))
     """Extension. In what gradients travel between replicas: in their own type (`same`), or rounded
     to 16 bits, which halves the bytes and costs precision (2^-8, or 2^-11 and a range to 65504)."""
+    master_dtype: str = key("float32", word("float32", "same"))
+    """Extension. In what 16-bit parameters are updated, also those of a model that is in bfloat16
+    by itself: on float32 copies (`float32`), or in their own type (`same`), which saves 4 bytes per
+    parameter and half of the optimizer's state, and loses updates below half an ulp."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension. A rank that gives no sign of life for so many seconds (its process is stopped)
     ends the job, and so do ranks that wait so long for others that make no progress, with a table
@@ -295,6 +301,7 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
         ("SM_HP_MP_PARAMETERS", "launcher", env.smp_parameters),
         ("MPXLA_CONFIG", "launcher", env.mpxla_config),
         ("smp.init", "init", user),
+        (env.downcast, "launcher", _meaning_of_downcast(env, user)),
     ):
         given = given or {}
         ignored |= {
@@ -308,6 +315,12 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
     if problems:
         _refuse(problems)
     config = Config(**values, set_by=sources)
+    if env.rank == 0 and env.downcast:
+        get_logger().warning(
+            "configuration: %s is deprecated by torch_xla; it means %s here. Set the key instead.",
+            env.downcast,
+            "bf16: True" if config.bf16 else "nothing, because fp16 is set",
+        )
     if env.rank == 0:
         _log(config, values, overrides, sorted(ignored))
     return config
@@ -427,6 +440,13 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
     active = complete["active_microbatches"] or default
     complete["active_microbatches"] = min(active, complete["microbatches"])
     return complete
+
+
+def _meaning_of_downcast(env: LaunchEnv, user: Any) -> dict[str, Any]:
+    """The key that torch_xla's variable stands for, unless a script says what it wants."""
+    layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
+    is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
+    return {"bf16": True} if env.downcast and not is_half else {}
 
 
 def _log(

@@ -13,9 +13,6 @@ Values = Mapping[str, Any]
 
 MISSING_FEATURES = {
     "tensor_parallel_degree": "tensor parallelism",
-    "fp16_params": "distributed modules with fp16 parameters",
-    "fp16": "fp16 training",
-    "bf16": "bf16 training",
     "sharded_data_parallel_degree": "sharded data parallelism",
 }
 """Key -> the feature that any value but the default asks for. A finished feature loses its row."""
@@ -142,14 +139,14 @@ _RULES = (
         "{tensor_parallel_degree} needs prescaled_batch: True",
     ),
     Rule(
-        ("bf16", "sharded_data_parallel_degree"),
-        lambda v, given: v["bf16"] and v["sharded_data_parallel_degree"] == 1,
-        "bf16: True needs sharded_data_parallel_degree above 1",
-    ),
-    Rule(
         ("bf16", "fp16"),
         lambda v, given: v["bf16"] and v["fp16"],
         "bf16: True and fp16: True exclude each other; remove one",
+    ),
+    Rule(
+        ("bf16", "fp16_params"),
+        lambda v, given: v["bf16"] and v["fp16_params"],
+        "bf16: True and fp16_params: True exclude each other; remove one",
     ),
 )
 

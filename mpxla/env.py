@@ -27,6 +27,10 @@ __all__ = [
 
 XLA_FLAG = "--xla_cpu_use_xnnpack=false"
 """See `prepare_xla`."""
+_DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+"""Deprecated variables of torch_xla: every float32 tensor is bfloat16 on the device."""
+_DOWNCAST_KEPT = "MPXLA_DOWNCAST"
+"""Where `prepare_xla` leaves the name of the one that was set."""
 _DEFAULT_MASTER_PORT = 29500
 _SHORTEST_SECRET = 32
 # Meaning of the variable -> its name under torchrun and under mpirun.
@@ -87,6 +91,8 @@ class LaunchEnv:
     """`XDG_RUNTIME_DIR`: a folder of this user for files of running programs."""
     has_agent_store: bool = False
     """Whether the launcher serves the store at the master's port (torchrun does)."""
+    downcast: str | None = None
+    """`XLA_USE_BF16` or `XLA_DOWNCAST_BF16`, if it is switched on: means `bf16: True`."""
     log_level: str = "INFO"
     """Level for `mpxla.log.set_level`."""
 
@@ -117,6 +123,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         secret=_read_secret(environ),
         runtime_dir=environ.get("XDG_RUNTIME_DIR"),
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        downcast=_read_downcast(environ),
         log_level=_read_log_level(environ),
     )
 
@@ -133,15 +140,30 @@ def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
     a parameter that is updated in place is multiplied with its old values.
     `test_bugs.py` shows it and fails when it is mended.
 
+    `XLA_USE_BF16` and `XLA_DOWNCAST_BF16` would make float32 masters and sums bfloat16 behind
+    mpxla's back, on the device only, so that messages have another type than programs expect. They
+    are taken away from torch_xla, and mean the key `bf16: True`.
+
     Args:
         environ: Variables to change; `os.environ` if None.
     """
     environ = os.environ if environ is None else environ
+    downcast = _read_downcast(environ)
+    if downcast is not None:
+        environ[_DOWNCAST_KEPT] = downcast
+    for name in _DOWNCASTS:
+        environ.pop(name, None)
     flags = environ.get("XLA_FLAGS", "")
     name = XLA_FLAG.partition("=")[0]
     if name not in flags:
         environ["XLA_FLAGS"] = f"{flags} {XLA_FLAG}".strip()
     environ.setdefault("XLA_ENABLE_PARAM_ALIASING", "0")
+
+
+def _read_downcast(environ: Mapping[str, str]) -> str | None:
+    """The variable that asks for bfloat16, now or before `prepare_xla`."""
+    found = [name for name in _DOWNCASTS if environ.get(name, "0").lower() in ("1", "true")]
+    return found[0] if found else environ.get(_DOWNCAST_KEPT)
 
 
 def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:

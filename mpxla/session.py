@@ -40,7 +40,7 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
-from mpxla.env import LaunchEnv, prepare_gloo, read_environment
+from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
@@ -186,6 +186,7 @@ def init(config: dict[str, Any] | None = None) -> None:
         log.get_logger().warning("smp.init() was called again; the second call changes nothing.")
         return
     env = read_environment()
+    prepare_xla()  # again: scripts set variables of torch_xla after they have imported mpxla
     log.set_rank(env.rank, env.world_size)
     log.set_level(env.log_level)
     earlier_hook = sys.excepthook

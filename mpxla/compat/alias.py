@@ -189,8 +189,6 @@ def _model_creation(
         _refuse("smp.model_creation(tensor_parallelism=True)", "tensor parallelism")
     if zero_init:
         _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
-    if dtype is torch.float16:
-        _refuse("smp.model_creation(dtype=torch.float16)", "fp16 training")
     with mpxla.model_creation(dtype=dtype, **settings):
         yield
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpxla.compat.check_context import assigned_names, caught_imports, is_off, unlikely_uses
+from mpxla.compat.check_context import caught_imports, unlikely_uses
 from mpxla.compat.names import (
     BACKEND_FLAG,
     IS_CUDA_TYPE,
@@ -42,11 +42,6 @@ _SWITCHES: dict[str, tuple[str, int, bool]] = {
 _SHARDING = "sharded data parallelism"
 _COMMON_WORDS = ("loss_scale", "overflow")
 """Attributes of an optimizer that other objects have too."""
-_SCALER_METHODS = ("scale", "step", "update", "unscale_", "get_scale", "state_dict")
-_ENABLED_SCALER = Name(
-    Fate.REFUSED,
-    "loss scaling (fp16 training), which mpxla does not have yet; pass enabled=False to GradScaler",
-)
 
 
 class Finding(NamedTuple):
@@ -146,8 +141,6 @@ class _Reader(ast.NodeVisitor):
         """Nodes that run only where the script asks for a feature."""
         self._caught: set[int] = set()
         """Imports whose failure the script expects."""
-        self._scalers: set[str] = set()
-        """Names that hold a scaler that is switched on."""
         self.findings: list[Finding] = []
 
     def read(self, tree: ast.AST) -> None:
@@ -158,14 +151,7 @@ class _Reader(ast.NodeVisitor):
                 self._import(node)
             elif isinstance(node, ast.ImportFrom):
                 self._import_from(node)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                self._note_scaler(node, node.value)
         self.visit(tree)
-
-    def _note_scaler(self, node: ast.Assign, call: ast.Call) -> None:
-        if (self._path(call.func) or "").endswith("amp.GradScaler") and not is_off(call):
-            self._scalers |= set(assigned_names(node))
 
     def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
         feature = self._unlikely.get(id(node))
@@ -217,8 +203,6 @@ class _Reader(ast.NodeVisitor):
         owner = _name_of(node.value)
         if node.attr in METHODS and _may_be_wrapped(node.attr, owner):
             self._add(node, f".{node.attr}", METHODS[node.attr])
-        elif node.attr in _SCALER_METHODS and owner in self._scalers:
-            self._add(node, f"GradScaler.{node.attr}", _ENABLED_SCALER)
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -279,8 +263,6 @@ class _Reader(ast.NodeVisitor):
         if name == "model_creation":
             if values.get("zero_init") is True:
                 self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)
-            if self._path(keywords.get("dtype", call)) in ("torch.float16", "torch.half"):
-                self._add_missing(call, "smp.model_creation(dtype=torch.float16)", "fp16 training")
 
     def _add_missing(self, node: ast.AST, name: str, feature: str) -> None:
         text = f"{feature}, which mpxla does not have yet; switch it off"

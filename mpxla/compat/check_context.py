@@ -4,13 +4,11 @@ This module must not import torch.
 """
 
 import ast
-from collections.abc import Iterator
 
-__all__ = ["assigned_names", "caught_imports", "is_off", "unlikely_uses"]
+__all__ = ["caught_imports", "unlikely_uses"]
 
 # Feature, as `names.py` writes it -> parts of names in a condition that asks whether it is on.
 _SWITCHES = {
-    "fp16 training": ("fp16", "half", "mixed_precision"),
     "tensor parallelism": ("tensor_parallel", "tp_size", "tp_degree"),
     "sharded data parallelism": ("sharded", "sdp", "zero"),
 }
@@ -63,20 +61,3 @@ def caught_imports(tree: ast.AST) -> set[int]:
 def _catches_imports(handler: ast.ExceptHandler) -> bool:
     kinds = getattr(handler.type, "elts", [handler.type])
     return any(kind is None or getattr(kind, "id", "") in _CATCHES_IMPORTS for kind in kinds)
-
-
-def is_off(call: ast.Call) -> bool:
-    """Whether a call of `GradScaler` switches it off, or may do so."""
-    for keyword in call.keywords:
-        if keyword.arg in ("enabled", None):
-            return not (isinstance(keyword.value, ast.Constant) and keyword.value.value is True)
-    return len(call.args) >= 5
-
-
-def assigned_names(node: ast.Assign) -> Iterator[str]:
-    """Names and attributes that an assignment gives a value to."""
-    for target in node.targets:
-        if isinstance(target, ast.Name):
-            yield target.id
-        elif isinstance(target, ast.Attribute):
-            yield target.attr

@@ -60,7 +60,6 @@ def _refused(text: str) -> Name:
 
 _TP = "tensor parallelism"
 _SHARDING = "sharded data parallelism"
-_FP16 = "fp16 training"
 
 
 def _missing(feature: str) -> Name:
@@ -84,7 +83,7 @@ _SWITCHES = {
     "set_activation_checkpointing": _KEPT,
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
-_SCALER = _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
+_SCALER = _supported("loss scaling over all ranks")
 _LAYERS = (
     *("DistributedModule", "DistributedLinear", "DistributedEmbedding", "DistributedTransformer"),
     *("DistributedTransformerLMHead", "DistributedTransformerLayer", "DistributedAttentionLayer"),
@@ -118,9 +117,7 @@ UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing i
 
 SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
-    "amp": {
-        "GradScaler": _supported(f"an error when it is used enabled (loss scaling of {_FP16})")
-    },
+    "amp": {"GradScaler": _SCALER},
     "nn": {name: _missing(_TP) for name in _LAYERS}
     | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
     "model": {"DistributedModel": _supported()},
@@ -149,7 +146,8 @@ METHODS: dict[str, Name] = {
             "load_optimizer_backcompat",
         )
     },
-    **{name: _missing(_FP16) for name in ("clip_master_grads", "overflow", "loss_scale")},
+    "clip_master_grads": _supported(),
+    **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
     "_global_grad_norm": _missing(_SHARDING),
     "distributed_modules": _missing(_TP),
     "is_distributed_parameter": _missing(_TP),

@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_functions import cumulative_batch_norms
@@ -39,12 +40,10 @@ from mpxla.graph.capture_modes import (
     assigned_buffers_written,
     attributes_named_by_keywords,
     fake_state,
-    host_autocast,
     numbers_explained,
     quiet_export,
     torchs_recurrences,
     unchecked_distributions,
-    unmapped_autocast,
 )
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
@@ -282,7 +281,6 @@ def capture_step(
     with (
         attributes_kept(model),
         fake_state(model, fake_mode),
-        unmapped_autocast(),
         host_autocast(),
         numbers_explained(),
         quiet_export(),

@@ -32,12 +32,10 @@ __all__ = [
     "assigned_buffers_written",
     "attributes_named_by_keywords",
     "fake_state",
-    "host_autocast",
     "numbers_explained",
     "quiet_export",
     "torchs_recurrences",
     "unchecked_distributions",
-    "unmapped_autocast",
 ]
 
 
@@ -279,43 +277,3 @@ def torchs_recurrences() -> Generator[None]:
         yield
     finally:
         nn.GRU.forward = forward
-
-
-@contextlib.contextmanager
-def unmapped_autocast() -> Generator[None]:
-    """An autocast region entered around the step for the device applies to the host's fakes."""
-    for device_type in ("xla", "cuda"):
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            with torch.autocast("cpu", dtype=dtype):
-                yield
-            return
-    yield
-
-
-@contextlib.contextmanager
-def host_autocast() -> Generator[None]:
-    """Autocast regions for the device, entered in the step, apply to the host's fakes.
-
-    So user code reads the dtypes that the tensors will have.
-    """
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    entered: list[str] = []
-
-    def enter_on_host(self: torch.autocast) -> Any:
-        entered.append(self.device)
-        self.device = "cpu" if self.device in ("xla", "cuda") else self.device
-        return enter(self)
-
-    def leave_on_host(self: torch.autocast, *error: Any) -> Any:
-        try:
-            return leave(self, *error)
-        finally:
-            self.device = entered.pop()
-
-    torch.autocast.__enter__ = enter_on_host
-    torch.autocast.__exit__ = leave_on_host
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave

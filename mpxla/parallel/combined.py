@@ -5,10 +5,11 @@ start    the models' buckets that were waiting for a stage, in the order of the 
 finish   model after model
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from mpxla.errors import StepError
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.rounds import Rounds
@@ -23,15 +24,37 @@ class CombinedReduction:
     Args:
         rounds: of this rank.
         parts: the reductions of the models.
-        objective_scale: what the gradient of every microbatch's objective is.
+        objective_scale: what the gradient of every microbatch's objective is, before loss scales.
+        loss_scales: give those of the models that are trained.
     """
 
     def __init__(
-        self, rounds: Rounds, parts: Sequence[BucketedReduction], objective_scale: float = 1.0
+        self,
+        rounds: Rounds,
+        parts: Sequence[BucketedReduction],
+        objective_scale: float = 1.0,
+        loss_scales: Sequence[Callable[[], float]] = (),
     ):
         self._rounds = rounds
         self._parts = tuple(parts)
-        self.objective_scale = objective_scale
+        self._objective_scale = objective_scale
+        self._loss_scales = tuple(loss_scales)
+
+    @property
+    def objective_scale(self) -> float:
+        """What the gradient of every microbatch's objective is; changes with the loss scale.
+
+        Raises:
+            StepError: the models of the step have different loss scales.
+        """
+        scales = {scale() for scale in self._loss_scales}
+        if len(scales) > 1:
+            raise StepError(
+                f"the models that are trained in one step have different loss scales "
+                f"({sorted(scales)}). Train them in steps of their own, or give their optimizers "
+                f"equal static scales."
+            )
+        return self._objective_scale * (scales.pop() if scales else 1.0)
 
     def begin(self) -> None:
         """Counts passes, and agrees with the other replicas."""
@@ -98,4 +121,5 @@ class ModelReducers:
             reducer.is_prepared = True
             own = reducer.objective_scale(num_microbatches) if flow.trained else objective_scale
             parts.append(BucketedReduction(reducer, flow, own / objective_scale))
-        return CombinedReduction(self._rounds, parts, objective_scale)
+        loss_scales = [reducer.loss_scale for reducer, flow in flows if flow.trained]
+        return CombinedReduction(self._rounds, parts, objective_scale, loss_scales)

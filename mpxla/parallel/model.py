@@ -19,6 +19,7 @@ from mpxla.comm.transport import Group
 from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
+from mpxla.parallel.compute_dtype import compute_dtype, convert, narrowed, widened
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
@@ -95,6 +96,9 @@ class DistributedModel(PartitionedModule):
                 "results of the stages' programs, each with memory of its own.",
             )
         delay_all_models(False)  # by the configuration key; the model is there now
+        self._compute_dtype = compute_dtype(session.config)
+        if self._compute_dtype is not None:
+            convert(module, self._compute_dtype)
         super().__init__(module, session.backend)
         self._optimizers: list[Any] = []
         self.copies: list[weakref.ref[DistributedCopy]] = []
@@ -159,7 +163,10 @@ class DistributedModel(PartitionedModule):
             )
         if current_recorder() is None and self._plain_backward is not None:
             self._plain_backward.watch()
-        return self.module(*args, **kwargs)
+        if self._compute_dtype is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = narrowed((args, kwargs), self._compute_dtype)
+        return widened(self.module(*args, **kwargs), self._compute_dtype)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Differentiates, like `torch.autograd.backward`, over all stages.
@@ -175,12 +182,36 @@ class DistributedModel(PartitionedModule):
         if recorder is not None:
             recorder.backward(tensors, grad_tensors)
         elif self._is_single:
-            torch.autograd.backward(tensors, grad_tensors)
+            torch.autograd.backward(*self._scaled(tensors, grad_tensors))
         else:
             raise StepError(
                 "model.backward was called outside a step function; call it in the function "
                 "decorated with @smp.step that computes the loss."
             )
+
+    def _scaled(self, tensors: Any, grad_tensors: Any) -> tuple[Any, Any]:
+        """Arguments of a plain backward under `fp16: True`, whose update divides by the scale."""
+        scale = self.loss_scale()
+        if scale == 1.0:
+            return tensors, grad_tensors
+        if isinstance(tensors, torch.Tensor):
+            return tensors * scale, grad_tensors
+        return [tensor * scale for tensor in tensors], grad_tensors
+
+    def loss_scale(self) -> float:
+        """What the losses of its steps are multiplied by: the scale of its optimizers.
+
+        Raises:
+            StepError: its optimizers have different ones.
+        """
+        scales = {o.loss_scale for o in self._optimizers if hasattr(o, "loss_scale")}
+        if len(scales) > 1:
+            raise StepError(
+                f"the optimizers of a model have different loss scales ({sorted(scales)}); one "
+                f"step has one loss scale. Use one optimizer with several param groups, or equal "
+                f"static scales."
+            )
+        return scales.pop() if scales else 1.0
 
     def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
         """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""

@@ -5,6 +5,7 @@ them is the model's own.
 """
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.parallel.combined import ModelReducers
 from mpxla.parallel.copies import lending
+from mpxla.parallel.loss_scale import Unscaling
 from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.programs import Programs
 from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.rounds import Rounds
@@ -106,6 +109,7 @@ class Models:
             replica,
             options,
             model.optimizer_settings,
+            model.loss_scale,
             self._rounds,
             label,
             self.engine.names_of(label),
@@ -134,6 +138,13 @@ class Models:
         """The models that have some of these parameters, or pieces of them."""
         given = {id(parameter) for parameter in parameters}
         return [model for model in self if not given.isdisjoint(model.parameter_ids())]
+
+    @functools.cached_property
+    def unscaling(self) -> Unscaling:
+        """Divides gradients by loss scales, on all ranks together."""
+        session = self._session
+        world = session.topology.world_group()
+        return Unscaling(Programs(session.backend), session.transport, world)
 
     def placed_with(self, module: nn.Module) -> "DistributedModel | None":
         """The model that has a module and is partitioned already, if there is one."""
@@ -249,7 +260,7 @@ class Models:
 
 def _master_dtype(session: Session) -> torch.dtype | None:
     """In what 16-bit parameters are updated, if not in their own type."""
-    return torch.float32 if session.config.bf16 or session.config.fp16 else None
+    return torch.float32 if session.config.master_dtype == "float32" else None
 
 
 def cut_report(cut: CutStep) -> str:

@@ -18,9 +18,11 @@ from mpxla.log import warn_once
 from mpxla.parallel.carrier import Carrier, equalize_beside
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
+from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
 from mpxla.parallel.names import no_such_attribute
+from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import OptimizerState, parameters_of
 from mpxla.parallel.pieces import SHARD_KEY, join_shards
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
@@ -30,11 +32,12 @@ from mpxla.session import current
 __all__ = ["DistributedOptimizer"]
 
 
-_MISSING = {
-    **dict.fromkeys(("clip_master_grads", "overflow", "loss_scale"), "fp16 training"),
-    "_global_grad_norm": "sharded data parallelism",
-}
+_MISSING = {"_global_grad_norm": "sharded data parallelism"}
 """Attribute of SMP's wrapper -> the missing feature that it belongs to."""
+_OF_FP16 = ("overflow", "loss_scale")
+"""Attributes that are there with `fp16: True` only."""
+_SCALE_KEY = "loss_scale"
+"""In state dicts: where the loss scale is."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -48,11 +51,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: the optimizer to wrap.
-        static_loss_scale: loss scale of fp16 training, without which it has no effect.
-        dynamic_loss_scale: dynamic loss scaling of fp16 training, likewise.
-        **dynamic_loss_args: settings of dynamic loss scaling.
+        static_loss_scale: loss scale of `fp16: True`, without which it has no effect.
+        dynamic_loss_scale: whether the scale of `fp16: True` moves by itself.
+        dynamic_loss_args: settings of a scale that moves, see `LossScale`.
+        **settings: the same by keyword.
 
     Attributes:
+        overflow: with `fp16: True`, whether the last `step` was left out, because gradients were
+            inf or nan on some rank.
+        loss_scale: with `fp16: True`, what losses of the next step are multiplied by.
         contents: its state, as checkpoints hold it.
 
     Raises:
@@ -65,7 +72,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
-        **dynamic_loss_args: Any,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **settings: Any,
     ):
         session = current()
         if session.models is None:
@@ -104,10 +112,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._backend = session.backend
+        self._scale: LossScale | None = None
+        if session.config.fp16:
+            given = {**(dynamic_loss_args or {}), **settings}
+            self._scale = LossScale(static_loss_scale, dynamic_loss_scale, given)
+            self.overflow = False
+        # Whether gradients are divided by the scale already, and if so, have overflowed.
+        self._has_overflowed: bool | None = None
         self._deferred: dict[str, Any] | None = None
         # Parameters by group, from the placement of the first model until that of the last one.
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
-        self.contents = OptimizerState(optimizer, self._models, session.backend)
+        self.contents = OptimizerState(optimizer, self._models, session.backend, self._scale)
         self._pieces = self.contents.pieces
         self._update = CompiledUpdate(optimizer, session.backend, self._pieces)
         for model in self._models:
@@ -116,6 +131,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name == "loss_scale" and self._scale is not None:
+            return self._scale.value
+        if name in _OF_FP16:
+            raise AttributeError(
+                f"optimizer.{name} belongs to loss scaling, which the key fp16: True switches on."
+            )
         if name in _MISSING:
             raise AttributeError(
                 f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
@@ -163,6 +184,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._notice_groups()
         self._pieces.collect_gradients()
+        if self._scale is not None:
+            if self._has_overflowed is None:
+                self._has_overflowed = self.unscale_gradients(self._scale.value)
+            self.overflow, self._has_overflowed = self._has_overflowed, None
+            self._scale.update(self.overflow)
+            if self.overflow:
+                return None
         self._pieces.renew_divided()
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
@@ -171,8 +199,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
 
+    def unscale_gradients(self, scale: float) -> bool:
+        """Divides the gradients by a loss scale. All ranks must call it; waits for them.
+
+        Args:
+            scale: what the losses were multiplied by.
+
+        Returns:
+            Whether gradients of some rank are inf or nan.
+        """
+        self._pieces.collect_gradients()
+        return self._session_models.unscaling(parameters_of(self.optimizer), scale)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all ranks by their norm, without loss scale. Before `step`.
+
+        All ranks must call it. (SMP API reference, "clip_master_grads".)
+
+        Args:
+            max_norm: largest norm that stays.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm before clipping, a scalar on the device.
+        """
+        if self._scale is not None and self._has_overflowed is None:
+            self._has_overflowed = self.unscale_gradients(self._scale.value)
+        return clip_grad_norm_(parameters_of(self.optimizer), max_norm, norm_type)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank's parameters."""
+        self._has_overflowed = None
         self._notice_groups()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._pieces.clear_gradients()
@@ -207,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 ranks must call it then); else the state is that of this rank's share alone.
         """
         self._notice_groups()
-        partial = self.contents.of_rank(self._are_divided)
+        partial = self._with_scale(self.contents.of_rank(self._are_divided))
         return self._join(partial) if self._are_divided and gather_if_shard else partial
 
     @property
@@ -236,7 +293,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         what = "optimizer.state_dict"
         with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
-        return merge_optimizer_states(parts)
+        return self._with_scale(merge_optimizer_states(parts))
+
+    def _with_scale(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._scale is None else {**state, _SCALE_KEY: self._scale.state_dict()}
 
     def save_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
         """Saves as `smp.save(optimizer.local_state_dict(), f)` does; all ranks call it.
@@ -271,6 +331,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the dict has other param groups.
         """
+        scale = state_dict.get(_SCALE_KEY)
+        state_dict = {key: value for key, value in state_dict.items() if key != _SCALE_KEY}
         if PARTIAL_KEY in state_dict:
             session = current()
             group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
@@ -281,6 +343,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parts = session.state_objects.allgather(dict(state_dict), group)
             state_dict = merge_optimizer_states(parts)
         self.contents.check_groups(state_dict)
+        if self._scale is not None and scale is not None:
+            self._scale.load_state_dict(scale)
         if self.is_placed:
             self.contents.load(state_dict)
         else:

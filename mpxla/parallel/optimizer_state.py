@@ -16,6 +16,7 @@ from torch import nn
 
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
+from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -31,6 +32,8 @@ __all__ = ["MASTER_KEY", "OptimizerState", "parameters_of"]
 
 MASTER_KEY = "master_param"
 """State key of a parameter's wider copy."""
+_SCALE_KEY = "_mpxla_loss_scale"
+"""In the settings of the first group: the loss scale."""
 _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
 
@@ -52,6 +55,7 @@ class OptimizerState:
         optimizer: the inner optimizer, with all parameters.
         models: whose parameters it holds; may become more.
         backend: of this rank's device.
+        loss_scale: of `fp16: True`, which is saved with the settings; None without.
 
     Attributes:
         pieces: the update copies that it holds in the place of parameters.
@@ -59,8 +63,13 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[_Model], backend: Backend
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[_Model],
+        backend: Backend,
+        loss_scale: LossScale | None = None,
     ):
+        self._loss_scale = loss_scale
         self._optimizer = optimizer
         self._models = models
         self._backend = backend
@@ -219,11 +228,14 @@ class OptimizerState:
     def group_settings(self) -> list[dict[str, Any]]:
         """Settings of every param group, with the names of its parameters under "params"."""
         names = iter(self._names().values())
-        return [
+        settings = [
             to_host({k: v for k, v in group.items() if k not in _OF_RANK}, self._backend)
             | {"params": [next(names) for _ in range(size)]}
             for group, size in zip(self._optimizer.param_groups, self.group_sizes, strict=True)
         ]
+        if self._loss_scale is not None:
+            settings[0][_SCALE_KEY] = self._loss_scale.state_dict()
+        return settings
 
     def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the settings (learning rates and such) of groups of the same parameters.
@@ -241,7 +253,10 @@ class OptimizerState:
                     f"optimizer as it was, or pass load_optimizer=False."
                 )
         for group, other in zip(self._optimizer.param_groups, saved, strict=True):
-            group.update({k: v for k, v in other.items() if k not in _OF_RANK})
+            group.update({k: v for k, v in other.items() if k not in (*_OF_RANK, _SCALE_KEY)})
+        scale = saved[0].get(_SCALE_KEY) if saved else None
+        if self._loss_scale is not None and scale is not None:
+            self._loss_scale.load_state_dict(scale)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -56,6 +56,7 @@ class GradientReducer:
         replica: this rank among the replicas.
         options: what the user chose.
         settings: gives those of the optimizers, in words that are equal on all replicas.
+        loss_scale: gives that of the optimizers.
         rounds: what it shares with the reducers of other models.
         label: of the model.
         names: name in steps of each parameter and buffer that belongs to it -> name in the model;
@@ -67,6 +68,7 @@ class GradientReducer:
         replica: Replica,
         options: ReductionOptions,
         settings: Callable[[], str],
+        loss_scale: Callable[[], float],
         rounds: Rounds,
         label: str,
         names: Mapping[str, str],
@@ -74,6 +76,7 @@ class GradientReducer:
         self.replica = replica
         self.options = options
         self.settings = settings
+        self.loss_scale = loss_scale
         self.rounds = rounds
         self.label = label
         self.names = names

@@ -360,7 +360,7 @@ def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
     lowered = stage.lowered
     found = step.accumulators.get(lowered.spec.index)
     if found is None:
-        found = step.zeros(lowered.backward_inputs[: lowered.num_accumulators])
+        found = step.zeros(lowered.accumulators)
     return found
 
 

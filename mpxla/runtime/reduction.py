@@ -22,7 +22,7 @@ class StepReduction(Protocol):
 
     @property
     def objective_scale(self) -> float:
-        """What the gradient of every microbatch's objective is."""
+        """What the gradient of every microbatch's objective is; asked for in every call."""
         ...
 
     def begin(self) -> None:

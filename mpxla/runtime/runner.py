@@ -3,7 +3,7 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,10 @@ class PlanRunner:
         self._pp_rank = pp_rank
         self._backend = backend
         self._reduction = reduction
-        self._constants = self._upload_constants()
+        self._constants: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
-        self._objective_seed: torch.Tensor | None = None
-        if reduction is not None:
-            (self._objective_seed,) = backend.put([torch.tensor(reduction.objective_scale)])
+        self._objective_seed: tuple[float, torch.Tensor] | None = None
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -98,7 +97,7 @@ class PlanRunner:
             tensors=self._tensors(),
             inputs=self._upload_inputs(tensors),
             seeds=self._seeds(num_microbatches, seed),
-            objective_seed=self._objective_seed,
+            objective_seed=self._seed_of_objectives(),
             zeros=self._zeros_of,
             progress=progress,
             recorder=recorder,
@@ -138,13 +137,33 @@ class PlanRunner:
         tensors = dict(self._states.local_tensors())
         adopted = self._backend.adopt(list(tensors.values()))
         tensors = dict(zip(tensors, adopted, strict=True))
+        self._upload_constants()
         tensors.update(self._constants)
         return tensors
 
-    def _upload_constants(self) -> Mapping[str, torch.Tensor]:
+    def _upload_constants(self) -> None:
+        """Those that are not on the device, or were written to since they were put there.
+
+        A loss scale is one: its tensor is changed in place.
+        """
         needed = {n for p in self.plan.programs.values() for n in p.lowered.spec.constants}
-        values = {n: v for n, v in constant_tensors(self.plan.cut).items() if n in needed}
-        return dict(zip(values, self._backend.put(list(values.values())), strict=True))
+        values = {
+            name: value
+            for name, value in constant_tensors(self.plan.cut).items()
+            if name in needed and self._versions.get(name) != value._version
+        }
+        uploaded = self._backend.put([value.clone() for value in values.values()])
+        self._constants.update(zip(values, uploaded, strict=True))
+        self._versions.update({name: value._version for name, value in values.items()})
+
+    def _seed_of_objectives(self) -> torch.Tensor | None:
+        """The gradient of the objectives; on the device it stays until it changes."""
+        if self._reduction is None:
+            return None
+        scale = self._reduction.objective_scale
+        if self._objective_seed is None or self._objective_seed[0] != scale:
+            self._objective_seed = scale, self._backend.put([torch.tensor(scale)])[0]
+        return self._objective_seed[1]
 
     def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         rest = iter(self._backend.put([t for mb in tensors for t in mb]))

@@ -89,7 +89,7 @@ def added(
     grads: Sequence[torch.Tensor | None],
     seed: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The accumulators with the first gradients added; None adds nothing.
+    """The accumulators with the first gradients added, in their dtypes; None adds nothing.
 
     Args:
         accumulators: sums so far.
@@ -101,7 +101,8 @@ def added(
     does not know to be one: 34 additions of a GPT with 8 blocks took 1.3 s to compile, and take
     0.2 s.
     """
-    one = None if seed is None else seed - seed + 1
+    # Not `seed - seed + 1`: an infinite seed (a loss scale that overflows) would make it NaN.
+    one = None if seed is None else (seed * 0 == 1).to(seed.dtype) + 1
     return [
         a if g is None else a + (g.to(a.dtype) if one is None else g.to(a.dtype) * one.to(a.dtype))
         for a, g in zip(accumulators, grads, strict=False)

@@ -31,7 +31,7 @@ from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe, is_random
-from mpxla.stage.accumulation import AccumulatingBackward
+from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
@@ -87,6 +87,11 @@ class LoweredStage:
     def num_accumulators(self) -> int:
         """Gradient accumulators: the first arguments and results of the backward."""
         return len(self.spec.trained)
+
+    @property
+    def accumulators(self) -> tuple[TensorSpec, ...]:
+        """Their specs, as the backward takes and gives them: 16-bit parameters have wider ones."""
+        return self.backward_inputs[: self.num_accumulators]
 
 
 def lower_stage(
@@ -344,7 +349,9 @@ def _assemble(
         (i, stage) for i, port in enumerate(spec.outputs) for stage in port.grad_sources
     )
     saved_specs = tuple(TensorSpec.of(n.meta["val"]) for n in saved_nodes)
-    accumulators = tuple(inputs[spec.parameters.index(name)] for name in spec.trained)
+    accumulators = tuple(
+        accumulator_spec(inputs[spec.parameters.index(name)]) for name in spec.trained
+    )
     all_saved = tuple(
         inputs[s.argument] if s.argument is not None else saved_specs[s.output] for s in saved
     )

@@ -9,7 +9,7 @@ import pytest
 
 from mpxla import config_keys, config_rules
 from mpxla.config import Config, describe_difference, resolve
-from mpxla.env import LaunchEnv
+from mpxla.env import LaunchEnv, prepare_xla, read_environment
 from mpxla.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "compile_cache": None,
     "transport": "auto",
     "reduction_dtype": "same",
+    "master_dtype": "float32",
     "stall_timeout_s": 300.0,
     "trust_checkpoints": False,
     "check_indices": "inputs",
@@ -379,12 +380,28 @@ def test_the_dict_of_the_script_is_not_kept():
     assert user == {"microbatches": 5}
 
 
+# Variables of torch_xla.
+
+
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_downcasting_is_bf16(name, capsys):
+    environ = {name: "1"}
+    prepare_xla(environ)
+    assert name not in environ  # torch_xla must not see it
+    env = read_environment(environ)
+    assert resolve({}, env).bf16
+    assert f"{name} is deprecated by torch_xla; it means bf16: True here" in capsys.readouterr().err
+    assert not resolve({"fp16": True}, env).bf16
+    assert resolve({"bf16": False}, env).bf16 is False
+    assert not resolve({}, read_environment({name: "0"})).bf16
+
+
 # All problems at once.
 
 
 def test_all_problems_are_reported_together():
     text = refused(
-        {"microbatchs": 4, "pipeline": "x", "fp16": True, "auto_partition": False},
+        {"microbatchs": 4, "pipeline": "x", "horovod": True, "auto_partition": False},
         mpxla_config={"microbatches": 0},
     )
     assert text.startswith("the configuration has 5 problems:\n  - ")
@@ -398,7 +415,7 @@ def test_one_problem_is_singular():
 def test_wrong_values_do_not_cause_further_noise():
     text = refused({"default_partition": "last", "auto_partition": False})
     assert text.count("\n  - ") == 1
-    text = refused({"tensor_parallel_degree": 2, "bf16": True})
+    text = refused({"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2})
     assert text.count("\n  - ") == 2
     assert "needs ddp" not in text
 
@@ -410,9 +427,6 @@ def test_wrong_values_do_not_cause_further_noise():
     ("key", "on", "feature"),
     [
         ("tensor_parallel_degree", 2, "tensor parallelism"),
-        ("fp16_params", True, "distributed modules with fp16 parameters"),
-        ("fp16", True, "fp16 training"),
-        ("bf16", True, "bf16 training"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
     ],
 )
@@ -478,10 +492,13 @@ def test_refused_combinations(user, text):
             "sharded_data_parallel_degree: 2 with tensor_parallel_degree: 4 needs "
             "prescaled_batch: True",
         ),
-        ({"bf16": True}, "bf16: True needs sharded_data_parallel_degree above 1"),
         (
             {"bf16": True, "fp16": True, "sharded_data_parallel_degree": 2, "ddp": True},
             "bf16: True and fp16: True exclude each other; remove one",
+        ),
+        (
+            {"bf16": True, "fp16_params": True},
+            "bf16: True and fp16_params: True exclude each other; remove one",
         ),
     ],
 )

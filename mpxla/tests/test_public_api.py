@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
+    *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics", "amp"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -76,7 +76,7 @@ SIGNATURES = {
     "average_grads_across_microbatches=True, bucket_cap_mb=25, trace_memory_usage=False, "
     "broadcast_buffers=True, gradient_as_bucket_view=False",
     "DistributedOptimizer": "optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, "
-    "**dynamic_loss_args",
+    "dynamic_loss_args=None, **settings",
 }
 
 METHODS = {
@@ -131,7 +131,7 @@ CONFIG_KEYS = {
     # Extensions.
     *("device", "compile_cache"),
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
-    "trust_checkpoints",
+    *("trust_checkpoints", "master_dtype"),
     "check_indices",
     "log_metrics_every",
     "metrics_dir",

@@ -163,23 +163,24 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "norm = optimizer._global_grad_norm\nargs.loss_scale\nself.hparams.loss_scale",
             [
                 (1, ".register_post_step_hook", SUPPORTED),
-                (2, ".clip_master_grads", REFUSED),
+                (2, ".clip_master_grads", SUPPORTED),
                 (3, "._global_grad_norm", REFUSED),
             ],
         ),
         (
-            "import mpxla\nmpxla.init({'fp16': True, 'tensor_parallel_degree': 1, "
-            "'bf16': args.bf16, 'microbatches': 4})",
+            "import mpxla\nmpxla.init({'sharded_data_parallel_degree': 2, "
+            "'tensor_parallel_degree': args.tp, 'microbatches': 4})",
             [
-                (2, 'configuration "bf16"', SUPPORTED),
-                (2, 'configuration "fp16"', REFUSED),
+                (2, 'configuration "sharded_data_parallel_degree"', REFUSED),
+                (2, 'configuration "tensor_parallel_degree"', SUPPORTED),
                 (2, "smp.init", SUPPORTED),
             ],
         ),
         (
-            "import mpxla\nconfig = {'fp16': True}\nmpxla.init(config)\nmpxla.init(unknown)",
+            "import mpxla\nconfig = {'tensor_parallel_degree': 2}\nmpxla.init(config)\n"
+            "mpxla.init(unknown)",
             [
-                (2, 'configuration "fp16"', REFUSED),
+                (2, 'configuration "tensor_parallel_degree"', REFUSED),
                 (3, "smp.init", SUPPORTED),
                 (4, "smp.init", SUPPORTED),
             ],
@@ -198,11 +199,11 @@ def test_names_are_found(tmp_path, text, expected):
 
 
 def test_reasons_name_the_missing_feature(tmp_path):
-    text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer.overflow\nsmp.sizes"
+    text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer._global_grad_norm\nsmp.sizes"
     reasons = [finding.meaning.text for finding in check(tmp_path, text)]
     assert reasons == [
         "tensor parallelism, which mpxla does not have yet",
-        "fp16 training, which mpxla does not have yet",
+        "sharded data parallelism, which mpxla does not have yet",
         "mpxla knows no such name of SMP; remove the use, importing it does no harm",
     ]
 

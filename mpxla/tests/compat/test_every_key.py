@@ -52,9 +52,6 @@ WARNS = {
 REFUSED = {
     "tensor_parallel_degree": 2,
     "sharded_data_parallel_degree": 2,
-    "fp16": True,
-    "fp16_params": True,
-    "bf16": True,
     "horovod": True,
     "load_partition": True,
     "auto_partition": False,

@@ -157,7 +157,7 @@ import smdistributed.modelparallel.torch as smp
 
 
 def main():
-    smp.init({"fp16": True, "partitions": 2})
+    smp.init({"tensor_parallel_degree": 2})
 
 
 main()
@@ -177,11 +177,11 @@ def test_one_rank_shows_an_error_and_the_script_s_frames_alone(tmp_path):
     assert [line.partition(": ")[2] for line in first[:5:2]] == [
         "Traceback (most recent call last):",
         "    main()",
-        '    smp.init({"fp16": True, "partitions": 2})',
+        '    smp.init({"tensor_parallel_degree": 2})',
     ]
     texts = [line.partition(": ")[2] for line in first]
     assert texts.count("Traceback (most recent call last):") == 1
-    assert "mpxla/" not in "".join(texts) and "asks for fp16 training" in texts[-1]
+    assert "mpxla/" not in "".join(texts) and "asks for tensor parallelism" in texts[-1]
 
 
 @pytest.mark.ranks

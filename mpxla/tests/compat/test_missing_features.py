@@ -56,7 +56,6 @@ def _use_smp():
 
         merging.get_full_state_dict_from_sharded_data_parallel_checkpoint("folder")
 
-    half = torch.float16
     texts = {
         "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
         "from": refusal(import_layer),
@@ -65,7 +64,6 @@ def _use_smp():
         "context": refusal(lambda: enter(smp.tensor_parallelism())),
         "set": refusal(lambda: smp.set_tensor_parallelism(linear)),
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
-        "half": refusal(lambda: enter(smp.model_creation(dtype=half))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "full_state": refusal(import_full_state),
         "no module": refusal(lambda: smp.set_activation_checkpointing(linear.weight)),
@@ -86,9 +84,6 @@ def _use_smp():
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     missing = AttributeError
     texts |= {
-        "clip": refusal(lambda: optimizer.clip_master_grads(1.0), missing),
-        "overflow": refusal(lambda: optimizer.overflow, missing),
-        "scale": refusal(lambda: optimizer.loss_scale, missing),
         "norm": refusal(lambda: optimizer._global_grad_norm, missing),
     }
     assert not hasattr(optimizer, "overflow")
@@ -106,7 +101,6 @@ FEATURES = {
         *OF_THE_MODEL,
         *("nn", "from", "translate", "register", "context", "set", "creation"),
     ),
-    "fp16 training": ("half", "clip", "overflow", "scale"),
     "sharded data parallelism": ("sharded", "norm", "full_state"),
 }
 
@@ -127,7 +121,7 @@ def test_18_missing_features_are_named_with_the_line():
     assert "nor has the SGD that it wraps" in texts["unknown of optimizer"]
     assert "a fused CUDA kernel of apex" in texts["fused"]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
-    for name in ("nn", "context", "half", "no module"):
+    for name in ("nn", "context", "no module"):
         assert "test_missing_features.py:" in texts[name]
     assert "smp.nn.DistributedTransformer(num_layers=2)" in texts["nn"]
 
@@ -188,7 +182,6 @@ def test_recomputation_changes_no_results_and_is_warned_of_once():
 @pytest.mark.parametrize(
     ("key", "value", "feature"),
     [
-        ("fp16", True, "fp16 training"),
         ("tensor_parallel_degree", 2, "tensor parallelism"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
     ],

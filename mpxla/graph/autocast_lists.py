@@ -1,0 +1,142 @@
+"""What `torch.autocast` does to each operator on each kind of device, as PyTorch lists it.
+
+Only the lists of the processor have kernels for the host tensors that steps are captured on. Those
+of other devices are written down here: "Autocast Op Reference" in PyTorch's documentation, and
+torch_xla's own for `xla`. A test compares every entry with the kernels of the installed PyTorch.
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+__all__ = ["LISTS", "Policy", "cast_arguments"]
+
+
+class Policy(Enum):
+    """What happens to the floating tensors among the arguments, but for those in float64."""
+
+    NARROW = "cast to the type of the region"
+    WIDE = "cast to float32, unless the call names the type of its result"
+    WIDEST = "cast to the widest type among them"
+    BANNED = "an error: the operator overflows in 16 bits"
+
+
+def _operators(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_PRODUCTS = _operators(
+    "addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d.input conv_transpose3d.input linear matmul mm prelu"
+)
+_LOSSES = _operators(
+    "cosine_embedding_loss hinge_embedding_loss kl_div l1_loss margin_ranking_loss mse_loss "
+    "multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d smooth_l1_loss soft_margin_loss "
+    "triplet_margin_loss binary_cross_entropy_with_logits"
+)
+_REDUCTIONS = _operators(
+    "prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int "
+    "log_softmax.Dimname"
+)
+_CUDA = {
+    Policy.NARROW: _PRODUCTS
+    + _operators(
+        "_convolution _convolution.deprecated addmv addr chain_matmul convolution einsum gru_cell "
+        "linalg_multi_dot linalg_vecdot lstm_cell mv rnn_relu_cell rnn_tanh_cell "
+        "scaled_dot_product_attention"
+    ),
+    Policy.WIDE: _LOSSES
+    + _REDUCTIONS
+    + _operators(
+        "acos asin cdist cosh cosine_similarity cumprod cumprod.dimname cumsum cumsum.dimname dist "
+        "erfinv exp expm1 frobenius_norm.dim group_norm huber_loss layer_norm linalg_matrix_norm "
+        "linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 logsumexp "
+        "native_layer_norm norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim nuclear_norm "
+        "nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor "
+        "reciprocal renorm rsqrt sinh softplus sum sum.dim_DimnameList sum.dim_IntList tan "
+        "upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d "
+        "upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa "
+        "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d"
+    ),
+    Policy.WIDEST: _operators(
+        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+    ),
+    Policy.BANNED: ("binary_cross_entropy",),
+}
+_XLA = {
+    Policy.NARROW: _PRODUCTS
+    + _operators("conv1d.padding conv2d.padding conv3d.padding einsum max_pool2d relu"),
+    Policy.WIDE: _LOSSES
+    + _REDUCTIONS
+    + _operators(
+        "_softmax batch_norm binary_cross_entropy cdist cholesky cholesky_inverse cholesky_solve "
+        "cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor inverse linalg_inv_ex linalg_svd "
+        "multilabel_margin_loss_forward pow.Tensor_Scalar qr reflection_pad1d reflection_pad2d "
+        "replication_pad1d replication_pad2d replication_pad3d svd trace triangular_solve"
+    ),
+    Policy.WIDEST: _operators("cat index_copy index_copy.dimname stack"),
+}
+_CPU = {
+    Policy.NARROW: _PRODUCTS
+    + _operators(
+        "_addmm_activation _convolution.deprecated _native_multi_head_attention conv1d.padding "
+        "conv2d.padding conv3d.padding linalg_vecdot mkldnn_rnn_layer scaled_dot_product_attention"
+    ),
+    Policy.WIDE: _LOSSES
+    + _operators("prod prod.dim_int prod.dim_Dimname")
+    + _operators(
+        "_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d "
+        "avg_pool3d binary_cross_entropy cdist cholesky cholesky_inverse cholesky_solve "
+        "cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine "
+        "fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft "
+        "fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d "
+        "fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d huber_loss "
+        "inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig "
+        "linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv "
+        "linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float "
+        "linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve "
+        "linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve max_pool3d "
+        "max_unpool2d max_unpool3d multilabel_margin_loss_forward nanquantile nanquantile.scalar "
+        "orgqr ormqr pinverse poisson_nll_loss polar qr quantile quantile.scalar reflection_pad1d "
+        "reflection_pad2d replication_pad1d replication_pad2d replication_pad3d stft stft.center "
+        "svd trace triangular_solve view_as_complex"
+    ),
+    Policy.WIDEST: _operators("cat index_copy index_copy.dimname stack"),
+}
+
+
+def _flat(lists: dict[Policy, tuple[str, ...]]) -> dict[str, Policy]:
+    return {name: policy for policy, names in lists.items() for name in names}
+
+
+LISTS: dict[str, dict[str, Policy]] = {
+    "cuda": _flat(_CUDA),
+    "xla": _flat(_XLA),
+    "cpu": _flat(_CPU),
+}
+"""Kind of device -> operator of `aten`, with its overload -> policy."""
+
+
+def cast_arguments(policy: Policy, arguments: list[Any], dtype: torch.dtype) -> list[Any]:
+    """Arguments of an operator as a region hands them on.
+
+    Args:
+        policy: of the operator.
+        arguments: flat; not only tensors.
+        dtype: of the region.
+    """
+    tensors = [a for a in arguments if _is_eligible(a)]
+    if policy is Policy.WIDE:
+        if any(isinstance(a, torch.dtype) for a in arguments):
+            return arguments
+        dtype = torch.float32
+    elif policy is Policy.WIDEST and any(t.dtype is torch.float32 for t in tensors):
+        dtype = torch.float32
+    return [a.to(dtype) if _is_eligible(a) else a for a in arguments]
+
+
+def _is_eligible(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and value.is_floating_point() and value.dtype is not torch.float64

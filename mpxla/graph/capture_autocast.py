@@ -1,0 +1,164 @@
+"""`torch.autocast` while a step is captured: regions of any kind of device apply to host fakes.
+
+So user code reads the dtypes that tensors will have, and export records the casts. A region keeps
+its kind, because PyTorch's lists differ: `softmax` is computed in float32 under `cuda` and `xla`,
+and in the type of its argument under `cpu`.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.amp import autocast_mode
+
+from mpxla.errors import CaptureError
+from mpxla.graph.autocast_lists import LISTS, Policy, cast_arguments
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["host_autocast"]
+
+_DEVICES = ("xla", "cuda")
+"""Kinds of devices that the host's fakes stand for."""
+_HOST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class _Regions:
+    """The regions that are entered, and the kernels that make theirs of the host's.
+
+    PyTorch finds an operator's casts by its dispatch key `AutocastCPU`. While a region of another
+    kind is open, the kernels under this key are exchanged for ones that follow the innermost
+    region's list: all operators are reached in that way, also those that PyTorch's own functions
+    call.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self._stack = stack
+        self._kinds: list[str] = []
+        self._has_kernels = False
+
+    def enter(self, kind: str) -> None:
+        """Called when a region is entered, enabled or not."""
+        self._kinds.append(kind)
+        if kind in _DEVICES and not self._has_kernels:
+            self._has_kernels = True
+            self._stack.enter_context(_kernels(self._policy))
+
+    def leave(self) -> None:
+        """Called when it is left."""
+        self._kinds.pop()
+
+    def _policy(self, name: str) -> Policy | None:
+        return LISTS[self._kinds[-1] if self._kinds else "cpu"].get(name)
+
+
+@contextlib.contextmanager
+def _kernels(policy_of: Callable[[str], Policy | None]) -> Generator[None]:
+    """Exchanges the host's autocast kernels; undone on exit."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        with warnings.catch_warnings():
+            # PyTorch says that a kernel is overridden.
+            warnings.simplefilter("ignore")
+            for name in sorted(set().union(*LISTS.values())):
+                operator = _operator(name)
+                if operator is not None:
+                    kernel = functools.partial(_call, operator, name, policy_of)
+                    library.impl(operator, kernel, "AutocastCPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _call(
+    operator: Any, name: str, policy_of: Callable[[str], Policy | None], *args: Any, **kwargs: Any
+) -> Any:
+    policy = policy_of(name)
+    if policy is Policy.BANNED:
+        raise CaptureError(
+            f"{name} is called under torch.autocast{at_user_line()}, where PyTorch refuses it: in "
+            f"16 bits it overflows. Use binary_cross_entropy_with_logits without the sigmoid, or "
+            f"call it under torch.autocast(..., enabled=False) on float32 values."
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_HOST_KEY):
+        if policy is not None:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves = cast_arguments(policy, leaves, torch.get_autocast_dtype("cpu"))
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return operator(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def host_autocast() -> Generator[None]:
+    """Makes autocast regions of devices apply to the host's fakes, also one around the step."""
+    kind = torch.autocast
+    make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+    cast = autocast_mode._cast
+    outer: list[tuple[bool, torch.dtype]] = []
+    with contextlib.ExitStack() as stack:
+        regions = _Regions(stack)
+
+        def make_enabled(
+            self: torch.autocast,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            # PyTorch switches regions for CUDA off where there is none.
+            own = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            known = "xla" if device_type == "cuda" else device_type
+            make(self, known, own, enabled, cache_enabled)
+            self.device = device_type
+
+        def enter_on_host(self: torch.autocast) -> Any:
+            outer.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            regions.enter(self.device)
+            # Under its own name, by which it is recorded, and which user code asks for.
+            entered = enter(self)
+            if self.device in _DEVICES:
+                _set_host(self._enabled, self.fast_dtype)
+            return entered
+
+        def leave_on_host(self: torch.autocast, *error: Any) -> Any:
+            try:
+                return leave(self, *error)
+            finally:
+                regions.leave()
+                _set_host(*outer.pop())
+
+        def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+            return cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
+
+        kind.__init__, kind.__enter__, kind.__exit__ = make_enabled, enter_on_host, leave_on_host
+        autocast_mode._cast = cast_on_host  # of `custom_fwd`
+        try:
+            with _region_around():
+                yield
+        finally:
+            kind.__init__, kind.__enter__, kind.__exit__ = make, enter, leave
+            autocast_mode._cast = cast
+
+
+def _set_host(is_enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled("cpu", is_enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+
+
+@contextlib.contextmanager
+def _region_around() -> Generator[None]:
+    """An autocast region entered around the step for the device."""
+    for device_type in _DEVICES:
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type)):
+                yield
+            return
+    yield

@@ -1,0 +1,80 @@
+"""`bf16: True` and `fp16: True`: the model in 16 bits, between inputs and outputs in float32.
+
+    inputs, float32 -> 16 bits -> model -> outputs in 16 bits -> float32 -> the user's loss
+
+As the wrappers of SMP and Megatron do it. Batch norms stay in float32: their running statistics
+move by less than half an ulp of 16 bits.
+"""
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpxla.config import Config
+from mpxla.errors import ConfigError
+
+__all__ = ["compute_dtype", "convert", "narrowed", "widened"]
+
+
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The type that models are converted to; None leaves them as they are."""
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 or config.fp16_params else None
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Converts parameters and buffers in place; they stay the same objects.
+
+    Args:
+        module: the user's model, before it is wrapped.
+        dtype: bfloat16 or float16.
+
+    Raises:
+        ConfigError: parameters or buffers have no such type (complex numbers); names their module.
+    """
+    problems = [
+        f"{path or 'the model'} ({type(part).__name__}) has the complex {name}"
+        for path, part in module.named_modules()
+        for name, tensor in (
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        )
+        if tensor.is_complex()
+    ]
+    if problems:
+        raise ConfigError(
+            f"the model cannot be converted to {_name(dtype)}, in which there are no complex "
+            f"numbers: {'; '.join(problems)}. Remove the key {_key(dtype)} and use "
+            f"torch.autocast around the other modules."
+        )
+    for part in module.modules():
+        if not isinstance(part, _BatchNorm):
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _key(dtype: torch.dtype) -> str:
+    return "bf16" if dtype is torch.bfloat16 else "fp16"
+
+
+def narrowed(values: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors among the arguments of the model, in its type."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
+    )
+
+
+def widened(values: Any, dtype: torch.dtype) -> Any:
+    """What the model returns, with the tensors of its type in float32."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.float() if t.dtype is dtype else t, values
+    )

@@ -1,0 +1,169 @@
+"""Loss scales: how they move, and gradients that are freed of them.
+
+Gradients of float16 activations vanish below 6e-8, so the loss is multiplied before it is
+differentiated, and the gradients are divided before the update (Micikevicius et al., "Mixed
+precision training", 2018, section 3.2). Where they overflow, the update is left out on all ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.comm.transport import Transport
+from mpxla.device.backend import Buffer
+from mpxla.errors import ConfigError, StepError
+from mpxla.parallel.programs import Programs
+from mpxla.parallel.store import set_gradients
+
+__all__ = ["LossScale", "Unscaling"]
+
+_DYNAMIC = {
+    "init_scale": 2.0**32,
+    "scale_factor": 2.0,
+    "scale_window": 1000,
+    "min_scale": 1.0,
+    "delayed_shift": 1,
+    "consecutive_hysteresis": False,
+}
+"""Settings of dynamic scaling, with SMP's defaults."""
+
+
+class LossScale:
+    """The loss scale of one optimizer under `fp16: True`. (SMP API reference, "FP16 training".)
+
+    Args:
+        static: the scale, if it does not move.
+        is_dynamic: whether it does.
+        settings: of dynamic scaling: `init_scale`, `scale_factor`, `scale_window` (steps without
+            overflow before it grows), `min_scale`, `delayed_shift` (overflows until it shrinks),
+            `consecutive_hysteresis` (count them anew after every good step).
+
+    Raises:
+        ConfigError: a setting is unknown, or the scale is not positive.
+    """
+
+    def __init__(self, static: float | None, is_dynamic: bool, settings: dict[str, Any]):
+        unknown = sorted(set(settings) - set(_DYNAMIC))
+        if unknown:
+            raise ConfigError(
+                f"dynamic_loss_args has no setting {unknown[0]!r}; it has {', '.join(_DYNAMIC)}."
+            )
+        self._settings = _DYNAMIC | settings
+        self._is_dynamic = is_dynamic
+        self.value = float(self._settings["init_scale"] if is_dynamic else static or 1.0)
+        if not 0 < self.value < float("inf"):
+            raise ConfigError(f"the loss scale is {self.value}; give a positive number.")
+        self._good_steps = 0
+        self._patience = int(self._settings["delayed_shift"])
+        self._step = 0
+        self._last_finite: int | None = None
+
+    def update(self, has_overflowed: bool) -> None:
+        """Counts a step, and moves the scale.
+
+        Raises:
+            StepError: gradients overflow at the smallest scale.
+        """
+        self._step += 1
+        if not has_overflowed:
+            self._last_finite = self._step
+        if not self._is_dynamic:
+            return
+        settings = self._settings
+        if not has_overflowed:
+            self._good_steps += 1
+            if settings["consecutive_hysteresis"]:
+                self._patience = int(settings["delayed_shift"])
+            if self._good_steps % int(settings["scale_window"]) == 0:
+                self._patience = int(settings["delayed_shift"])
+                self.value *= settings["scale_factor"]
+            return
+        self._good_steps = 0
+        if self._patience > 1:
+            self._patience -= 1
+            return
+        if self.value <= settings["min_scale"]:
+            raise StepError(overflow_text(self.value, self._step, self._last_finite))
+        self.value = max(self.value / settings["scale_factor"], settings["min_scale"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes."""
+        return {
+            "value": self.value,
+            "good_steps": self._good_steps,
+            "patience": self._patience,
+            "step": self._step,
+            "last_finite": self._last_finite,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on as another one would."""
+        self.value = float(state["value"])
+        self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+        self._step, self._last_finite = int(state["step"]), state["last_finite"]
+
+
+def overflow_text(scale: float, step: int, last_finite: int | None) -> str:
+    """What the user reads when no scale is small enough."""
+    last = (
+        "no step before had finite gradients"
+        if last_finite is None
+        else (f"the last step with finite gradients was number {last_finite}")
+    )
+    return (
+        f"gradients of step {step} are inf or nan at the loss scale {scale:g}, the smallest; "
+        f"{last} (counted by optimizer.step()). The model itself overflows: lower the learning "
+        f"rate, clip gradients, keep losses and reductions in float32, or train with bf16: True."
+    )
+
+
+class _Unscaled(nn.Module):
+    """Gradients times a factor; before them, how many elements are not finite [1]."""
+
+    def forward(self, factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
+        # Each by itself: a sum of elements could overflow where no element has.
+        bad = [(~torch.isfinite(g)).any().float() for g in gradients]
+        scaled = [(g.float() * factor).to(g.dtype) for g in gradients]
+        return [torch.stack(bad).sum().reshape(1), *scaled]
+
+
+class Unscaling:
+    """Divides gradients by a loss scale, and finds out whether some rank's have overflowed.
+
+    Args:
+        programs: compiles and runs.
+        transport: reaches the other ranks.
+        ranks: all that train; they call together.
+    """
+
+    def __init__(self, programs: Programs, transport: Transport, ranks: Sequence[int]):
+        self._programs = programs
+        self._transport = transport
+        self._ranks = tuple(ranks)
+        self._factor: tuple[float, Buffer] | None = None
+
+    def __call__(self, owners: Sequence[nn.Parameter], scale: float) -> bool:
+        """Divides the gradients in place. Waits for them; all ranks must call it.
+
+        Args:
+            owners: what holds gradients on this rank.
+            scale: what they are divided by.
+
+        Returns:
+            Whether some gradient of some rank is inf or nan.
+        """
+        backend = self._programs.backend
+        owners = [owner for owner in owners if owner.grad is not None]
+        number: Buffer = torch.zeros(1)
+        if owners:
+            if self._factor is None or self._factor[0] != scale:
+                self._factor = scale, backend.put([torch.tensor(1.0 / scale)])[0]
+            held = backend.adopt([p.grad for p in owners if p.grad is not None])
+            arguments = [self._factor[1], *held]
+            number, *values = self._programs.run("loss scale", _Unscaled, (), arguments)
+            set_gradients(owners, backend.publish(values))
+        if len(self._ranks) > 1:
+            number = self._transport.all_gather(number, self._ranks).result()
+        return bool(backend.view(number).sum().item() > 0)

@@ -1,0 +1,268 @@
+"""Training in 16 bits against plain PyTorch that does the same in one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpxla.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+MICROBATCHES = 64
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(torch.tanh(self.first(x))))
+
+
+def made():
+    torch.manual_seed(5)
+    return Net()
+
+
+def data(step, size=64):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size, 8, generator=generator), torch.randint(4, (size,), generator=generator)
+
+
+def repeated(step):
+    """Equal microbatches: the errors of a sum in bfloat16 all have one sign."""
+    x, y = data(step, 4)
+    return x.repeat(MICROBATCHES, 1), y.repeat(MICROBATCHES)
+
+
+def state_of(model):
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def masters_of(optimizer):
+    return [p.detach().cpu() for group in optimizer.param_groups for p in group["params"]]
+
+
+# --- bf16: masters, and sums over microbatches in float32 -----------------------------------------
+
+
+def train_bf16(config, num_steps, is_converted=False):
+    import mpxla as smp
+    from mpxla.session import current
+
+    smp.init({"microbatches": MICROBATCHES, **config})
+    model = smp.DistributedModel(made().to(BF16) if is_converted else made())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(model, x, y):
+        loss = F.cross_entropy(model(x.to(BF16) if is_converted else x).float(), y)
+        model.backward(loss)
+        return loss
+
+    losses, compiled = [], []
+    for number in range(num_steps):
+        x, y = (part.chunk(smp.dp_size())[smp.dp_rank()] for part in repeated(number))
+        optimizer.zero_grad()
+        losses.append(step(model, x, y).reduce_mean().item())
+        optimizer.step()
+        compiled.append(current().backend.num_compilations)
+    transfers = [
+        (transfer.num_bytes, {spec.dtype for spec in transfer.specs})
+        for cut in current().models.engine.first_cuts.values()
+        for transfer in (*cut.forward, *cut.backward)
+        if transfer.source is not None
+    ]
+    found = losses, masters_of(optimizer), state_of(model), transfers, compiled
+    smp.shutdown()
+    return found
+
+
+def train_bf16_plainly(num_steps, sum_dtype=F32):
+    """A model in bfloat16 with float32 masters; gradients of microbatches add up in `sum_dtype`."""
+    masters = [p.detach().clone() for p in made().parameters()]
+    model, losses = made().to(BF16), []
+    for number in range(num_steps):
+        sums = [torch.zeros_like(m, dtype=sum_dtype) for m in masters]
+        total = 0.0
+        for x, y in zip(*(part.chunk(MICROBATCHES) for part in repeated(number)), strict=True):
+            loss = F.cross_entropy(model(x.to(BF16)).float(), y)
+            found = torch.autograd.grad(loss / MICROBATCHES, list(model.parameters()))
+            sums = [s + g.to(sum_dtype) for s, g in zip(sums, found, strict=True)]
+            total += loss.item() / MICROBATCHES
+        losses.append(total)
+        with torch.no_grad():
+            for master, parameter, gradient in zip(masters, model.parameters(), sums, strict=True):
+                master -= 0.5 * gradient.float()
+                parameter.copy_(master)
+    return losses, masters
+
+
+def distance(found, expected):
+    """Between two lists of parameters, against how far training has moved them."""
+    start = [p.detach() for p in made().parameters()]
+    moved = sum((e - s).square().sum() for e, s in zip(expected, start, strict=True))
+    apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+    return (apart / moved).sqrt().item()
+
+
+BOUND = 0.02
+"""Of what 20 steps move: operators round once more or less than PyTorch's. Gradients that add up in
+bfloat16 over the microbatches are beyond it."""
+
+
+def test_the_bound_tells_sums_in_bfloat16_apart():
+    _, masters = train_bf16_plainly(20)
+    assert distance(train_bf16_plainly(20, BF16)[1], masters) > 2 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks"),
+    [
+        ({"bf16": True, "pipeline_parallel_degree": 2}, 2),
+        pytest.param({"bf16": True}, 1, marks=pytest.mark.slow),
+        pytest.param({"bf16": True, "ddp": True}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            {"bf16": True, "ddp": True, "pipeline_parallel_degree": 2}, 4, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"bf16": True, "ddp": True, "shard_optimizer_state": True}, 2, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["stages", "one", "replicas", "both", "zero1"],
+)
+def test_bf16_trains_as_plain_pytorch_with_masters(config, num_ranks):
+    losses, masters = train_bf16_plainly(20)
+    config = {**config, "microbatches": MICROBATCHES // (2 if config.get("ddp") else 1)}
+    results = run_ranks(train_bf16, num_ranks, config, 20)
+    is_whole = "shard_optimizer_state" not in config
+    if is_whole:
+        found = [m for result in results[: config.get("pipeline_parallel_degree", 1)]
+                 for m in result[1]]  # fmt: skip
+        assert all(m.dtype is F32 for m in found)
+        assert distance(found, masters) < BOUND
+        if not config.get("ddp"):
+            torch.testing.assert_close(results[0][0], losses, rtol=0.01, atol=0)
+    compute = [value.float() for value in results[0][2].values()]
+    assert {value.dtype for value in results[0][2].values()} == {BF16}
+    # The compute copy rounds the masters.
+    assert distance(compute, masters) < BOUND + 2**-7
+    for *_, transfers, compiled in results:
+        assert len(set(compiled[1:])) == 1
+        # Activations and their gradients, [2, 16]: half of what float32 takes.
+        activations = [t for t in transfers if t[1] == {BF16}]
+        assert not transfers or activations
+
+
+def test_a_model_in_bfloat16_is_trained_as_with_the_key():
+    keyed = run_ranks(train_bf16, 1, {"bf16": True, "microbatches": 4}, 3)
+    own = run_ranks(train_bf16, 1, {"microbatches": 4}, 3, True)
+    assert keyed[0][0] != [] and keyed[0][0] == own[0][0]
+    # One starts from the masters' values, the other from what the model had left of them.
+    assert all(m.dtype is F32 for m in own[0][1])
+    torch.testing.assert_close(own[0][1], keyed[0][1], rtol=0, atol=5e-3)
+
+
+# --- float16: loss scales, and overflow on one rank -----------------------------------------------
+
+OVERFLOWS_AT = 2
+
+
+def batch(number, rank, size):
+    x, y = (part.chunk(size)[rank] for part in data(number))
+    if number == OVERFLOWS_AT and rank == size - 1:
+        x = x * 1e6
+    return x, y
+
+
+def train_scaled(config, uses_key):
+    import mpxla as smp
+    from mpxla.session import current
+
+    smp.init({"microbatches": 4, **config})
+    model = smp.DistributedModel(made())
+    settings = {"init_scale": 2.0**10, "scale_window": 3}
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        dynamic_loss_scale=True,
+        dynamic_loss_args=settings,
+    )
+    scaler = smp.amp.GradScaler(init_scale=2.0**10, growth_interval=3, enabled=not uses_key)
+
+    @smp.step
+    def step(model, x, y):
+        with torch.autocast("cuda", dtype=F16, enabled=not uses_key):
+            loss = F.cross_entropy(model(x), y)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    scales, compiled, skipped = [], [], []
+    for number in range(7):
+        x, y = batch(number, smp.dp_rank(), smp.dp_size())
+        optimizer.zero_grad()
+        step(model, x, y)
+        before = state_of(model)
+        if uses_key:
+            optimizer.clip_master_grads(0.5)
+            optimizer.step()
+            scales.append(optimizer.loss_scale)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        after = state_of(model)
+        if all(torch.equal(after[name], before[name]) for name in after):
+            skipped.append(number)
+        assert not uses_key or optimizer.overflow == (number in skipped)
+        compiled.append(current().backend.num_compilations)
+    found = scales, skipped, compiled, state_of(model), masters_of(optimizer)
+    smp.shutdown()
+    return found
+
+
+def train_scaled_plainly():
+    """In float32, without the batch that overflows: scales must not matter."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(7):
+        if number != OVERFLOWS_AT:
+            optimizer.zero_grad()
+            x, y = data(number)
+            F.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "uses_key"),
+    [
+        ({"ddp": True, "fp16": True}, 2, True),
+        ({"pipeline_parallel_degree": 2}, 2, False),
+        pytest.param({"ddp": True, "pipeline_parallel_degree": 2}, 4, False,
+                     marks=pytest.mark.slow),
+        pytest.param({"ddp": True, "pipeline_parallel_degree": 2, "fp16": True}, 4, True,
+                     marks=pytest.mark.slow),
+        pytest.param({"ddp": True, "shard_optimizer_state": True, "fp16": True}, 2, True,
+                     marks=pytest.mark.slow),
+    ],
+    ids=["key-replicas", "scaler-stages", "scaler-both", "key-both", "key-zero1"],
+)  # fmt: skip
+def test_an_overflow_on_one_rank_skips_the_update_on_all(config, num_ranks, uses_key):
+    results = run_ranks(train_scaled, num_ranks, config, uses_key)
+    expected = train_scaled_plainly()
+    size = 2.0**10
+    for scales, skipped, compiled, state, masters in results:
+        assert skipped == [OVERFLOWS_AT]
+        # Halved after the overflow, doubled after three steps without.
+        assert scales == [size, size, size / 2, size / 2, size / 2, size, size]
+        assert len(set(compiled[OVERFLOWS_AT:])) == 1, "a changed scale compiles nothing"
+        assert all(m.dtype is F32 for m in masters)
+        assert {v.dtype for v in state.values()} == {F16 if uses_key else F32}
+        wide = {name: value.float() for name, value in state.items()}
+        torch.testing.assert_close(wide, expected, rtol=0.01, atol=2e-3)
