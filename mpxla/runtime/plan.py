@@ -18,13 +18,15 @@ from mpxla.graph.partition import Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.graph.partition_manual import partition_manual
 from mpxla.graph.placement import rank_of
+from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
-from mpxla.log import get_logger
+from mpxla.log import get_logger, warn_once
+from mpxla.runtime.activations import PlannedStage, plan_stages
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
-from mpxla.schedule.action import Action, Op, format_schedule
+from mpxla.schedule.action import Action, format_schedule
 from mpxla.schedule.choice import (
     compute_actions,
     custom_schedule,
@@ -35,9 +37,9 @@ from mpxla.schedule.choice import (
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.layout import Transposition
-from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
-from mpxla.stage.split_backward import split_backward
+from mpxla.stage.split_backward import SplitBackward
 
 __all__ = [
     "CutStep",
@@ -202,6 +204,9 @@ def cut_step(
         for node in group:
             if node.op != "placeholder":
                 stages_of[node] = partition.stages_of(index)
+    is_manual = not (config.auto_partition or config.load_partition)
+    for line in check_regions(step, stages_of, partition.placement, is_manual):
+        warn_once(line, line)
     stages = split_stages(step, stages_of, partition.num_stages)
     return CutStep(
         step,
@@ -313,6 +318,7 @@ def compile_stages(
     pp_rank: int,
     backend: Backend,
     for_speed: bool = False,
+    activation_memory: str | int = "keep",
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
 
@@ -322,17 +328,23 @@ def compile_stages(
         pp_rank: this rank.
         backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
+        activation_memory: the key of the configuration.
 
     Raises:
+        ConfigError: there is too little memory for activations.
         LoweringError: an operator can run neither on the device nor on the host.
     """
     started = time.perf_counter()
-    programs: dict[int, CompiledStage] = {}
-    for stage in cut.stages:
-        if cut.placement[stage.index] == pp_rank:
-            split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
-            lowered = lower_stage(stage, cut.step.is_training, backend.lowering, for_speed)
-            programs[stage.index] = _compile_stage(lowered, backend, split)
+    planned = plan_stages(
+        [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank],
+        schedule[pp_rank],
+        pp_rank,
+        backend.lowering,
+        activation_memory,
+        cut.step.is_training,
+        for_speed,
+    )
+    programs = {index: _compile_stage(stage, backend) for index, stage in planned.items()}
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -345,12 +357,13 @@ def compile_stages(
     )
 
 
-def _compile_stage(lowered: LoweredStage, backend: Backend, splits: bool) -> CompiledStage:
+def _compile_stage(stage: PlannedStage, backend: Backend) -> CompiledStage:
+    lowered = stage.lowered
     name = f"stage {lowered.spec.index}"
     forward = backend.compile(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
-    if lowered.backward is not None and splits:
-        return _compile_split(name, lowered, forward, backend)
+    if stage.split is not None:
+        return _compile_split(name, lowered, stage.split, forward, backend)
     if lowered.backward is not None:
         backward = backend.compile(f"{name} backward", lowered.backward, lowered.backward_inputs)
     return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, backend))
@@ -368,10 +381,9 @@ def _compile_layout(name: str, lowered: LoweredStage, backend: Backend) -> dict[
 
 
 def _compile_split(
-    name: str, lowered: LoweredStage, forward: Executable, backend: Backend
+    name: str, lowered: LoweredStage, split: SplitBackward, forward: Executable, backend: Backend
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
-    split = split_backward(lowered, backend.lowering.device)
     parts = [
         backend.compile(f"{name} {what} gradients", part.graph, part.inputs)
         if part is not None

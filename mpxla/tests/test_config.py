@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "stall_timeout_s": 300.0,
     "trust_checkpoints": False,
     "check_indices": "inputs",
+    "activation_memory": "keep",
     "init_timeout_s": 120.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -166,6 +167,9 @@ def test_booleans_may_be_written_as_numbers():
         ("partition_file", 1, "a string"),
         ("check_indices", "none", "True, False or one of 'all', 'off', 'inputs'"),
         ("check_indices", 1, "True, False or one of"),
+        ("activation_memory", 0, "an integer >= 1 or one of 'keep', 'recompute'"),
+        ("activation_memory", "all", "an integer >= 1 or one of"),
+        ("activation_memory", True, "an integer >= 1 or one of"),
         ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )

@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_"),
+    *("profile", "clip_grad_norm_", "set_activation_checkpointing"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -58,6 +58,8 @@ SIGNATURES = {
     "profile": "path",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, "
+    "strategy='each'",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",
@@ -128,7 +130,7 @@ CONFIG_KEYS = {
     # Extensions.
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     "trust_checkpoints",
-    "check_indices",
+    *("check_indices", "activation_memory"),
     *("virtual_pipeline_degree", "schedule"),
 }
 
