@@ -20,6 +20,7 @@ from mpxla.config_keys import (
     Kind,
     boolean,
     integer,
+    integer_or_word,
     key,
     number,
     switch_or_word,
@@ -151,6 +152,11 @@ class Config:
     rank may sleep while others wait for it."""
     init_timeout_s: float = key(120.0, number(above=0))
     """Extension. How many seconds `smp.init` waits for ranks that have not called it."""
+    activation_memory: str | int = key("keep", integer_or_word(1, "keep", "recompute"))
+    """Extension. What is held between forward and backward: `keep` holds what is dear to compute
+    again, `recompute` only what a stage takes in (and random masks); a number is a limit in bytes
+    for all activations that a pipeline rank holds at a time, and the cheapest are computed again
+    to stay below it. Checkpointed modules are computed again in any case."""
     trust_checkpoints: bool = key(False, boolean())
     """Extension. Checkpoints may hold any object: `user_content` is saved as it is, and loading
     runs what code the files ask for, unless `weights_only=True` is passed."""

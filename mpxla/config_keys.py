@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "boolean",
     "integer",
+    "integer_or_word",
     "key",
     "number",
     "switch_or_word",
@@ -161,6 +162,21 @@ def word(*choices: str) -> Kind:
         return str(value)
 
     return Kind(f"one of {', '.join(repr(choice) for choice in choices)}", convert)
+
+
+def integer_or_word(minimum: int, *choices: str) -> Kind:
+    """Returns the kind of integers and some fixed words.
+
+    Args:
+        minimum: Smallest integer.
+        *choices: The words.
+    """
+    count, words = integer(minimum, is_exponent_allowed=True), word(*choices)
+
+    def convert(value: Any) -> int | str:
+        return words.convert(value) if isinstance(value, str) else count.convert(value)
+
+    return Kind(f"{count.expected} or {words.expected}", convert)
 
 
 def switch_or_word(on: str, off: str, *others: str) -> Kind:

@@ -21,7 +21,7 @@ import mpxla
 from mpxla.compat import CompatError
 from mpxla.compat.amp import GradScaler
 from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
-from mpxla.log import warn_once
+from mpxla.patches import checkpoint
 from mpxla.user_lines import at_script_line
 
 __all__ = ["importable"]
@@ -193,54 +193,6 @@ def _model_creation(
         yield
 
 
-# --- what saves memory only -----------------------------------------------------------------------
-
-
-def _warn_of_recomputation() -> None:
-    if mpxla.is_initialized() and mpxla.rank() > 0:
-        return
-    warn_once(
-        "activation checkpointing",
-        "activation checkpointing has no effect yet: activations are kept, which takes more memory "
-        "and gives the same results.",
-    )
-
-
-def _set_activation_checkpointing(
-    module: nn.Module,
-    preserve_rng_state: bool = True,
-    pack_args_as_tuple: bool = False,
-    strategy: str = "each",
-) -> None:
-    """`smp.set_activation_checkpointing`, which changes memory alone: without effect."""
-    if not isinstance(module, nn.Module):
-        raise CompatError(
-            f"{at_script_line()}: smp.set_activation_checkpointing takes a module of the model, "
-            f"not a {type(module).__name__}."
-        )
-    _warn_of_recomputation()
-
-
-def _checkpoint(
-    module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
-) -> Any:
-    """`checkpoint` of SMP: runs the module."""
-    _warn_of_recomputation()
-    return module(*args, **kwargs)
-
-
-def _checkpoint_sequential(
-    sequential_module: nn.Sequential,
-    input: Any,
-    strategy: str = "each",
-    preserve_rng_state: bool = True,
-    pack_args_as_tuple: bool = False,
-) -> Any:
-    """`checkpoint_sequential` of SMP: runs the modules one after the other."""
-    _warn_of_recomputation()
-    return sequential_module(input)
-
-
 def _register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """`smp.register_parameter`, which tells sharded data parallelism what to gather."""
 
@@ -249,10 +201,9 @@ _OWN: dict[tuple[str, str], Any] = {
     ("", "tensor_parallelism"): _tensor_parallelism,
     ("", "set_tensor_parallelism"): _set_tensor_parallelism,
     ("", "model_creation"): _model_creation,
-    ("", "set_activation_checkpointing"): _set_activation_checkpointing,
     ("", "register_parameter"): _register_parameter,
-    ("patches.checkpoint", "checkpoint"): _checkpoint,
-    ("patches.checkpoint", "checkpoint_sequential"): _checkpoint_sequential,
+    ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,
+    ("patches.checkpoint", "checkpoint_sequential"): checkpoint.checkpoint_sequential,
     ("amp", "GradScaler"): GradScaler,
     ("nn", "FusedLayerNorm"): nn.LayerNorm,
     ("model", "DistributedModel"): mpxla.DistributedModel,

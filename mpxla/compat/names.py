@@ -66,7 +66,6 @@ def _missing(feature: str) -> Name:
     return _refused(f"{feature}, which mpxla does not have yet")
 
 
-_KEPT = Name(Fate.IDLE, "activations are kept, which takes memory and gives the same results")
 _SWITCHES = {
     "amp": _supported("a module"),
     "nn": _supported("a module"),
@@ -80,7 +79,6 @@ _SWITCHES = {
     "tp_register": _missing(_TP),
     "tp_register_with_module": _missing(_TP),
     "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
-    "set_activation_checkpointing": _KEPT,
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported("loss scaling over all ranks")
@@ -131,7 +129,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(_SHARDING)
     },
     "patches": {"checkpoint": _supported("a module")},
-    "patches.checkpoint": dict.fromkeys(("checkpoint", "checkpoint_sequential"), _KEPT),
+    "patches.checkpoint": {name: _supported() for name in ("checkpoint", "checkpoint_sequential")},
 }
 """Module below `SMP_PACKAGE` -> name in it -> what happens to it."""
 

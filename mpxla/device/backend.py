@@ -21,7 +21,7 @@ __all__ = ["Backend", "Buffer", "Executable", "Lowering"]
 
 Buffer = Any
 """A value on the device that may still be computed. It goes into executables; to look at it, ask
-the backend."""
+the backend. Its one attribute is `nbytes`."""
 
 
 class Executable(Protocol):

@@ -52,6 +52,11 @@ class NullBuffer:
     source: str | None = None
     is_donated: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it would take."""
+        return self.spec.num_bytes
+
 
 class NullExecutable:
     """A program that computes nothing; see `Executable`.

@@ -25,6 +25,7 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autocast import host_autocast
+from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_functions import cumulative_batch_norms
@@ -206,6 +207,7 @@ class _StepModule(nn.Module):
                 semantics,
                 masks_decided(semantics.constants),
                 own_backwards_captured(),
+                checkpoints_noted(),
                 optimizers_refused(),
                 assigned_buffers_written(self.model),
             ):

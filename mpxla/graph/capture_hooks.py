@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import apply_captured
+from mpxla.graph.capture_checkpoints import run_checkpointed
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -107,8 +108,8 @@ def optimizers_refused() -> Generator[None]:
 def own_backwards_captured() -> Generator[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
-    A reentrant checkpoint is such a function as well: its body runs as it is, since what a stage
-    computes again is decided later. Others of torch belong to operators that stay one node.
+    A reentrant checkpoint is such a function as well: its body is a checkpointed region. Others of
+    torch belong to operators that stay one node.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
@@ -116,7 +117,7 @@ def own_backwards_captured() -> Generator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             body, _, *inputs = args
-            return body(*inputs)
+            return run_checkpointed(body, inputs)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         counts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if counts and not cls.__module__.startswith(("torch.", "mpxla.graph.")):

@@ -2,13 +2,14 @@
 
 Three kinds: values that a stage reads (activations from earlier stages, step inputs), saved values
 between a stage's forward and backward, and gradients on their way back. Every entry is taken out by
-its last reader; the peak number of microbatches with saved values is recorded per stage, because
-the schedule promises a bound for it.
+its last reader. The peak number of microbatches with saved values is recorded per stage, and their
+bytes for the whole rank, because the schedule and the forecast promise bounds for them.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,9 @@ class LiveValues:
 
     Attributes:
         peak_in_flight: most microbatches with saved values at a time, by stage.
+        saved_bytes: bytes of the saved values of all microbatches, each tensor once; parameters,
+            buffers and constants, which are there anyway, are left out.
+        peak_saved_bytes: most of them at a time.
         wait_s: seconds spent waiting for messages.
         receive_s: CPU seconds of the calling thread for messages: to wake up and to take them in.
     """
@@ -35,6 +39,10 @@ class LiveValues:
         self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
+        self._own: dict[tuple[int, int], dict[int, Any]] = {}
+        self._holders: Counter[int] = Counter()
+        self.saved_bytes = 0
+        self.peak_saved_bytes = 0
         self.wait_s = 0.0
         self.receive_s = 0.0
 
@@ -61,16 +69,50 @@ class LiveValues:
                 self._values[other, stage, microbatch] = value
         return self._values.pop(key)
 
-    def save(self, stage: int, microbatch: int, saved: Sequence[torch.Tensor]) -> None:
-        """Keeps what the backward of (stage, microbatch) needs."""
+    def save(
+        self,
+        stage: int,
+        microbatch: int,
+        saved: Sequence[torch.Tensor],
+        own: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Keeps what the backward of (stage, microbatch) needs.
+
+        Args:
+            stage: that has run its forward, or the first part of its backward.
+            microbatch: which one.
+            saved: everything that the backward reads.
+            own: those of them that exist once per microbatch.
+        """
         self._saved[stage, microbatch] = saved
+        self._count((stage, microbatch), {id(value): value for value in own})
         self._in_flight[stage] += 1
         self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
 
     def restore(self, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
-        """Hands out the saved values of (stage, microbatch) and forgets them."""
+        """Hands out the saved values of (stage, microbatch) and forgets them.
+
+        Their bytes count until `release`: they exist while the program that reads them runs.
+        """
         self._in_flight[stage] -= 1
         return self._saved.pop((stage, microbatch))
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """The program that reads the saved values of (stage, microbatch) was started."""
+        for key, value in self._own.pop((stage, microbatch), {}).items():
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.saved_bytes -= value.nbytes
+
+    def _count(self, key: tuple[int, int], own: dict[int, Any]) -> None:
+        """Adds to the bytes; what (stage, microbatch) had saved before goes after that."""
+        for identity, value in own.items():
+            self.saved_bytes += 0 if identity in self._holders else value.nbytes
+            self._holders[identity] += 1
+        self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
+        self.release(*key)
+        self._own[key] = own
 
     def is_empty(self) -> bool:
         """Whether everything stored was read."""

@@ -248,18 +248,25 @@ class StepEngine:
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
         count, backend = signature.num_microbatches, self._session.backend
-        schedule = schedule_step(cut, self._session.config)
-        is_for_speed = self._session.config.optimize == "speed"
+        config = self._session.config
+        schedule = schedule_step(cut, config)
+        is_for_speed = config.optimize == "speed"
         plan = self._together(
             self._group,
             f"step function {signature.function}",
             lambda: compile_stages(
-                cut, schedule, self._pp_rank, backend, is_for_speed, self.life.at
+                cut,
+                schedule,
+                self._pp_rank,
+                backend,
+                is_for_speed,
+                config.activation_memory,
+                self.life.at,
             ),
         )
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
-        checks = IndexChecks(self._session.config.check_indices, cut.step, backend)
+        checks = IndexChecks(config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
         runner = PlanRunner(plan, states, link, self._pp_rank, backend, reduction, models, checks)
         self.meter.note_compilation(time.perf_counter() - started)

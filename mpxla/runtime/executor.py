@@ -44,6 +44,14 @@ class CompiledStage:
     prepare: Executable | None = None
     finish: Executable | None = None
 
+    @functools.cached_property
+    def owns_saved(self) -> tuple[bool, ...]:
+        """For every saved value, whether it exists once per microbatch."""
+        return tuple(
+            s.argument is None or s.argument >= self.lowered.spec.first_input
+            for s in self.lowered.saved
+        )
+
     @property
     def programs(self) -> tuple[Executable, ...]:
         """All executables."""
@@ -207,7 +215,8 @@ class Executor:
                 arguments[s.argument] if s.output is None else saved_outputs[s.output]
                 for s in stage.lowered.saved
             ]
-            step.values.save(spec.index, microbatch, saved)
+            own = (v for v, is_own in zip(saved, stage.owns_saved, strict=True) if is_own)
+            step.values.save(spec.index, microbatch, saved, own)
 
     def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
         """Transposed weights of a stage, computed once per step."""
@@ -244,6 +253,7 @@ class Executor:
         lowered = stage.lowered
         arguments = _backward_arguments(stage, microbatch, step)
         outputs = stage.backward([*_accumulators(stage, step), *arguments])
+        step.values.release(action.stage, microbatch)
         step.accumulators[action.stage] = outputs[: lowered.num_accumulators]
         self._deliver_gradients(stage, microbatch, outputs[lowered.num_accumulators :], step)
 
@@ -259,8 +269,12 @@ class Executor:
             outputs = stage.input_part([arguments[i] for i in split.input_part.arguments])
             crossing = outputs[split.num_input_grads :]
             self._deliver_gradients(stage, microbatch, outputs[: split.num_input_grads], step)
-        kept = [arguments[i] for i in split.weight_part.arguments] if split.weight_part else []
-        step.values.save(action.stage, microbatch, [*kept, *crossing])
+        places = split.weight_part.arguments if split.weight_part else ()
+        kept = [arguments[i] for i in places]
+        # The last argument is the seed of the objectives, which all microbatches share.
+        owns = (*stage.owns_saved, *(True for _ in stage.lowered.grad_ports), False)
+        own = [arguments[i] for i in places if owns[i]]
+        step.values.save(action.stage, microbatch, [*kept, *crossing], [*own, *crossing])
 
     def _run_weight_gradient(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]
@@ -271,6 +285,7 @@ class Executor:
             step.accumulators[action.stage] = stage.weight_part(
                 [*_accumulators(stage, step), *kept]
             )
+        step.values.release(action.stage, action.microbatch)
 
     def _deliver_gradients(
         self,

@@ -5,16 +5,17 @@ and simulated with the costs of its nodes. Nothing here touches a device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mpxla.config import Config
 from mpxla.device.backend import Lowering
 from mpxla.graph.cost import MachineModel
+from mpxla.runtime.activations import PlannedStage, plan_stages, recomputed_nodes
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
-from mpxla.runtime.saved import is_activation, saved_bytes
-from mpxla.schedule.action import Action, Op
+from mpxla.runtime.saved import held_bytes
+from mpxla.schedule.action import Action
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs, simulate
@@ -76,20 +77,22 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
 
     Args:
         cut: the step in stages.
-        config: schedule and number of microbatches.
+        config: schedule, number of microbatches and memory for activations.
         machine: rates of the target.
         lowering: what the backend wants.
 
     Raises:
+        ConfigError: a rank has too little memory for activations.
         ScheduleError: the schedule cannot run.
     """
     schedule = schedule_step(cut, config)
-    lowered = _lower_all(cut, lowering)
-    splits = {
-        stage: split_backward(lowered[stage], lowering.device)
-        for stage in {a.stage for actions in schedule for a in actions}
-        if _is_split(stage, schedule) and lowered[stage].backward is not None
-    }
+    planned: dict[int, PlannedStage] = {}
+    for rank, actions in enumerate(schedule):
+        own = [stage for stage in cut.stages if cut.placement[stage.index] == rank]
+        keeps, trains = config.activation_memory, cut.step.is_training
+        planned |= plan_stages(own, actions, rank, lowering, keeps, trains)
+    lowered = [planned[stage.index].lowered for stage in cut.stages]
+    splits = {index: stage.split for index, stage in planned.items() if stage.split is not None}
     costs = _step_costs(cut, machine, lowered, splits)
     num_bytes = {(t.source, t.target): t.num_bytes for t in (*cut.forward, *cut.backward)}
     return Forecast(
@@ -97,7 +100,7 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
         schedule,
         _timeline(cut, schedule, costs.costs),
         costs,
-        peak_bytes(schedule, costs.saved_bytes, costs.kept_bytes),
+        peak_bytes(schedule, costs.saved_bytes, costs.kept_bytes, costs.made_bytes),
         link_bytes(schedule, cut.placement, num_bytes),
         tuple(_programs(cut, lowered, splits)),
     )
@@ -111,7 +114,7 @@ def predict_costs(cut: CutStep, machine: MachineModel, lowering: Lowering) -> St
         machine: rates of the target.
         lowering: what the backend wants.
     """
-    lowered = _lower_all(cut, lowering)
+    lowered = [lower_stage(stage, cut.step.is_training, lowering) for stage in cut.stages]
     splits = {
         index: split_backward(stage, lowering.device)
         for index, stage in enumerate(lowered)
@@ -125,15 +128,6 @@ def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Cos
     forward = {(t.source, t.target) for t in cut.forward}
     backward = {(t.source, t.target) for t in cut.backward}
     return simulate(schedule, cut.placement, forward, backward, costs, rendezvous=False)
-
-
-def _lower_all(cut: CutStep, lowering: Lowering) -> list[LoweredStage]:
-    """Lowers every stage of a step, on any rank."""
-    return [lower_stage(stage, cut.step.is_training, lowering) for stage in cut.stages]
-
-
-def _is_split(stage: int, schedule: tuple[tuple[Action, ...], ...]) -> bool:
-    return any(Action(stage, Op.INPUT_GRADIENT, 0) in actions for actions in schedule)
 
 
 def _step_costs(
@@ -150,42 +144,35 @@ def _step_costs(
         lowered: every stage, for what it really saves.
         splits: the split backwards among them.
     """
-    saved = [saved_bytes(stage) for stage in lowered]
-    kept = [
-        _kept_bytes(stage, splits[stage.spec.index]) if stage.spec.index in splits else bytes_
-        for stage, bytes_ in zip(lowered, saved, strict=True)
-    ]
+    held = [held_bytes(stage, splits.get(stage.spec.index)) for stage in lowered]
+    saved, kept, made = zip(*held, strict=True)
     fixed = [0] * cut.partition.num_ranks
     for name, ranks in cut.partition.parameter_ranks.items():
         for rank in ranks:
             fixed[rank] += cut.partition.parameter_bytes[name]
     return StepCosts(
-        stage_costs(cut, machine),
+        _with_recomputation(stage_costs(cut, machine), cut, lowered),
         frozenset((t.source, t.target) for t in cut.forward),
         frozenset((t.source, t.target) for t in cut.backward),
         saved,
         kept,
         fixed,
+        made,
     )
 
 
-def _saved_argument_bytes(stage: LoweredStage) -> list[int]:
-    """Bytes of every saved argument of the backward that belongs to one microbatch."""
-    return [
-        stage.saved_specs[s.output].num_bytes
-        if s.output is not None
-        else stage.forward_inputs[s.argument].num_bytes * is_activation(stage, s.argument)
-        for s in stage.saved
-    ]
-
-
-def _kept_bytes(stage: LoweredStage, split: SplitBackward) -> int:
-    if split.weight_part is None:
-        return 0
-    own = _saved_argument_bytes(stage)
-    rest = stage.backward_inputs[stage.num_accumulators + len(own) :]
-    sizes = own + [spec.num_bytes for spec in rest]
-    return split.crossing_bytes + sum(sizes[i] for i in split.weight_part.arguments)
+def _with_recomputation(costs: Costs, cut: CutStep, lowered: list[LoweredStage]) -> Costs:
+    """Adds to backwards what they compute again, before anything else of them can run."""
+    seconds = {
+        group[0].name: cost
+        for group, cost in zip(cut.problem.members, cut.problem.forward_s, strict=True)
+    }
+    again = [sum(seconds.get(name, 0.0) for name in recomputed_nodes(s)) for s in lowered]
+    whole, first = (
+        [a + b for a, b in zip(times, again, strict=True)]
+        for times in (costs.backward, costs.input_gradient)
+    )
+    return replace(costs, backward=whole, input_gradient=first)
 
 
 def _programs(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
 
 __all__ = ["ModelView", "ModelWatch", "model_flags"]
@@ -30,7 +31,7 @@ class ModelView:
     """What a model was at one time.
 
     Attributes:
-        modes: digest of the train/eval flags of the modules.
+        modes: digest of the modules' train/eval flags, and of whether they are checkpointed.
         trainable: digest of the `requires_grad` flags of the parameters.
         modules: all modules.
         parameters: all parameters, module by module.
@@ -154,7 +155,7 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _flags(modules: Sequence[nn.Module]) -> tuple[str, str, list[Any]]:
-    modes = bytearray(m.training for m in modules)
+    modes = bytearray(m.training | (CHECKPOINTED in vars(m)) << 1 for m in modules)
     parameters = [
         p
         for m in modules

@@ -19,13 +19,15 @@ from mpxla.graph.partition import Partition, SavedTensor
 from mpxla.graph.partition_auto import partition_auto
 from mpxla.graph.partition_manual import partition_manual
 from mpxla.graph.placement import rank_of
+from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
-from mpxla.log import get_logger
+from mpxla.log import get_logger, warn_once
+from mpxla.runtime.activations import PlannedStage, plan_stages
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
-from mpxla.schedule.action import Action, Op, format_schedule
+from mpxla.schedule.action import Action, format_schedule
 from mpxla.schedule.choice import (
     compute_actions,
     custom_schedule,
@@ -36,9 +38,9 @@ from mpxla.schedule.choice import (
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.layout import Transposition
-from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
-from mpxla.stage.split_backward import split_backward
+from mpxla.stage.split_backward import SplitBackward
 
 __all__ = [
     "CutStep",
@@ -207,6 +209,9 @@ def cut_step(
         for node in group:
             if node.op != "placeholder":
                 stages_of[node] = partition.stages_of(index)
+    is_manual = not (config.auto_partition or config.load_partition)
+    for line in check_regions(step, stages_of, partition.placement, is_manual):
+        warn_once(line, line)
     stages = split_stages(step, stages_of, partition.num_stages)
     return CutStep(
         step,
@@ -318,6 +323,7 @@ def compile_stages(
     pp_rank: int,
     backend: Backend,
     for_speed: bool = False,
+    activation_memory: str | int = "keep",
     tell: Callable[[str], object] = lambda part: None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
@@ -328,9 +334,11 @@ def compile_stages(
         pp_rank: this rank.
         backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
+        activation_memory: the key of the configuration.
         tell: is told what begins, as in "stage 1 backward".
 
     Raises:
+        ConfigError: there is too little memory for activations.
         LoweringError: an operator can run neither on the device nor on the host.
     """
 
@@ -339,15 +347,18 @@ def compile_stages(
         return backend.compile(name, *arguments)
 
     started = time.perf_counter()
-    programs: dict[int, CompiledStage] = {}
-    for stage in cut.stages:
-        if cut.placement[stage.index] == pp_rank:
-            split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
-            tell(f"stage {stage.index}, lowering")
-            lowered = lower_stage(stage, cut.step.is_training, backend.lowering, for_speed)
-            programs[stage.index] = _compile_stage(
-                lowered, compile_, split, backend.lowering.device
-            )
+    own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]
+    tell(f"lowering of stages {', '.join(str(stage.index) for stage in own)}")
+    planned = plan_stages(
+        own,
+        schedule[pp_rank],
+        pp_rank,
+        backend.lowering,
+        activation_memory,
+        cut.step.is_training,
+        for_speed,
+    )
+    programs = {index: _compile_stage(stage, compile_) for index, stage in planned.items()}
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -360,14 +371,13 @@ def compile_stages(
     )
 
 
-def _compile_stage(
-    lowered: LoweredStage, compile_: _Compile, splits: bool, device: torch.device
-) -> CompiledStage:
+def _compile_stage(stage: PlannedStage, compile_: _Compile) -> CompiledStage:
+    lowered = stage.lowered
     name = f"stage {lowered.spec.index}"
     forward = compile_(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
-    if lowered.backward is not None and splits:
-        return _compile_split(name, lowered, forward, compile_, device)
+    if stage.split is not None:
+        return _compile_split(name, lowered, stage.split, forward, compile_)
     if lowered.backward is not None:
         # Its first arguments are the gradients so far, which its first results replace.
         donated = range(lowered.num_accumulators)
@@ -390,12 +400,11 @@ def _compile_layout(name: str, lowered: LoweredStage, compile_: _Compile) -> dic
 def _compile_split(
     name: str,
     lowered: LoweredStage,
+    split: SplitBackward,
     forward: Executable,
     compile_: _Compile,
-    device: torch.device,
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
-    split = split_backward(lowered, device)
     parts = [
         compile_(f"{name} {what} gradients", part.graph, part.inputs, range(count))
         if part is not None

@@ -12,19 +12,22 @@ Layouts for speed (`stage/layout.py`) change weights and gradients only, not wha
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from mpxla.device.backend import Lowering
 from mpxla.graph.partition import SavedTensor
+from mpxla.graph.regions import Region, region_of
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec
+from mpxla.stage.split_backward import SplitBackward
 
-__all__ = ["is_activation", "saved_bytes", "saved_tensors"]
+__all__ = ["held_bytes", "saved_bytes", "saved_tensors"]
 
 LARGEST_WINDOW = 64
 """Operations of a window, at most."""
@@ -65,11 +68,44 @@ def saved_bytes(lowered: LoweredStage) -> int:
     """What a stage keeps of one microbatch, each tensor once."""
     passed_on = {s.argument for s in lowered.saved if s.argument is not None}
     return sum(spec.num_bytes for spec in lowered.saved_specs) + sum(
-        lowered.forward_inputs[a].num_bytes for a in passed_on if is_activation(lowered, a)
+        lowered.forward_inputs[a].num_bytes for a in passed_on if _is_activation(lowered, a)
     )
 
 
-def is_activation(lowered: LoweredStage, argument: int) -> bool:
+def held_bytes(lowered: LoweredStage, split: SplitBackward | None) -> tuple[int, int, int]:
+    """What a stage keeps of one microbatch.
+
+    Args:
+        lowered: the stage.
+        split: the two parts of its backward, if it is split.
+
+    Returns:
+        Bytes from the forward to the backward; bytes between the parts; those of them that the
+        first part makes.
+    """
+    saved = saved_bytes(lowered)
+    if split is None:
+        return saved, saved, 0
+    if split.weight_part is None:
+        return saved, 0, 0
+    own = [
+        lowered.saved_specs[s.output].num_bytes
+        if s.output is not None
+        else lowered.forward_inputs[s.argument].num_bytes * _is_activation(lowered, s.argument)
+        for s in lowered.saved
+    ]
+    count = lowered.num_accumulators + len(own)
+    grads = [spec.num_bytes for spec in lowered.backward_inputs[count:-1]]  # without the seed
+    sizes = [*own, *grads, 0]
+    places = {}
+    for place in split.weight_part.arguments:  # a value may be saved for several readers
+        places[lowered.saved[place] if place < len(own) else place] = place
+    new = sum(sizes[place] for place in places.values() if place >= len(own))
+    kept = sum(sizes[place] for place in places.values())
+    return saved, split.crossing_bytes + kept, split.crossing_bytes + new
+
+
+def _is_activation(lowered: LoweredStage, argument: int) -> bool:
     """Whether an argument of the forward exists once per microbatch."""
     return argument >= lowered.spec.first_input
 
@@ -108,6 +144,7 @@ def _prefixes(node: fx.Node) -> list[str]:
 def _key(window: StageSpec) -> object:
     """Equal for windows that are lowered to the same programs, but for names."""
     number: dict[fx.Node, int] = {}
+    regions: dict[Region, Any] = {}
     rows = []
     for node in window.graph.nodes:
         number[node] = len(number)
@@ -120,7 +157,9 @@ def _key(window: StageSpec) -> object:
             if isinstance(v, torch.Tensor)
         ]
         target = node.target if node.op == "call_function" else node.op
-        rows.append(f"{target} {arguments} {specs}")
+        region = region_of(node)
+        where = "" if region is None else regions.setdefault(region, (len(regions), region.policy))
+        rows.append(f"{target} {arguments} {specs} {where}")
     return (
         tuple(rows),
         tuple(map(len, (window.parameters, window.buffers, window.constants))),
@@ -174,7 +213,7 @@ def _saved_by(lowered: LoweredStage) -> Iterator[_Saved]:
             value = saved_values[saved.output]
             size = lowered.saved_specs[saved.output].num_bytes
             yield _Saved(size, readers[saved], None, outputs.get(_unviewed(value)), number)
-        elif saved.argument is not None and is_activation(lowered, saved.argument):
+        elif saved.argument is not None and _is_activation(lowered, saved.argument):
             size = lowered.forward_inputs[saved.argument].num_bytes
             yield _Saved(size, readers[saved], saved.argument - first_input, None, number)
 

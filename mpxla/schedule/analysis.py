@@ -18,6 +18,7 @@ def peak_bytes(
     schedule: Sequence[Sequence[Action]],
     saved_bytes: Sequence[int],
     kept_bytes: Sequence[int] | None = None,
+    made_bytes: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Most bytes of activations that every rank holds at a time.
 
@@ -26,11 +27,13 @@ def peak_bytes(
         saved_bytes: per stage, what a forward keeps for its backward, for one microbatch.
         kept_bytes: per stage, what the first part of a split backward keeps for the second; the
             same as `saved_bytes` by default.
+        made_bytes: per stage, what of it is not among the saved values; all of it by default.
 
     Returns:
         One number per rank.
     """
     kept_bytes = saved_bytes if kept_bytes is None else kept_bytes
+    made_bytes = kept_bytes if made_bytes is None else made_bytes
     peaks: list[int] = []
     for actions in schedule:
         trains = any(action.op.begins_backward for action in actions)
@@ -39,8 +42,8 @@ def peak_bytes(
             if op is Op.FORWARD and trains:
                 held += saved_bytes[stage]
             elif op is Op.INPUT_GRADIENT:
-                # Both sets exist while the program runs.
-                peak = max(peak, held + kept_bytes[stage])
+                # What it reads and what it makes exist while the program runs.
+                peak = max(peak, held + made_bytes[stage])
                 held += kept_bytes[stage] - saved_bytes[stage]
             elif op is Op.WEIGHT_GRADIENT:
                 held -= kept_bytes[stage]

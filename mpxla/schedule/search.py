@@ -55,6 +55,7 @@ class StepCosts:
         saved_bytes: per stage, activations kept for one microbatch.
         kept_bytes: per stage, what a split backward keeps for its second part.
         fixed_bytes: per rank, parameters, gradients and optimizer state.
+        made_bytes: per stage, what of `kept_bytes` is not in `saved_bytes`; None for all of it.
     """
 
     costs: Costs
@@ -63,6 +64,7 @@ class StepCosts:
     saved_bytes: Sequence[int]
     kept_bytes: Sequence[int]
     fixed_bytes: Sequence[int]
+    made_bytes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,6 @@ def _try(num_ranks: int, candidate: Candidate, step: StepCosts) -> Found:
     edges = step.forward_edges, step.backward_edges
     schedule = _all_lists(num_ranks, candidate, *edges)
     timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
-    peaks = peak_bytes(schedule, step.saved_bytes, step.kept_bytes)
+    peaks = peak_bytes(schedule, step.saved_bytes, step.kept_bytes, step.made_bytes)
     rank_bytes = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))
     return Found(candidate, timeline.makespan, timeline.bubble, rank_bytes)

@@ -22,22 +22,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.utils.checkpoint import CheckpointPolicy
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph.functions import applied
-from mpxla.graph.stepgraph import describe, is_random
+from mpxla.graph.stepgraph import describe
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
+from mpxla.stage.recompute import partition_joint
 from mpxla.stage.spec import StageSpec, TensorSpec
 
-__all__ = ["LoweredStage", "SavedValue", "lower_stage"]
+__all__ = ["LoweredStage", "SavedValue", "TracedStage", "lower_stage"]
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,29 @@ class LoweredStage:
 
 
 def lower_stage(
-    spec: StageSpec, is_training: bool, lowering: Lowering, for_speed: bool = False
+    spec: StageSpec,
+    is_training: bool,
+    lowering: Lowering,
+    for_speed: bool = False,
+    share: float = 1.0,
 ) -> LoweredStage:
     """Lowers a stage for a backend.
+
+    Args:
+        spec: the stage.
+        is_training: whether to derive a backward.
+        lowering: what the backend wants.
+        for_speed: whether to lay out weights and gradients anew, see `layout`.
+        share: how much to keep for the backward, see `partition_joint`.
+
+    Raises:
+        LoweringError: an operator or its derivative cannot be traced for the device.
+    """
+    return TracedStage(spec, is_training, lowering, for_speed).lowered(share)
+
+
+class TracedStage:
+    """A stage whose derivative is known, and can be lowered so that more or less is kept for it.
 
     Args:
         spec: the stage.
@@ -108,12 +126,32 @@ def lower_stage(
     Raises:
         LoweringError: an operator or its derivative cannot be traced for the device.
     """
-    placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
-    inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
-    with _use_lazy_graph_module(True), _named(spec):
-        if not (is_training and spec.has_backward):
-            return _lower_forward_only(spec, inputs, lowering)
-        return _lower_joint(spec, inputs, lowering, for_speed)
+
+    def __init__(
+        self, spec: StageSpec, is_training: bool, lowering: Lowering, for_speed: bool = False
+    ):
+        placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
+        self._inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
+        self._spec, self._lowering, self._for_speed = spec, lowering, for_speed
+        self._joint: fx.GraphModule | None = None
+        if is_training and spec.has_backward:
+            function, differentiated = _stage_function(spec, lowering), _differentiated_inputs(spec)
+            with _use_lazy_graph_module(True), _named(spec):
+                self._joint = simplify(
+                    trace_joint(function, self._inputs, differentiated, _tangents(spec), lowering)
+                )
+
+    def lowered(self, share: float = 1.0) -> LoweredStage:
+        """The two graphs of the stage.
+
+        Args:
+            share: how much to keep for the backward, see `partition_joint`.
+        """
+        spec, inputs, lowering = self._spec, self._inputs, self._lowering
+        with _use_lazy_graph_module(True), _named(spec):
+            if self._joint is None:
+                return _lower_forward_only(spec, inputs, lowering)
+            return _lower_joint(spec, inputs, self._joint, lowering, self._for_speed, share)
 
 
 @contextlib.contextmanager
@@ -222,13 +260,16 @@ def _lower_forward_only(
 
 
 def _lower_joint(
-    spec: StageSpec, inputs: tuple[TensorSpec, ...], lowering: Lowering, for_speed: bool
+    spec: StageSpec,
+    inputs: tuple[TensorSpec, ...],
+    joint: fx.GraphModule,
+    lowering: Lowering,
+    for_speed: bool,
+    share: float,
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
-    function = _stage_function(spec, lowering)
-    joint = simplify(trace_joint(function, inputs, differentiated, _tangents(spec), lowering))
     num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    forward, backward = _partition(joint, num_plain + spec.num_objectives)
+    forward, backward = partition_joint(joint, num_plain + spec.num_objectives, share)
     lowering.expand(forward)
     lowering.expand(backward)
     _recompute_views(forward, backward, num_plain + spec.num_objectives)
@@ -242,17 +283,6 @@ def _lower_joint(
         spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums
     )
     return _lay_out(lowered, weights, gradients)
-
-
-def _partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a graph into forward and backward; random numbers are saved, never drawn again."""
-    for node in joint.graph.nodes:
-        if is_random(node):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
-    # Its own search for equal nodes would merge random ones; `simplify` has done that part.
-    with functorch_config.patch(cse=False):
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_outputs)
 
 
 def _outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:

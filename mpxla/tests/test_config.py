@@ -61,6 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "check_indices": "inputs",
     "log_metrics_every": 0,
     "metrics_dir": None,
+    "activation_memory": "keep",
     "init_timeout_s": 120.0,
 }
 BOOLEANS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
@@ -174,6 +175,9 @@ def test_booleans_may_be_written_as_numbers():
         ("check_indices", "none", "True, False or one of 'all', 'off', 'inputs'"),
         ("check_indices", 1, "True, False or one of"),
         ("device", "tpu", "one of 'auto', 'torch_xla', 'pjrt'"),
+        ("activation_memory", 0, "an integer >= 1 or one of 'keep', 'recompute'"),
+        ("activation_memory", "all", "an integer >= 1 or one of"),
+        ("activation_memory", True, "an integer >= 1 or one of"),
         ("transport", "smoke", "one of 'auto', 'host', 'xla'"),
     ],
 )

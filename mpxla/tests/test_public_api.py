@@ -32,6 +32,7 @@ NAMES = {
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics", "amp"),
+    "set_activation_checkpointing",
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -61,6 +62,8 @@ SIGNATURES = {
     "debug_print": "tensor, label=None",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, "
+    "strategy='each'",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",
@@ -132,9 +135,8 @@ CONFIG_KEYS = {
     *("device", "compile_cache"),
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     *("trust_checkpoints", "master_dtype"),
-    "check_indices",
-    "log_metrics_every",
-    "metrics_dir",
+    *("check_indices", "activation_memory"),
+    *("log_metrics_every", "metrics_dir"),
     *("virtual_pipeline_degree", "schedule"),
 }
 

@@ -26,10 +26,6 @@ _REFUSED = {
     "use_liger_kernel": "its kernels are for CUDA devices; leave it out, XLA fuses by itself",
 }
 _IDLE = {
-    "activation_checkpointing": "mpxla does not have activation checkpointing yet, which saves "
-    "memory and does not change results",
-    "gradient_checkpointing": "mpxla does not have activation checkpointing yet, which saves "
-    "memory and does not change results",
     "use_cpu": "PJRT_DEVICE chooses the device",
 }
 _WITHIN_BACKWARD = ("lomo", "adalomo", "layerwise")

@@ -43,12 +43,16 @@ _NOT_CORE = (
     *(_aten._scaled_dot_product_flash_attention_for_cpu, _aten.upsample_bicubic2d, _aten.renorm),
     *(_aten.unfold_backward, _aten.index_add, _aten.bernoulli, _aten.take, _aten._cdist_forward),
     *(_aten.baddbmm, _aten.logaddexp, _aten.heaviside, _aten.trace, _aten.special_log_ndtr),
+    *(_aten.native_dropout,),
 )
 
 
 @functools.cache
 def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
-    """PyTorch's own ways to write operators that the table does not have."""
+    """PyTorch's own ways to write operators that the table does not have.
+
+    Dropout is among them: written as a product with a mask, it can be computed again from that.
+    """
     table = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
     return {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
 

@@ -52,9 +52,9 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint as c\n"
             "isinstance(x, c)\nc(f, x)",
             [
-                (1, "smp.patches.checkpoint.checkpoint", IDLE),
-                (2, "smp.patches.checkpoint.checkpoint", IDLE),
-                (3, "smp.patches.checkpoint.checkpoint", IDLE),
+                (1, "smp.patches.checkpoint.checkpoint", SUPPORTED),
+                (2, "smp.patches.checkpoint.checkpoint", SUPPORTED),
+                (3, "smp.patches.checkpoint.checkpoint", SUPPORTED),
             ],
         ),
         (

@@ -284,9 +284,9 @@ def test_options_that_do_not_go_with_a_pipeline_are_refused(option, message):
 
 @pytest.mark.unit
 def test_options_without_effect_are_switched_off_with_a_warning(caplog):
-    made, is_placed = arguments_of(gradient_checkpointing=True, use_cpu=True)
+    made, is_placed = arguments_of(use_cpu=True)
     assert made.was_completed and is_placed is False
-    assert made.gradient_checkpointing is made.use_cpu is made.dataloader_pin_memory is False
+    assert made.use_cpu is made.dataloader_pin_memory is False
     assert arguments_of()[0].place_model_on_device is None  # all of it is undone
 
 

@@ -29,6 +29,7 @@ def differences(
         operators that ran on the host.
     """
     from mpxla.device.torch_xla.tensors import current_device, to_device
+    from mpxla.runtime.activations import PlannedStage
     from mpxla.runtime.plan import _compile_stage
 
     torch.manual_seed(0)
@@ -38,7 +39,7 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    stage = _compile_stage(lowered, open_backend(), False)
+    stage = _compile_stage(PlannedStage(lowered), open_backend())
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]

@@ -114,18 +114,6 @@ def _bernoulli_like(key: jax.Array, x: jax.Array, p: jax.Array) -> jax.Array:
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
 
 
-@random("native_dropout")
-def _dropout(
-    key: jax.Array, x: jax.Array, p: float, train: bool | None
-) -> tuple[jax.Array, jax.Array]:
-    if train is False or p == 0:
-        return x, jnp.ones(x.shape, bool)
-    if p == 1:
-        return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
-    kept = jax.random.bernoulli(key, 1 - p, x.shape)
-    return jnp.where(kept, x * (1 / (1 - p)), 0).astype(x.dtype), kept
-
-
 @random("uniform")
 def _uniform_like(key: jax.Array, x: jax.Array, low: float = 0, high: float = 1) -> jax.Array:
     return low + (high - low) * _uniform(key, x.shape, x.dtype)

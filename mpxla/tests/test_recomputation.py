@@ -1,0 +1,179 @@
+"""Training with less memory for activations: bit for bit the same, and as much as was forecast."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+from mpxla.tests.models import Gpt, predict_tokens, tokens
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES = 4
+
+
+def as_it_is(model):
+    pass
+
+
+def each(model):
+    for block in model.blocks:
+        smp.set_activation_checkpointing(block)
+
+
+def with_torchs(model, is_reentrant):
+    for block in model.blocks:
+        block.forward = functools.partial(
+            torchs_checkpoint, block.forward, use_reentrant=is_reentrant
+        )
+
+
+MARKS = {
+    "keep": (as_it_is, "keep"),
+    "each": (each, "keep"),
+    "torch": (functools.partial(with_torchs, is_reentrant=False), "keep"),
+    "reentrant": (functools.partial(with_torchs, is_reentrant=True), "keep"),
+    "recompute": (as_it_is, "recompute"),
+    "half": (as_it_is, None),
+}
+DROPOUT = 0.2
+
+
+def train(modes, keys):
+    """What every way to train saw: losses, gradients, live bytes and what was forecast of them."""
+    found = {}
+    for mode in modes:
+        mark, memory = MARKS[mode]
+        memory = memory or max(found["keep"]["all ranks"]) // 2
+        smp.init({"microbatches": MICROBATCHES, "activation_memory": memory, **keys})
+        found[mode] = train_once(mark)
+        smp.shutdown()
+    return found
+
+
+def train_once(mark):
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Gpt(num_blocks=4, dropout=DROPOUT))
+    mark(model.get_module())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    step = smp.step(predict_tokens)
+    losses, peaks = [], []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        losses.append(step(model, tokens(2 * MICROBATCHES))["loss"].reduce_mean().item())
+        gradients = {n: p.grad.cpu().clone() for n, p in model.local_named_parameters()}
+        optimizer.step()
+        peaks.append(model._engine.last_run.values.peak_saved_bytes)
+        assert model._engine.last_run.values.saved_bytes == 0
+    forecast = predicted(model)
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "peaks": peaks,
+        "forecast": forecast[smp.pp_rank()],
+        "all ranks": forecast,
+    }
+
+
+def predicted(model):
+    from mpxla.graph.cost import MachineModel
+    from mpxla.runtime.forecast import forecast
+    from mpxla.session import current
+
+    config, lowering = current().config, current().backend.lowering
+    return forecast(model._engine.first_cut, config, MachineModel(), lowering).activation_bytes
+
+
+def check(results, modes):
+    for result in results:
+        kept = result["keep"]
+        for mode in modes:
+            found = result[mode]
+            assert found["losses"] == kept["losses"], mode
+            for name, value in found["gradients"].items():
+                assert torch.equal(value, kept["gradients"][name]), (mode, name)
+            assert found["peaks"][0] == found["peaks"][1]
+            assert found["peaks"][0] == pytest.approx(found["forecast"], rel=0.05), mode
+    for mode in set(modes) - {"keep"}:
+        before, now = (max(r[one]["forecast"] for r in results) for one in ("keep", mode))
+        assert now < (0.5 if mode in ("recompute", "half") else 0.7) * before + 1, mode
+
+
+def test_losses_gradients_and_bytes_with_two_stages():
+    modes = ("keep", "each", "half")
+    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
+    check(run_ranks(train, 2, modes, keys, timeout_s=240), modes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "pipeline", "per_rank"),
+    [
+        (1, "interleaved", 1),
+        (2, "interleaved", 2),
+        (2, "simple", 1),
+        (2, "eager_1f1b", 1),
+        (2, "zero_bubble", 1),
+        (2, "zero_bubble_v", 2),
+        (4, "interleaved", 1),
+    ],
+)
+def test_schedules(stages, pipeline, per_rank):
+    modes = ("keep", "each", "recompute") if "zero" in pipeline else tuple(MARKS)
+    keys = {"pipeline": pipeline, "virtual_pipeline_degree": per_rank, "memory_weight": 0.0}
+    keys["pipeline_parallel_degree"] = stages
+    results = run_ranks(train, stages, modes, keys, timeout_s=580)
+    if "zero" in pipeline:  # what the first part computes again waits for the second one
+        for result in results:
+            for mode in modes:
+                assert result[mode]["losses"] == result["keep"]["losses"]
+                found, forecast = result[mode]["peaks"][0], result[mode]["forecast"]
+                assert found == pytest.approx(forecast, rel=0.05), mode
+        return
+    check(results, modes)
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_stages():
+    modes = ("keep", "each", "recompute")
+    keys = {"pipeline_parallel_degree": 2, "ddp": True, "memory_weight": 0.0}
+    check(run_ranks(train, 4, modes, keys, timeout_s=580), modes)
+
+
+def ask_for_too_little():
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "activation_memory": 100})
+    model = smp.DistributedModel(Gpt())
+    try:
+        smp.step(predict_tokens)(model, tokens(8))
+    except smp.MpxlaError as error:
+        return str(error)
+
+
+def test_too_little_memory_says_how_much_is_needed_and_where():
+    first, second = run_ranks(ask_for_too_little, 2, timeout_s=120)
+    assert "activation_memory: 100 bytes are too few for pipeline rank" in first
+    assert "at least" in first and "Stage 0 takes most of them" in first
+    assert "activation_memory" in second
+
+
+def place_parts_of_a_checkpointed_module():
+    keys = {"auto_partition": False, "default_partition": 0}
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **keys})
+    model = smp.DistributedModel(Gpt())
+    block = model.get_module().blocks[1]
+    smp.set_activation_checkpointing(block)
+    smp.set_partition(block.down, 1)
+    try:
+        smp.step(predict_tokens)(model, tokens(4))
+    except smp.PartitionError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_checkpointed_module_placed_on_two_ranks_is_refused():
+    for text in run_ranks(place_parts_of_a_checkpointed_module, 2, timeout_s=120):
+        assert "module model.blocks.1 has parts on pipeline ranks 0, 1" in text
