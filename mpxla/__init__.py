@@ -30,6 +30,7 @@ _SOURCES = {
         "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
         "TopologyError",
     ),
+    "mpxla.nn.distribute": ("set_tensor_parallelism",),
     "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
     "mpxla.parallel.model": ("DistributedModel",),
     "mpxla.parallel.norms": ("clip_grad_norm_",),
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from mpxla.errors import ScheduleError as ScheduleError
     from mpxla.errors import StepError as StepError
     from mpxla.errors import TopologyError as TopologyError
+    from mpxla.nn.distribute import set_tensor_parallelism as set_tensor_parallelism
     from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
     from mpxla.parallel.creation import model_creation as model_creation
     from mpxla.parallel.model import DistributedModel as DistributedModel

@@ -1,11 +1,11 @@
 """The norm of all gradients of a model, wherever they are, and clipping by it.
 
 Every rank sums the powers of the gradients it owns (a tied parameter is counted by its first
-holder, a divided one piece by piece), one small exchange brings the sums together, and the scale is
-applied on the device. Two compiled programs; the host reads nothing.
+holder, a divided one piece by piece, a split one part by part), one small exchange brings the sums
+together, and the scale is applied on the device. Two compiled programs; the host reads nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,8 +122,10 @@ class GradientNorm:
         reducers: those of the models, which know where gradients are; may become more.
         transport: the session's transport.
         backend: compiles and runs the programs.
-        pipeline: global ranks that hold a replica.
+        replica: global ranks that hold a replica, with their own parts of split parameters.
         world: all ranks.
+        counts: (label of a model, name of a parameter) -> whether this rank counts it, among those
+            that share the tensors of its partition.
     """
 
     def __init__(
@@ -131,14 +133,16 @@ class GradientNorm:
         reducers: Iterable[GradientReducer],
         transport: Transport,
         backend: Backend,
-        pipeline: Sequence[int],
+        replica: Sequence[int],
         world: Sequence[int],
+        counts: Callable[[str, str], bool],
     ):
         self._reducers = reducers
         self._transport = transport
         self._backend = backend
-        self._pipeline = tuple(pipeline)
+        self._replica = tuple(replica)
         self._world = tuple(world)
+        self._counts = counts
         self._programs: dict[Any, Executable] = {}
         self._limits: dict[float, torch.Tensor] = {}
 
@@ -151,7 +155,7 @@ class GradientNorm:
     def is_spread(self) -> bool:
         """Whether there are gradients of some model that this rank does not hold."""
         is_any_placed = any(reducer.replica.state.is_placed for reducer in self._reducers)
-        return is_any_placed and (self.is_divided or len(self._pipeline) > 1)
+        return is_any_placed and (self.is_divided or len(self._replica) > 1)
 
     def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether no model is placed, or parameters are of one that is not."""
@@ -163,7 +167,7 @@ class GradientNorm:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that have to clip together."""
-        return self._world if self.is_divided else self._pipeline
+        return self._world if self.is_divided else self._replica
 
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are no parameters of a model, here or elsewhere, and no pieces of one."""
@@ -248,7 +252,7 @@ class GradientNorm:
         """What holds gradients on this rank, and whether this rank counts them."""
         wanted = {id(parameter) for parameter in parameters}
         placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
-        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
+        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted, self._counts)]
         return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
@@ -267,12 +271,15 @@ class GradientNorm:
         return self._programs[key]
 
 
-def _owners_in(reducer: GradientReducer, wanted: set[int]) -> list[tuple[torch.Tensor, bool]]:
+def _owners_in(
+    reducer: GradientReducer, wanted: set[int], counts: Callable[[str, str], bool]
+) -> list[tuple[torch.Tensor, bool]]:
     """What holds gradients of one model's parameters here, and whether this rank counts them."""
     replica, shards = reducer.replica, reducer.shards
     owners: list[tuple[torch.Tensor, bool]] = []
     for name, parameter in replica.state.local_parameters():
-        is_counted = reducer.parameter_ranks[name][0] == replica.pp_rank
+        is_first = reducer.parameter_ranks[name][0] == replica.pp_rank
+        is_counted = is_first and counts(reducer.label, name)
         owner: torch.Tensor = parameter
         if shards is not None and name in shards:
             piece = shards.piece_of(name)

@@ -4,13 +4,15 @@ Phases: capture the step, partition it (or follow an earlier partition), split i
 generate and prove the schedule, place parameters, lower and compile this rank's stages.
 """
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from mpxla.comm.transport import Groups
 from mpxla.config import Config
 from mpxla.device.backend import Backend, Executable, Lowering
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
@@ -313,6 +315,7 @@ def compile_stages(
     pp_rank: int,
     backend: Backend,
     for_speed: bool = False,
+    groups: Groups | None = None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
 
@@ -322,17 +325,19 @@ def compile_stages(
         pp_rank: this rank.
         backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
+        groups: those that stages communicate in.
 
     Raises:
         LoweringError: an operator can run neither on the device nor on the host.
     """
+    compile_ = functools.partial(backend.compile, groups=groups)
     started = time.perf_counter()
     programs: dict[int, CompiledStage] = {}
     for stage in cut.stages:
         if cut.placement[stage.index] == pp_rank:
             split = Action(stage.index, Op.INPUT_GRADIENT, 0) in schedule[pp_rank]
             lowered = lower_stage(stage, cut.step.is_training, backend.lowering, for_speed)
-            programs[stage.index] = _compile_stage(lowered, backend, split)
+            programs[stage.index] = _compile_stage(lowered, backend, compile_, split)
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -345,14 +350,16 @@ def compile_stages(
     )
 
 
-def _compile_stage(lowered: LoweredStage, backend: Backend, splits: bool) -> CompiledStage:
+def _compile_stage(
+    lowered: LoweredStage, backend: Backend, compile_: Callable[..., Executable], splits: bool
+) -> CompiledStage:
     name = f"stage {lowered.spec.index}"
-    forward = backend.compile(f"{name} forward", lowered.forward, lowered.forward_inputs)
+    forward = compile_(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
     if lowered.backward is not None and splits:
-        return _compile_split(name, lowered, forward, backend)
+        return _compile_split(name, lowered, forward, backend, compile_)
     if lowered.backward is not None:
-        backward = backend.compile(f"{name} backward", lowered.backward, lowered.backward_inputs)
+        backward = compile_(f"{name} backward", lowered.backward, lowered.backward_inputs)
     return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, backend))
 
 
@@ -368,14 +375,16 @@ def _compile_layout(name: str, lowered: LoweredStage, backend: Backend) -> dict[
 
 
 def _compile_split(
-    name: str, lowered: LoweredStage, forward: Executable, backend: Backend
+    name: str,
+    lowered: LoweredStage,
+    forward: Executable,
+    backend: Backend,
+    compile_: Callable[..., Executable],
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
     split = split_backward(lowered, backend.lowering.device)
     parts = [
-        backend.compile(f"{name} {what} gradients", part.graph, part.inputs)
-        if part is not None
-        else None
+        compile_(f"{name} {what} gradients", part.graph, part.inputs) if part is not None else None
         for what, part in (("input", split.input_part), ("weight", split.weight_part))
     ]
     layout = _compile_layout(name, lowered, backend)

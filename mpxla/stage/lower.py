@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph import collectives
 from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.stage.accumulation import AccumulatingBackward
@@ -188,6 +189,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     for node in copy.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
+            own = own or collectives.lowered(node.target)
             node.target = own or lowering.replacements.get(node.target, node.target)
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
@@ -240,9 +242,13 @@ def _lower_joint(
 
 
 def _partition(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a graph into forward and backward; random numbers are saved, never drawn again."""
+    """Cuts a graph into forward and backward.
+
+    Random numbers are saved, never drawn again; so are results of collectives, which are dearer
+    than the memory that they take.
+    """
     for node in joint.graph.nodes:
-        if is_random(node):
+        if is_random(node) or collectives.is_collective(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     # Its own search for equal nodes would merge random ones; `simplify` has done that part.

@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_"),
+    *("profile", "clip_grad_norm_", "set_tensor_parallelism"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -58,6 +58,7 @@ SIGNATURES = {
     "profile": "path",
     "clip_grad_norm_": "parameters, max_norm, norm_type=2.0, error_if_nonfinite=False",
     "set_partition": "module, index",
+    "set_tensor_parallelism": "module, enabled=True, **settings",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",

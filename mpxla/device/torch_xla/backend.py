@@ -7,7 +7,7 @@ import torch
 from torch_xla import runtime
 
 from mpxla.comm.host import HostTransport
-from mpxla.comm.transport import Transport
+from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.torch_xla import tensors
@@ -60,6 +60,7 @@ class TorchXlaBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
+        groups: Groups | None = None,
     ) -> Executable | PiecewiseExecutable:
         """See `Backend.compile`; nothing is donated.
 
@@ -69,7 +70,7 @@ class TorchXlaBackend:
         pending values need, so it is off (`env.prepare_xla`); then a program that is compiled with
         donors is not found by its hash. With the variable on, donation was seen to work on the CPU.
         """
-        return compile_graph(name, graph, inputs, self.device, keep_text)
+        return compile_graph(name, graph, inputs, self.device, keep_text, groups or {})
 
     def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Host tensors on the device; those that are there stay, and are started."""

@@ -1,0 +1,134 @@
+"""Which values of a step vary over the ranks that share its tensors, and where gradients cross.
+
+Modules whose weights are split say where partial results become equal on all ranks again
+(`collectives.sum_over`, `gather_parts`). The other direction follows from that: where something
+equal meets something that varies, each rank finds only its part of the gradient of what is equal.
+`mark_varying` puts `vary` there, whose derivative is the sum over the ranks:
+
+    hidden (equal) ----+---------------+------> residual          before: three products of one
+                       +- q  k  v (varying)                       equal value
+
+    hidden (equal) ----+-- vary --+-----------> residual          after: one `vary`, and so one sum
+                                  +- q  k  v                      of gradients for all of them
+
+So parameters that are whole on all ranks (a norm inside of an attention's heads, say) get whole
+gradients, whatever module uses them. What could only be wrong is refused: results, losses and
+buffers that would differ between the ranks. (The rule is that of JAX's `shard_map`, where types say
+what varies.)
+
+This module must not know how a backend communicates.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from mpxla.errors import CaptureError
+from mpxla.graph.collectives import GATHER, SUM, TENSOR_GROUP, VARY
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
+
+__all__ = ["VARYING", "mark_varying"]
+
+VARYING = "mpxla_varying"
+"""Key in the `meta` of nodes whose values vary over the group."""
+
+
+def mark_varying(step: StepGraph, split: Collection[str]) -> StepGraph:
+    """Makes gradients of equal values whole, in place, and marks nodes that vary.
+
+    Args:
+        step: as captured with the shards of this rank.
+        split: names of the parameters and buffers of which this rank has a shard.
+
+    Raises:
+        CaptureError: the step would return a loss, a result or a new buffer that differs between
+            the ranks, or draws random numbers in a way that would.
+    """
+    roles = dict(zip(step.placeholders, step.inputs, strict=True))
+    held = (InputKind.PARAMETER, InputKind.BUFFER)
+    varying = {n for n, role in roles.items() if role.kind in held and role.name in split}
+    if not varying and not any(n.target is VARY for n in step.graph.nodes):
+        return step
+    crossings: dict[fx.Node, fx.Node] = {}
+    for node in list(step.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in (SUM, GATHER):
+            _check_varies(node, varying)
+            continue
+        if node.target is not VARY and not any(n in varying for n in node.all_input_nodes):
+            continue
+        varying.add(node)
+        node.meta[VARYING] = True
+        if node.target is VARY:
+            continue
+        for source in node.all_input_nodes:
+            if source not in varying and _requires_grad(source):
+                if source not in crossings:
+                    crossings[source] = _vary(step.graph, source, node)
+                node.replace_input_with(source, crossings[source])
+    _check_outputs(step, varying)
+    step.graph.lint()
+    return step
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _vary(graph: fx.Graph, source: fx.Node, user: fx.Node) -> fx.Node:
+    """A crossing right before its first user, so that no cut comes between and sends it as well."""
+    with graph.inserting_before(user):
+        node = graph.call_function(VARY, (source, TENSOR_GROUP))
+    node.meta = dict(user.meta)
+    node.meta["val"] = source.meta["val"]
+    return node
+
+
+def _check_varies(node: fx.Node, varying: Collection[fx.Node]) -> None:
+    """A sum of what is equal already would be a multiple of it."""
+    if node.args[0] not in varying:
+        raise CaptureError(
+            f"{describe(node)} brings together parts that the ranks of a tensor-parallel group do "
+            f"not have: its operand is equal on all of them. Split the weights of the module "
+            f"before it, or leave this one whole (smp.set_tensor_parallelism(module, False))."
+        )
+
+
+def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
+    for node, role in zip(step.output_nodes, step.outputs, strict=True):
+        if node in varying:
+            what = {
+                OutputKind.BUFFER: f"The new value of the buffer {role.name}",
+                OutputKind.OBJECTIVE: "A value that model.backward is called with",
+                OutputKind.RESULT: "A value that the step function returns",
+            }[role.kind]
+            raise CaptureError(
+                f"{what} ({describe(node)}) differs between the ranks of a tensor-parallel group: "
+                f"it is computed from split weights, and nothing brings the parts together. Leave "
+                f"the module whole (smp.set_tensor_parallelism(module, False)), or do not return "
+                f"what lies inside of it."
+            )
+    random = [n for n in step.graph.nodes if n in varying and _draws(n)]
+    if random:
+        raise CaptureError(
+            f"{describe(random[0])} draws random numbers for values that are split over the ranks "
+            f"of a tensor-parallel group, which mpxla cannot do yet: all ranks would draw the same "
+            f"ones. Set its probability to 0 (attention_dropout or attn_pdrop in the model's "
+            f"configuration), or leave the module whole (smp.set_tensor_parallelism(module, "
+            f"False))."
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws; a dropout of nothing, or in evaluation, does not."""
+    if not is_random(node):
+        return False
+    if node.target is torch.ops.aten.dropout.default:
+        return bool(node.args[1] and node.args[2])
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability)
+    return True
