@@ -26,24 +26,28 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import GATHER, SUM, TENSOR_GROUP, VARY
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe
 
 __all__ = ["VARYING", "mark_varying"]
 
 VARYING = "mpxla_varying"
-"""Key in the `meta` of nodes whose values vary over the group."""
+"""Key in the `meta` of nodes whose values vary over a group: (index, size) of the rank in it."""
 
 
-def mark_varying(step: StepGraph, split: Collection[str]) -> StepGraph:
+def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int) -> StepGraph:
     """Makes gradients of equal values whole, in place, and marks nodes that vary.
+
+    What varies and is random draws other numbers on each rank, see `stage/parts.py`.
 
     Args:
         step: as captured with the shards of this rank.
         split: names of the parameters and buffers of which this rank has a shard.
+        index: this rank's place in the group.
+        size: ranks of the group.
 
     Raises:
         CaptureError: the step would return a loss, a result or a new buffer that differs between
-            the ranks, or draws random numbers in a way that would.
+            the ranks.
     """
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
     held = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -60,7 +64,7 @@ def mark_varying(step: StepGraph, split: Collection[str]) -> StepGraph:
         if node.target is not VARY and not any(n in varying for n in node.all_input_nodes):
             continue
         varying.add(node)
-        node.meta[VARYING] = True
+        node.meta[VARYING] = index, size
         if node.target is VARY:
             continue
         for source in node.all_input_nodes:
@@ -111,24 +115,3 @@ def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
                 f"the module whole (smp.set_tensor_parallelism(module, False)), or do not return "
                 f"what lies inside of it."
             )
-    random = [n for n in step.graph.nodes if n in varying and _draws(n)]
-    if random:
-        raise CaptureError(
-            f"{describe(random[0])} draws random numbers for values that are split over the ranks "
-            f"of a tensor-parallel group, which mpxla cannot do yet: all ranks would draw the same "
-            f"ones. Set its probability to 0 (attention_dropout or attn_pdrop in the model's "
-            f"configuration), or leave the module whole (smp.set_tensor_parallelism(module, "
-            f"False))."
-        )
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a node draws; a dropout of nothing, or in evaluation, does not."""
-    if not is_random(node):
-        return False
-    if node.target is torch.ops.aten.dropout.default:
-        return bool(node.args[1] and node.args[2])
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability)
-    return True

@@ -13,6 +13,7 @@ from mpxla.device.backend import Lowering
 from mpxla.device.torch_xla import tensors
 from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.device.torch_xla.collectives.device_runner import DeviceRunner, is_device_world
+from mpxla.device.torch_xla.collectives.fused import FusedExecutable
 from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
@@ -61,7 +62,7 @@ class TorchXlaBackend:
         donated: Collection[int] = (),
         keep_text: bool = False,
         groups: Groups | None = None,
-    ) -> Executable | PiecewiseExecutable:
+    ) -> Executable | PiecewiseExecutable | FusedExecutable:
         """See `Backend.compile`; nothing is donated.
 
         torch_xla 2.9 donates arguments of programs that are called by handle (marked by

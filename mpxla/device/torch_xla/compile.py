@@ -28,6 +28,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpxla.comm.transport import Groups
+from mpxla.device.torch_xla.collectives.fused import FusedExecutable, fuse
 from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
 from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
@@ -204,7 +205,7 @@ def compile_graph(
     device: torch.device,
     keep_text: bool = False,
     groups: Groups | None = None,
-) -> Executable | PiecewiseExecutable:
+) -> Executable | PiecewiseExecutable | FusedExecutable:
     """Compiles a graph module for the device.
 
     If the module is a graph of the lowering, operators that the device has no code for run on the
@@ -245,13 +246,20 @@ def _compile_in_pieces(
     device: torch.device,
     keep_text: bool,
     groups: Groups,
-) -> Executable | PiecewiseExecutable:
-    """Cuts a graph at collectives and operators of the host, until what is left compiles."""
+) -> Executable | PiecewiseExecutable | FusedExecutable:
+    """Cuts a graph at collectives and operators of the host, until what is left compiles.
+
+    Where the transport runs programs with collectives, the graph is one of those.
+    """
     is_whole = isinstance(module, AccumulatingBackward)
     graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
     root = module.derivative if is_whole else module
     annotate(graph, inputs, root)
     put = functools.partial(to_device, device=device)
+    if is_host_device() and not any(needs_host(node) for node in graph.nodes):
+        fused = fuse(name, graph, root, inputs, groups, put)
+        if fused is not None:
+            return fused
     while True:
         try:
             plan = split_graph(graph, _kind_of, root)

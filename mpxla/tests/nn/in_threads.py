@@ -4,6 +4,7 @@ What is compiled for a device elsewhere is cut into pieces here: compute pieces 
 collective pieces over the loopback transport.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mpxla.device.null import plain_lowering
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
 from mpxla.graph.split import split_stages
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.varying import mark_varying
 from mpxla.nn.distribute import distribute, set_tensor_parallelism
 from mpxla.nn.shards import Shard
@@ -33,6 +34,8 @@ __all__ = ["Rank", "cut_in_pieces", "distributed", "execute", "in_threads", "low
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
+_one_at_a_time = threading.Lock()
+"""Threads share the generator."""
 
 
 @dataclass
@@ -73,7 +76,9 @@ def lower(
 
     leaves = [TensorLeaf(tuple(value.shape), value.dtype) for value in inputs]
     names = ModelState(rank.model).canonical_names
-    captured = mark_varying(capture_step(step, rank.model, leaves, names), rank.shards)
+    ranks, transport = rank.group
+    place = ranks.index(transport.rank), len(ranks)
+    captured = mark_varying(capture_step(step, rank.model, leaves, names), rank.shards, *place)
     nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
     (stage,) = split_stages(captured, {node: (0,) for node in nodes}, 1)
     return captured, lower_stage(stage, True, plain_lowering())
@@ -91,7 +96,7 @@ def cut_in_pieces(module: nn.Module, inputs: Sequence[Any]) -> PieceList:
 class _Eager:
     """A compute piece, run by PyTorch."""
 
-    is_random, num_buffers = False, 0
+    num_buffers = 0
 
     def __init__(self, module: torch.fx.GraphModule):
         self._module = module
@@ -99,16 +104,19 @@ class _Eager:
             if node.target in (aten.view.default, aten._unsafe_view.default):
                 node.target = aten.reshape.default
         module.recompile()
+        self.is_random = any(is_random(node) for node in module.graph.nodes)
 
     def __call__(self, arguments: Sequence[torch.Tensor], seed: Any = None) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), _one_at_a_time, torch.random.fork_rng(devices=()):
+            if seed is not None:
+                torch.manual_seed(int(seed))
             return [value.contiguous() for value in self._module(*arguments)]
 
 
 def execute(
     name: str, plan: PieceList, group: Members, arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Runs a program; every rank does."""
+    """Runs a program, with one seed for all ranks; every rank does."""
     groups = {TENSOR_GROUP: group}
     runners = [
         CollectiveRunner(name, piece, groups, torch.Tensor.detach, list)
@@ -116,7 +124,9 @@ def execute(
         else _Eager(piece.module)
         for piece in plan.pieces
     ]
-    return PiecewiseExecutable(name, plan, runners, torch.Tensor.detach, list)(arguments)
+    return PiecewiseExecutable(name, plan, runners, torch.Tensor.detach, list)(
+        arguments, torch.tensor(7)
+    )
 
 
 def train_once(

@@ -195,12 +195,50 @@ def test_experts_stay_whole():
     assert ".experts" in found["model.layers.0.mlp"]
 
 
-def test_dropout_of_parts_is_refused():
-    from mpxla.errors import CaptureError
+class Dropping(nn.Module):
+    """Gives its masks: the inner layer gives ones, and the outer one hands each of them on."""
 
-    ranks = distributed(lambda: gpt2(attn_pdrop=0.1), 2)
-    with pytest.raises(CaptureError, match=r"draws random numbers for values that are split"):
-        lower(ranks[0], loss_of, [words()])
+    _tp_plan = {"inner": "colwise", "outer": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(self.inner.weight)
+        nn.init.ones_(self.inner.bias)
+        nn.init.eye_(self.outer.weight)
+
+    def forward(self, x):
+        kept = nn.functional.dropout(self.inner(x), 0.5)
+        after = self.outer(kept)
+        return after, nn.functional.dropout(after, 0.5)
+
+
+def test_dropout_of_parts_differs_and_of_wholes_agrees():
+    x = torch.zeros(32, 4)
+
+    def step(model, x):
+        after, dropped = model(x)
+        return torch.cat([after, dropped]).square().sum()
+
+    ranks = distributed(Dropping, 2)
+    programs = []
+    for rank in ranks:
+        captured, lowered = lower(rank, step, [x])
+        programs.append((captured, lowered))
+    (loss, gradients), (other_loss, other) = in_threads(train_once, ranks, programs, [[x]] * 2)
+    assert torch.equal(loss, other_loss), "what is whole is dropped alike"
+    # The gradient of a unit's bias is larger than 0 where it was kept for some sample; by its parts
+    # one can tell the masks of the two ranks apart.
+    assert not torch.equal(gradients["inner.bias"], other["inner.bias"])
+    assert gradients["inner.bias"].count_nonzero() == other["inner.bias"].count_nonzero() == 4
+
+
+def test_attention_dropout_is_lowered():
+    ranks = distributed(lambda: gpt2(attn_pdrop=0.5, resid_pdrop=0.5), 2)
+    programs = [lower(rank, loss_of, [words()]) for rank in ranks]
+    (loss, gradients), (other, _) = in_threads(train_once, ranks, programs, [[words()]] * 2)
+    assert torch.equal(loss, other)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_what_differs_between_ranks_is_not_returned():
