@@ -131,7 +131,7 @@ class Calls:
             self._compare(f"{name}, which fails: {error}", ())
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
-        self._compare(f"{name}: {portable(call.signature)}", call.tensors)
+        self._compare(name, call.tensors, portable(call.signature))
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -144,10 +144,12 @@ class Calls:
         self.control.announce(("known", name, call.plan.number, call.seed))
         return call
 
-    def _compare(self, text: str, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _compare(
+        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any = None
+    ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ."""
         try:
-            self._sharing.compare(text, tensors)
+            self._sharing.compare(text, tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))
             raise as_announced(error) from None

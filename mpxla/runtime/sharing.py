@@ -7,6 +7,7 @@ them would drift apart; so they compare digests before every call.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -33,19 +34,22 @@ class Sharing:
         self._ranks = ranks
         self._backend = backend
 
-    def compare(self, text: str, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+    def compare(self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any) -> None:
         """Checks that all ranks make one call, with one batch. All of them call it.
 
         Args:
-            text: the call and the shapes of its arguments, or the error that it ended in.
+            text: the call, or the error that it ended in.
             tensors: tensor leaves of every microbatch.
+            signature: what else has to be equal.
 
         Raises:
             RankMismatch: another rank has another call or other values; on all of them.
         """
         if len(self._ranks) == 1:
             return
-        own = text, self._digest(tensors)
+        shapes = [str(list(value.shape)) for value in (tensors[0] if tensors else ())]
+        text += f" with microbatches of {', '.join(shapes) or 'nothing'}"
+        own = text, self._digest(tensors, str(signature))
         everyone = self._objects.allgather(own, self._ranks)
         for rank, (other_text, digest) in zip(self._ranks, everyone, strict=True):
             if (other_text, digest) == everyone[0]:
@@ -54,7 +58,7 @@ class Sharing:
             if other_text != everyone[0][0]:
                 what = f"rank {first} came with {everyone[0][0]}, and rank {rank} with {other_text}"
             else:
-                what = f"the values that ranks {first} and {rank} were given differ ({text})"
+                what = f"the values that ranks {first} and {rank} were given differ, in {text}"
             raise RankMismatch(
                 f"the ranks {list(self._ranks)} share the tensors of a model, and have to call the "
                 f"step function with the same batch: {what}. Divide the data by smp.rdp_rank() and "
@@ -67,8 +71,8 @@ class Sharing:
             return own
         return self._objects.allgather(own, self._ranks)[0]
 
-    def _digest(self, tensors: Sequence[Sequence[torch.Tensor]]) -> str:
-        digest = hashlib.blake2b(digest_size=16)
+    def _digest(self, tensors: Sequence[Sequence[torch.Tensor]], text: str) -> str:
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
         for value in self._backend.get([t for leaves in tensors for t in leaves]):
             digest.update(as_memory(value.contiguous()))
         return digest.hexdigest()
