@@ -30,6 +30,7 @@ _SOURCES = {
         "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
         "TopologyError",
     ),
+    "mpxla.nn.distribute": ("set_tensor_parallelism",),
     "mpxla.parallel.checkpointing": ("set_activation_checkpointing",),
     "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
     "mpxla.parallel.model": ("DistributedModel",),
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from mpxla.errors import ScheduleError as ScheduleError
     from mpxla.errors import StepError as StepError
     from mpxla.errors import TopologyError as TopologyError
+    from mpxla.nn.distribute import set_tensor_parallelism as set_tensor_parallelism
     from mpxla.parallel.checkpointing import (
         set_activation_checkpointing as set_activation_checkpointing,
     )

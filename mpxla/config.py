@@ -75,7 +75,8 @@ class Config:
     deterministic_server: bool = key(False, boolean())
     """Ignored."""
     tensor_parallel_degree: int = key(1, integer(1))
-    """Number of ranks that share the tensors of one partition."""
+    """Number of ranks that share the tensors of one partition. Above 1, `prescaled_batch: True` is
+    needed, and `smp.set_tensor_parallelism` says what is split."""
     tensor_parallel_seed: int = key(0, integer())
     """Seed for initializing distributed modules."""
     prescaled_batch: bool = key(False, boolean())

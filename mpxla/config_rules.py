@@ -12,7 +12,6 @@ __all__ = ["MISSING_FEATURES", "broken_rules", "idle_keys", "missing_features"]
 Values = Mapping[str, Any]
 
 MISSING_FEATURES = {
-    "tensor_parallel_degree": "tensor parallelism",
     "sharded_data_parallel_degree": "sharded data parallelism",
 }
 """Key -> the feature that any value but the default asks for. A finished feature loses its row."""
@@ -108,6 +107,32 @@ _RULES = (
         ("tensor_parallel_degree", "ddp"),
         lambda v, given: v["tensor_parallel_degree"] > 1 and not v["ddp"],
         "tensor_parallel_degree: {tensor_parallel_degree} needs ddp: True",
+    ),
+    Rule(
+        ("tensor_parallel_degree", "prescaled_batch", "ddp", "sharded_data_parallel_degree"),
+        lambda v, given: (
+            v["tensor_parallel_degree"] > 1
+            and not v["prescaled_batch"]
+            and v["ddp"]
+            and v["sharded_data_parallel_degree"] == 1
+        ),
+        "tensor_parallel_degree: {tensor_parallel_degree} needs prescaled_batch: True for now: "
+        "every rank of a tensor-parallel group gets the same batch, that of its rdp_rank",
+    ),
+    Rule(
+        ("tensor_parallel_degree", "shard_optimizer_state"),
+        lambda v, given: v["tensor_parallel_degree"] > 1 and v["shard_optimizer_state"],
+        "tensor_parallel_degree: {tensor_parallel_degree} does not go with shard_optimizer_state: "
+        "True yet; remove one of them",
+    ),
+    *(
+        Rule(
+            ("tensor_parallel_degree", precision),
+            lambda v, given, key=precision: v["tensor_parallel_degree"] > 1 and v[key],
+            "tensor_parallel_degree: {tensor_parallel_degree} does not go with "
+            f"{precision}: True yet; remove one of them",
+        )
+        for precision in ("bf16", "fp16")
     ),
     Rule(
         ("sharded_data_parallel_degree", "ddp"),

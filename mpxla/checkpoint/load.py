@@ -38,6 +38,7 @@ from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
+from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.model import DistributedModel
 from mpxla.session import Session, current
 
@@ -93,6 +94,7 @@ def resume_from_checkpoint(
         MpxlaError: there are several models, and `model` does not say which.
     """
     session = current()
+    refuse_with_shards("smp.resume_from_checkpoint()")
     if session.models is None:
         raise CheckpointError(
             "smp.resume_from_checkpoint was called before smp.DistributedModel; wrap model and "

@@ -14,7 +14,7 @@ only `xla` on an accelerator leaves them on the device, unless the operand was o
 `xla` is stricter where collectives inside programs are: see its module.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,6 +27,8 @@ from mpxla.errors import TopologyError
 
 __all__ = [
     "Group",
+    "Groups",
+    "Members",
     "Transport",
     "Use",
     "check_group",
@@ -166,6 +168,19 @@ class Transport(Protocol):
             timeout_s: Longest wait for the others to take what was sent to them.
         """
         ...
+
+
+class Members(NamedTuple):
+    """What the name of a group means on this rank."""
+
+    ranks: Group
+    """This rank is one of them, and the transport has made this group."""
+    transport: Transport
+    """Carries their collectives."""
+
+
+Groups = Mapping[str, Members]
+"""The groups that a program may communicate in, by name."""
 
 
 def check_group(ranks: Group, rank: int, world_size: int) -> Group:

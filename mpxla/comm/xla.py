@@ -40,7 +40,7 @@ from mpxla.comm.transport import (
     check_summable,
     not_made,
 )
-from mpxla.comm.xla_programs import Operand, Program, operand_of
+from mpxla.comm.xla_programs import GraphProgram, Operand, Program, operand_of
 from mpxla.comm.xla_queue import Job, Observer, ProgramQueue, Runner
 
 __all__ = ["STREAMS", "XlaTransport"]
@@ -258,6 +258,33 @@ class XlaTransport:
             return None
         op = name if name in ("all_gather", "reduce_scatter") else "all_reduce"
         return Program(op, self._meshes.of_group(ranks), (operand_of(spec),))
+
+    def run_program(
+        self, program: GraphProgram, operands: Sequence[torch.Tensor]
+    ) -> Handle[list[torch.Tensor]]:
+        """Runs a stage's program with collectives inside. Every rank of its mesh calls it.
+
+        Args:
+            program: with the same collectives on all ranks.
+            operands: one tensor per argument.
+
+        Returns:
+            Handle of its results, on the host.
+        """
+        ranks = program.mesh.members
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        text = f"the program {program.name} over the ranks {ranks}"
+        job = Job(
+            Handle(self.watch, f"{program.name} with rank {', '.join(map(str, others))}", others),
+            ranks,
+            f"came to {text}",
+            text,
+            program,
+            list(operands),
+            lambda results: results,
+            to_host=True,
+        )
+        return self._queue.submit(job)
 
     # --- programs -------------------------------------------------------------------------------
 

@@ -11,11 +11,15 @@ program of its own, which all members load at the same point:
     transfer        tensors     -> tensors        an all-gather over pairs of ranks; the receiver
                                                   gives zeros, and both keep the sender's half
 
-Operands have at least one dim. The device's backend makes the programs and executes them; this file
-only names them.
+    graph           tensors     -> tensors        a stage's program with collectives inside, where
+                                                  the device allows it
+
+Operands of collectives have at least one dim. The device's backend makes the programs and executes
+them; this file only names them.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +27,7 @@ from mpxla.comm.codec import register
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.packing import Spec, describe
 
-__all__ = ["Operand", "Program", "operand_of"]
+__all__ = ["GraphProgram", "Operand", "Program", "operand_of"]
 
 register(Mesh)
 
@@ -52,6 +56,26 @@ class Program(NamedTuple):
     def __str__(self) -> str:
         direction = f" from end {self.slot}" if self.op == "transfer" else ""
         return f"{self.op}{direction} of {describe(self.operands)} over {self.mesh}"
+
+
+@dataclass(frozen=True, eq=False)
+class GraphProgram:
+    """A program of a stage that contains collectives; each is another one."""
+
+    op: ClassVar[str] = "graph"
+    name: str
+    """For messages, for instance "stage 1 forward"."""
+    mesh: Mesh
+    """The group that its collectives join."""
+    operands: tuple[Operand, ...]
+    """Arguments, of any number of dims."""
+    module: torch.nn.Module
+    """Takes the arguments on the device; returns a list of tensors there."""
+    results: tuple[Operand, ...]
+    """Their shapes and dtypes."""
+
+    def __str__(self) -> str:
+        return f"{self.name} over {self.mesh}"
 
 
 def operand_of(spec: Spec) -> Operand:

@@ -18,12 +18,12 @@ import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.transport import Group
-from mpxla.comm.xla_programs import Program
+from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.errors import MpxlaError
 
 __all__ = ["Job", "Observer", "ProgramQueue", "Runner"]
 
-Observer = Callable[[Literal["load", "execute"], Program, Group], None]
+Observer = Callable[[Literal["load", "execute"], Any, Group], None]
 """Is told what is about to happen to a program, and this rank's group in it."""
 
 _ABORT_S = 2.0
@@ -36,7 +36,7 @@ class Runner(Protocol):
         """Waits for all ranks to come to the same communication, if they can tell."""
         ...
 
-    def lower(self, program: Program) -> Any:
+    def lower(self, program: Program | GraphProgram) -> Any:
         """Makes what `load` takes. Runs in the calling thread."""
         ...
 
@@ -69,7 +69,7 @@ class Job(NamedTuple):
     """What this rank does, for its own error: completes "rank 3 ..."."""
     text: str
     """What all take part in, in words that are equal on all ranks."""
-    program: Program | None
+    program: Program | GraphProgram | None
     """None if there is nothing to move."""
     operands: Sequence[torch.Tensor | None]
     """Tensors anywhere; None stands for zeros."""
@@ -106,8 +106,8 @@ class ProgramQueue:
         self._watch = watch
         self._runner = runner
         self._observer = observer
-        self._lowered: dict[Program, Any] = {}
-        self._loaded: dict[Program, Any] = {}
+        self._lowered: dict[Program | GraphProgram, Any] = {}
+        self._loaded: dict[Program | GraphProgram, Any] = {}
         self._is_closed = False
         self._queue: SimpleQueue[Job | _Loading | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
@@ -155,7 +155,7 @@ class ProgramQueue:
             with contextlib.suppress(RuntimeError, TimeoutError):  # the others are gone already
                 self._runner.close()
 
-    def _lower(self, program: Program) -> None:
+    def _lower(self, program: Program | GraphProgram) -> None:
         if program not in self._lowered:
             self._lowered[program] = self._runner.lower(program)
 
@@ -196,12 +196,12 @@ class ProgramQueue:
         except Exception as error:  # the thread goes on; the caller gets it
             job.handle.set_error(self._explained(error, job.handle))
 
-    def _load(self, program: Program) -> None:
+    def _load(self, program: Program | GraphProgram) -> None:
         if program not in self._loaded:
             self._tell("load", program)
             self._loaded[program] = self._runner.load(self._lowered[program])
 
-    def _tell(self, what: Literal["load", "execute"], program: Program) -> None:
+    def _tell(self, what: Literal["load", "execute"], program: Program | GraphProgram) -> None:
         if self._observer is not None:
             self._observer(what, program, program.mesh.group_of(self._rank))
 

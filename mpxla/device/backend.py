@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from mpxla.comm.host import HostTransport
-from mpxla.comm.transport import Transport
+from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.stage.spec import TensorSpec
 
@@ -115,6 +115,7 @@ class Backend(Protocol):
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
+        groups: Groups | None = None,
     ) -> Executable:
         """Compiles a graph for the device.
 
@@ -124,9 +125,12 @@ class Backend(Protocol):
             inputs: specs of its arguments.
             donated: arguments whose memory results may take; a backend may leave it.
             keep_text: whether to keep the program's text.
+            groups: those that collectives in the graph name. Where programs of the device do not
+                reach the others, their collectives run over the transport between pieces.
 
         Raises:
-            LoweringError: an operator can run neither on the device nor on the host.
+            LoweringError: an operator can run neither on the device nor on the host, or a
+                collective is over another group.
         """
         ...
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpxla.comm.transport import Groups
 from mpxla.device.backend import Lowering
 from mpxla.errors import MpxlaError
 from mpxla.stage.spec import TensorSpec
@@ -141,8 +142,9 @@ class NullBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
+        groups: Groups | None = None,
     ) -> NullExecutable:
-        """Finds the specs of the results."""
+        """Finds the specs of the results; collectives are part of the program."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             given = [torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in inputs]
             outputs = [TensorSpec.of(result) for result in graph(*given)]

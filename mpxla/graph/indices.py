@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from mpxla.graph.collectives import EMBEDDING, is_of_group
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
 from mpxla.graph.stepgraph import module_path as path_of
@@ -104,6 +105,10 @@ def _rows(table: Any, indices: Any, *_: Any) -> list[tuple[Any, int, int]]:
     return [(indices, 0, _size(table, 0) - 1)]
 
 
+def _rows_of_all(rows: Any, words: Any, size: int, *_: Any) -> list[tuple[Any, int, int]]:
+    return [(words, 0, size * _size(rows, 0) - 1)]
+
+
 def _along(value: Any, dim: int, indices: Any, *_: Any) -> list[tuple[Any, int, int]]:
     return [(indices, 0, _size(value, dim) - 1)]
 
@@ -144,6 +149,7 @@ def _hot(labels: Any, num_classes: int = -1) -> list[tuple[Any, int, int]]:
 
 _RANGES: dict[Any, Callable[..., list[tuple[Any, int, int]]]] = {
     _aten.embedding: _rows,
+    EMBEDDING.overloadpacket: _rows_of_all,
     _aten.embedding_bag: _rows,
     _aten._embedding_bag: _rows,
     _aten._embedding_bag_forward_only: _rows,
@@ -260,7 +266,7 @@ def _sources(indices: fx.Node, roles: Any) -> tuple[fx.Node, ...] | None:
 
 def _is_cheap(node: fx.Node) -> bool:
     """Whether the host may repeat an operator: one on integers, a view, or a cast of an input."""
-    if is_random(node):
+    if is_random(node) or is_of_group(node):
         return False
     if getattr(node.target, "is_view", False) or node.target is _aten._to_copy.default:
         return True

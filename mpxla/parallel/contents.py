@@ -4,7 +4,7 @@ The part of `DistributedModel` that is about parameters and buffers by name. It 
 hooks or optimizers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -14,6 +14,8 @@ from torch import nn
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
+from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.shards import Shard
 from mpxla.parallel.names import no_such_attribute
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
@@ -39,13 +41,17 @@ class PartitionedModule(nn.Module):
     Args:
         module: the user's model.
         backend: of the device where they live here.
+        shards: parameters of which this rank has a part, by canonical name.
     """
 
-    def __init__(self, module: nn.Module, backend: Backend):
+    def __init__(
+        self, module: nn.Module, backend: Backend, shards: Mapping[str, Shard] | None = None
+    ):
         super().__init__()
         self._backend = backend
         self.module = module
         self._state = ModelState(module)
+        self.shards_of_tensors: dict[str, Shard] = dict(shards or {})
         self._awaits_values = False
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +150,8 @@ class PartitionedModule(nn.Module):
     ) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state dict, on the host, gathered over the ranks of the replica.
 
-        All ranks of a replica must call it (usually those with `dp_rank() == 0`).
+        All ranks of a replica must call it (usually those with `dp_rank() == 0`; with tensor
+        parallelism those with `rdp_rank() == 0`).
 
         Args:
             *args: not supported; for the signature of `torch.nn.Module`.
@@ -178,16 +185,32 @@ class PartitionedModule(nn.Module):
                     f"model.state_dict was called before the first step, and {delayed[0]} has no "
                     f"values yet (smp.delay_param_initialization); call it after the first step."
                 )
-            return to_host(own, self._backend)
+            return self._with_whole_tensors(to_host(own, self._backend))
         session = current()
         group = session.topology.pp_group(session.rank)
-        gather = gather_on_first if gather_to_rank0 else gather_full
+        on_first = gather_to_rank0 and not self.shards_of_tensors
+        gather = gather_on_first if on_first else gather_full
         with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
             full = gather(session.state_objects, group, self.local_state_dict(), list(own))
+        full = self._with_whole_tensors(full)
         # Names of one tensor share it, as in torch: those who save files write it once.
         names = self._state.canonical_names
         full = {name: full.get(names.get(name, name), value) for name, value in full.items()}
         return {} if gather_to_rank0 and session.rank else full
+
+    def _with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values with split parameters put together. All ranks of the group call it."""
+        if not self.shards_of_tensors:
+            return values
+        session, names = current(), self._state.canonical_names
+        group = session.topology.tp_group(session.rank)
+        split = {n: v for n, v in values.items() if names.get(n, n) in self.shards_of_tensors}
+        whole: dict[str, torch.Tensor] = {}
+        parts = session.state_objects.allgather(split, group)
+        for name in split:
+            shard = self.shards_of_tensors[names.get(name, name)]
+            whole[name] = shard.join([part[name] for part in parts])
+        return {**values, **whole}
 
     def together(self, what: str, ranks: Group) -> AbstractContextManager[None]:
         """Around a call of the user that several ranks make together. See `DistributedModel`."""
@@ -198,6 +221,7 @@ class PartitionedModule(nn.Module):
 
         All ranks of a replica must call it; training cannot go on afterwards.
         """
+        refuse_with_shards("model.cpu()")
         full = self.state_dict()
         self._state.gather_on_host(full)
         return self

@@ -25,6 +25,7 @@ from mpxla.comm.transport import Group
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
+from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.runtime.state import load_into
 from mpxla.stage.delayed import is_delayed
@@ -53,6 +54,7 @@ class DistributedCopy(PartitionedModule):
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
+        refuse_with_shards("copy.deepcopy(model)")
         super().__init__(copy.deepcopy(source.module, memo), source._backend)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source

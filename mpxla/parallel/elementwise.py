@@ -16,7 +16,7 @@ from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.update_python import copied_attributes, python_random_kept, refuse_outside_state
 from mpxla.parallel.update_trace import clone_optimizer
 
-__all__ = ["check_elementwise", "mixes_parameters"]
+__all__ = ["check_elementwise", "is_elementwise", "mixes_parameters"]
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -42,9 +42,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: it does not, or cannot be tried.
     """
-    kind = type(optimizer)
-    if kind in _ELEMENTWISE or _passes_trial(optimizer):
+    if is_elementwise(optimizer):
         return
+    kind = type(optimizer)
     names = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
     raise ConfigError(
         f"shard_optimizer_state: True divides parameters over replicas, and {kind.__name__} needs "
@@ -52,6 +52,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         f"that updates every element by itself ({names}, or one of your own), or remove "
         f"shard_optimizer_state."
     )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer gives the same numbers on parts of flattened parameters."""
+    return type(optimizer) in _ELEMENTWISE or _passes_trial(optimizer)
 
 
 def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mpxla.comm.transport import Group
+from mpxla.comm.transport import Group, Members
 from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
+from mpxla.nn.distribute import distribute, without_shards
+from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.compute_dtype import compute_dtype, convert, narrowed, widened
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
@@ -89,6 +91,8 @@ class DistributedModel(PartitionedModule):
     ):
         session = current()
         _check_options(module, trace_device, trace_execution_times, backward_passes_per_step)
+        if trace_execution_times:
+            refuse_with_shards("DistributedModel(trace_execution_times=True)")
         if gradient_as_bucket_view:
             warn_once(
                 "gradient_as_bucket_view",
@@ -99,7 +103,9 @@ class DistributedModel(PartitionedModule):
         self._compute_dtype = compute_dtype(session.config)
         if self._compute_dtype is not None:
             convert(module, self._compute_dtype)
-        super().__init__(module, session.backend)
+        sharing = session.topology.tp_group(session.rank)
+        shards = distribute(module, Members(sharing, session.transport))
+        super().__init__(module, session.backend, shards)
         self._optimizers: list[Any] = []
         self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
@@ -112,20 +118,20 @@ class DistributedModel(PartitionedModule):
             overlapping_allreduce,
             broadcast_buffers,
             TRANSFER_DTYPES[session.config.reduction_dtype],
-            session.config.shard_optimizer_state and session.topology.dp_size > 1,
+            session.config.shard_optimizer_state and session.topology.rdp_size > 1,
         )
         self._models = models_of_session()
         self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)
-        member = Member(self._state, pins, self._when_placed, trace_execution_times)
+        member = Member(self._state, pins, self._when_placed, trace_execution_times, set(shards))
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
         save_whole(self)
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
             self._engine.adopt_single_stage(self.label)
-            if session.topology.dp_size > 1:
+            if session.topology.rdp_size > 1:
                 self._plain_backward = PlainBackward(self._reducer)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -275,6 +281,7 @@ class DistributedModel(PartitionedModule):
             RuntimeError: keys or shapes do not match (as in torch).
         """
         values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
+        values = without_shards(values, self.shards_of_tensors, self.canonical_names)
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = current()
             group = session.topology.pp_group(session.rank)
@@ -439,6 +446,7 @@ class DistributedModel(PartitionedModule):
             ConfigError: without `ddp` or `overlapping_allreduce`, with a reduction dtype, after the
                 first training step, or a second time.
         """
+        refuse_with_shards("model.register_comm_hook()")
         self._reducer.set_hook(state, hook, current().config.ddp)
 
     @contextlib.contextmanager
@@ -455,7 +463,8 @@ class DistributedModel(PartitionedModule):
         Raises:
             ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        if current().topology.dp_size == 1:
+        refuse_with_shards("model.join()")
+        if current().topology.rdp_size == 1:
             yield
             return
         self._models.enter_join(self._reducer)

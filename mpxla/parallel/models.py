@@ -65,7 +65,8 @@ class Models:
         topology, rank = session.topology, session.rank
         pipeline = topology.pp_group(rank)
         self._link = PipelineLink(session.transport, pipeline, session.backend)
-        self._rounds = Rounds(session.transport, session.objects, topology.dp_group(rank))
+        # Ranks that share tensors have equal gradients of what is whole on each of them.
+        self._rounds = Rounds(session.transport, session.objects, topology.rdp_group(rank))
         self._reducers = ModelReducers(self._rounds)
         self._members: dict[str, DistributedModel] = {}
         self._joined: list[GradientReducer] = []
@@ -76,8 +77,18 @@ class Models:
             session.exchanged.callback(file.close)
         world = topology.world_group()
         self.gradient_norm = GradientNorm(
-            self._reducers, session.transport, session.backend, pipeline, world
+            self._reducers,
+            session.transport,
+            session.backend,
+            topology.mp_group(rank),
+            world,
+            self._counts,
         )
+
+    def _counts(self, label: str, name: str) -> bool:
+        """Whether this rank counts a parameter: its own part, or a whole one once per group."""
+        topology, rank = self._session.topology, self._session.rank
+        return topology.tp_rank(rank) == 0 or name in self._members[label].shards_of_tensors
 
     def __iter__(self) -> Iterator["DistributedModel"]:
         return iter(self._members.values())
@@ -100,7 +111,7 @@ class Models:
         replica = Replica(
             session.transport,
             session.objects,
-            session.topology.dp_group(session.rank),
+            session.topology.rdp_group(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
             ParameterStore(member.state, session.backend, _master_dtype(session)),

@@ -1,11 +1,12 @@
 """The norm of all gradients of a model, wherever they are, and clipping by it.
 
 Every rank sums the powers of the gradients it owns (a tied parameter is counted by its first
-holder, a divided one piece by piece), one small exchange brings the sums together, and the scale is
-applied on the device. Two compiled programs; the host reads nothing.
+holder, a divided one piece by piece, a split one part by part), one small exchange brings the sums
+together, and the scale is applied on the device. Two compiled programs; the host reads nothing.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.reducer import GradientReducer
+from mpxla.parallel.replica import Replica
 from mpxla.parallel.store import ParameterStore, set_gradients
 from mpxla.session import current
 
@@ -123,8 +125,10 @@ class GradientNorm:
         reducers: those of the models, which know where gradients are; may become more.
         transport: the session's transport.
         backend: compiles and runs the programs.
-        pipeline: global ranks that hold a replica.
+        replica: global ranks that hold a replica, with their own parts of split parameters.
         world: all ranks.
+        counts: (label of a model, name of a parameter) -> whether this rank counts it, among those
+            that share the tensors of its partition.
     """
 
     def __init__(
@@ -132,14 +136,16 @@ class GradientNorm:
         reducers: Iterable[GradientReducer],
         transport: Transport,
         backend: Backend,
-        pipeline: Sequence[int],
+        replica: Sequence[int],
         world: Sequence[int],
+        counts: Callable[[str, str], bool],
     ):
         self._reducers = reducers
         self._transport = transport
         self._backend = backend
-        self._pipeline = tuple(pipeline)
+        self._replica = tuple(replica)
         self._world = tuple(world)
+        self._counts = counts
         self._programs = Programs(backend)
         self._limits: dict[float, torch.Tensor] = {}
 
@@ -157,7 +163,7 @@ class GradientNorm:
     @property
     def is_spread(self) -> bool:
         """Whether there are gradients of some model that its parameters here do not hold."""
-        return bool(self._placed) and (self.has_copies or len(self._pipeline) > 1)
+        return bool(self._placed) and (self.has_copies or len(self._replica) > 1)
 
     def is_too_early(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether no model is placed, or parameters are of one that is not."""
@@ -168,7 +174,7 @@ class GradientNorm:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that have to clip together."""
-        return self._world if any(store.is_divided for store in self._placed) else self._pipeline
+        return self._world if any(store.is_divided for store in self._placed) else self._replica
 
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are no parameters of a model, here or elsewhere, and no copies of one."""
@@ -247,9 +253,14 @@ class GradientNorm:
         for store in self._placed:
             store.collect_gradients()
         wanted = {id(parameter) for parameter in parameters}
-        replicas = [reducer.replica for reducer in self._reducers]
-        placed = [replica for replica in replicas if replica.state.is_placed]
-        found = [owner for r in placed for owner in _owners_in(r.store, r.pp_rank, wanted)]
+        placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
+        found = [
+            owner
+            for reducer in placed
+            for owner in _owners_in(
+                reducer.replica, wanted, functools.partial(self._counts, reducer.label)
+            )
+        ]
         return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
@@ -264,12 +275,13 @@ class GradientNorm:
 
 
 def _owners_in(
-    store: ParameterStore, pp_rank: int, wanted: set[int]
+    replica: Replica, wanted: set[int], counts: Callable[[str], bool]
 ) -> list[tuple[torch.Tensor, bool]]:
     """What holds gradients of one model's parameters here, and whether this rank counts them."""
+    store = replica.store
     found = [(n, p, store.owner(n)) for n, p in store.state.local_parameters()]
     return [
-        (owner, store.ranks[name][0] == pp_rank)
+        (owner, store.ranks[name][0] == replica.pp_rank and counts(name))
         for name, parameter, owner in found
         if owner is not None and not wanted.isdisjoint((id(parameter), id(owner)))
     ]

@@ -15,9 +15,10 @@ from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.carrier import Carrier, equalize_beside
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.parallel.elementwise import check_elementwise, mixes_parameters
+from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
 from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
@@ -93,6 +94,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
+        if session.topology.tp_size > 1 and not is_elementwise(optimizer):
+            refuse_with_shards(
+                f"{type(optimizer).__name__}, which does not update every element by itself,"
+            )
         self._session_models = session.models
         self._models = _models_of(optimizer, session.models)
         if any(model.divides_updates and model.partitioned for model in self._models):
@@ -287,6 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
+        refuse_with_shards("optimizer.state_dict()")
         session = current()
         group = session.topology.pp_group(session.rank)
         ranks = session.topology.world_group() if self._are_divided else group
@@ -333,7 +339,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         scale = state_dict.get(_SCALE_KEY)
         state_dict = {key: value for key, value in state_dict.items() if key != _SCALE_KEY}
-        if PARTIAL_KEY in state_dict:
+        if PARTIAL_KEY not in state_dict:
+            refuse_with_shards("optimizer.load_state_dict() with a full state")
+        else:
             session = current()
             group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
             ranks = session.topology.world_group() if is_divided else group

@@ -25,6 +25,7 @@ from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.sharing import Sharing
 from mpxla.runtime.signature import (
     Signature,
     describe_change,
@@ -83,6 +84,8 @@ class Calls:
         self._model = model
         self._pp_rank = session.topology.pp_rank(session.rank)
         self.control = ControlChannel(session.transport, group)
+        sharing = session.topology.tp_group(session.rank)
+        self._sharing = Sharing(session.objects, sharing, session.backend)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -125,8 +128,10 @@ class Calls:
             number = self._functions.setdefault(name, Identities()).number(rule.function)
             call = self._sign(_title(name, number), parts, view)
         except MpxlaError as error:
+            self._compare(f"{name}, which fails: {error}", ())
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
+        self._compare(name, call.tensors, portable(call.signature))
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -138,6 +143,16 @@ class Calls:
         self.plans.use(call.plan.number)
         self.control.announce(("known", name, call.plan.number, call.seed))
         return call
+
+    def _compare(
+        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any = None
+    ) -> None:
+        """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ."""
+        try:
+            self._sharing.compare(text, tensors, signature)
+        except RankMismatch as error:
+            self.control.announce(("error", text, RankMismatch, str(error)))
+            raise as_announced(error) from None
 
     def _sign(self, title: str, parts: Sequence[Any], view: ModelView) -> Call:
         """Describes a call, with floats that have changed before as inputs, and finds its plan."""
@@ -197,7 +212,7 @@ class Calls:
 
     def _draw_seed(self, plan: StepPlan) -> int:
         """A seed for the random operators of one call; 0 where there are none."""
-        return draw_seed() if plan.is_random else 0
+        return self._sharing.seed(draw_seed()) if plan.is_random else 0
 
     def agree_to_start(self, call: Call, plan: Plan) -> None:
         """What "known" tells with an announcement, for a plan that is new: the seed, or an error.

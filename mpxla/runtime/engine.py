@@ -6,18 +6,21 @@ rank runs its list of actions; gradients and results are collected.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 
+from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, StepError
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
+from mpxla.graph.varying import mark_varying
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
@@ -58,12 +61,15 @@ class Member:
         pins: given where its module is, module path -> pipeline rank at the time of partitioning.
         on_placed: called once its parameters are on their ranks.
         measures_times: whether operators are timed before a step that uses it is partitioned.
+        split: names of the parameters and buffers of which each rank of a tensor-parallel group
+            has a shard.
     """
 
     state: ModelState
     pins: Callable[[str], Mapping[str, int]]
     on_placed: Callable[[], None]
     measures_times: bool = False
+    split: Collection[str] = ()
 
 
 _T = TypeVar("_T")
@@ -96,6 +102,8 @@ class StepEngine:
         self._members: dict[str, Member] = {}
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
+        sharing = session.topology.tp_group(session.rank)
+        self._groups = {TENSOR_GROUP: Members(sharing, session.transport)}
         self._link = link
         self._reducers = reducers
         self.placement = Placement(session, self._states, link, reducers)
@@ -261,6 +269,7 @@ class StepEngine:
                 backend,
                 is_for_speed,
                 config.activation_memory,
+                self._groups,
                 self.life.at,
             ),
         )
@@ -319,6 +328,9 @@ class StepEngine:
         finally:
             self.is_tracing = False
         step, config = self._without_other_models(step), self._session.config
+        sharing = self._groups[TENSOR_GROUP].ranks
+        place = sharing.index(self._session.rank), len(sharing)
+        step = mark_varying(step, self._split_names(), *place)
         if config.check_indices == "all":
             step = with_extremes(step)
         if not (config.auto_partition or config.load_partition):
@@ -327,6 +339,14 @@ class StepEngine:
         self.life.at("partition")
         cut = self._cut_captured(step, self.placement.ranks, self._measure(step))
         return cut, signature, reads
+
+    def _split_names(self) -> set[str]:
+        """Parameters and buffers of which this rank has a shard."""
+        found: set[str] = set()
+        for label, member in self._members.items():
+            ranks = dict.fromkeys(member.split, (0,))
+            found.update(self._states.from_own_names(label, ranks))
+        return found
 
     def _values(self, call: Call) -> list[torch.Tensor]:
         """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""

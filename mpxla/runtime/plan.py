@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mpxla.comm.transport import Groups
 from mpxla.config import Config
 from mpxla.device.backend import Backend, Executable, Lowering
 from mpxla.graph.cost import MachineModel, PartitionProblem, build_problem
@@ -324,6 +325,7 @@ def compile_stages(
     backend: Backend,
     for_speed: bool = False,
     activation_memory: str | int = "keep",
+    groups: Groups | None = None,
     tell: Callable[[str], object] = lambda part: None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
@@ -335,6 +337,7 @@ def compile_stages(
         backend: compiles for this rank's device.
         for_speed: whether faster programs may take more memory (the key `optimize`).
         activation_memory: the key of the configuration.
+        groups: those that stages communicate in.
         tell: is told what begins, as in "stage 1 backward".
 
     Raises:
@@ -344,7 +347,7 @@ def compile_stages(
 
     def compile_(name: str, *arguments: Any) -> Executable:
         tell(name)
-        return backend.compile(name, *arguments)
+        return backend.compile(name, *arguments, groups=groups)
 
     started = time.perf_counter()
     own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]

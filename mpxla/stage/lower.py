@@ -26,12 +26,15 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph import collectives
 from mpxla.graph.functions import applied
-from mpxla.graph.stepgraph import describe
+from mpxla.graph.stepgraph import describe, is_random
+from mpxla.graph.varying import VARYING
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
+from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
 from mpxla.stage.spec import StageSpec, TensorSpec
 
@@ -231,7 +234,11 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     for node in copy.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
+            own = own or collectives.lowered(node.target)
+            draws = VARYING in node.meta and is_random(node)
             node.target = own or lowering.replacements.get(node.target, node.target)
+            if draws:
+                node.target = drawing_own_part(node.target, *node.meta[VARYING])
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")

@@ -2,7 +2,8 @@
 
 A stage's program is a list of pieces, usually of one. A piece of kind compute is one executable of
 the device; a piece of kind host holds operators that the device has no code for, and runs them one
-by one on the processor. Another kind (collectives, say) is another class.
+by one on the processor; a piece of kind collective talks to other ranks over a transport, where the
+device's programs cannot.
 
     nodes:   a  b  H(b)  c  d(H)  H(d)  e
     pieces:  [a b c] [H(b)] [d] [H(d)] [e]        each takes and gives numbered values
@@ -26,7 +27,15 @@ from mpxla.graph.stepgraph import is_random
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["ComputePiece", "HostPiece", "Piece", "PieceList", "annotate", "split_graph"]
+__all__ = [
+    "CollectivePiece",
+    "ComputePiece",
+    "HostPiece",
+    "Piece",
+    "PieceList",
+    "annotate",
+    "split_graph",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class ComputePiece(Piece):
 
 class HostPiece(Piece):
     """Runs operator by operator on the processor."""
+
+
+class CollectivePiece(Piece):
+    """Runs over a transport, together with the other members of its groups."""
 
 
 @dataclass(frozen=True)

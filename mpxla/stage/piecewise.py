@@ -1,10 +1,14 @@
-"""Programs of several pieces, for backends that cannot run all operators on the device."""
+"""Programs of several pieces, for backends that cannot run all operators on the device.
+
+That is where PyTorch alone has code for an operator, or where programs do not reach other ranks.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import PieceList
 
@@ -14,13 +18,13 @@ __all__ = ["PiecewiseExecutable"]
 class PiecewiseExecutable:
     """A program of several pieces; called like any other, see `Executable`.
 
-    Compute pieces are started as ever. A host piece waits for its arguments, so that a call returns
-    only when the last of them has run.
+    Compute pieces are started as ever. Host and collective pieces wait for their arguments, so that
+    a call returns only when the last of them has run.
 
     Args:
         name: for messages.
         plan: what the pieces take and give.
-        runners: what runs each of them: executables and host runners.
+        runners: what runs each of them: executables, host runners and collective runners.
         view: waits for a value of the device and gives it on the host.
         put: host tensors as values of the device.
     """
@@ -36,7 +40,7 @@ class PiecewiseExecutable:
         self.name = name
         self.num_inputs = plan.num_arguments
         self.is_random = any(runner.is_random for runner in runners)
-        on_device = [r for r in runners if not isinstance(r, HostRunner)]
+        on_device = [r for r in runners if not isinstance(r, (HostRunner, CollectiveRunner))]
         self.num_buffers = sum(runner.num_buffers for runner in on_device)
         found = (r.operators for r in runners if isinstance(r, HostRunner))
         self.host_operators = tuple(sorted({name for names in found for name in names}))

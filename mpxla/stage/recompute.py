@@ -23,6 +23,7 @@ from torch._functorch.partitioners import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.regions import Layers, Region, region_of
 from mpxla.graph.stepgraph import is_random
 
@@ -66,7 +67,7 @@ def _tag(graph: fx.Graph, keeps_nothing: bool) -> None:
         if is_random(node) or (sources and from_random.issuperset(sources)):
             from_random.add(node)
         decision = None
-        if is_random(node) or _is_collective(node) or node in kept:
+        if is_random(node) or is_collective(node) or node in kept:
             decision = CheckpointPolicy.MUST_SAVE
         elif node in groups and node not in from_random:
             decision = _decision(node, keeps_nothing)
@@ -92,10 +93,6 @@ def _decision(node: fx.Node, keeps_nothing: bool) -> CheckpointPolicy | None:
 
 def _is_of_derivative(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _groups(graph: fx.Graph) -> dict[fx.Node, Any]:

@@ -419,7 +419,7 @@ def test_one_problem_is_singular():
 def test_wrong_values_do_not_cause_further_noise():
     text = refused({"default_partition": "last", "auto_partition": False})
     assert text.count("\n  - ") == 1
-    text = refused({"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2})
+    text = refused({"master_dtype": "float16", "sharded_data_parallel_degree": 2})
     assert text.count("\n  - ") == 2
     assert "needs ddp" not in text
 
@@ -430,7 +430,6 @@ def test_wrong_values_do_not_cause_further_noise():
 @pytest.mark.parametrize(
     ("key", "on", "feature"),
     [
-        ("tensor_parallel_degree", 2, "tensor parallelism"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
     ],
 )
@@ -480,6 +479,23 @@ def test_refused_combinations(user, text):
     ("user", "text"),
     [
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree: 2 needs ddp: True"),
+        (
+            {"tensor_parallel_degree": 2, "ddp": True},
+            "tensor_parallel_degree: 2 needs prescaled_batch: True for now",
+        ),
+        (
+            {
+                "tensor_parallel_degree": 2,
+                "ddp": True,
+                "prescaled_batch": True,
+                "shard_optimizer_state": True,
+            },
+            "tensor_parallel_degree: 2 does not go with shard_optimizer_state: True yet",
+        ),
+        (
+            {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True, "fp16": True},
+            "tensor_parallel_degree: 2 does not go with fp16: True yet",
+        ),
         ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree: 2 needs ddp: True"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 4},
@@ -516,7 +532,7 @@ def test_refused_combinations_of_missing_features(user, text):
 @pytest.mark.parametrize(
     "user",
     [
-        {"tensor_parallel_degree": 2, "ddp": True, "partitions": 2, "shard_optimizer_state": True},
+        {"tensor_parallel_degree": 2, "ddp": True, "partitions": 2, "prescaled_batch": True},
         {"sharded_data_parallel_degree": 2, "ddp": True, "bf16": True},
         {
             "sharded_data_parallel_degree": 2,
@@ -655,9 +671,9 @@ def test_world_sizes_without_a_problem(user, world_size):
 
 @pytest.mark.usefixtures("all_features")
 def test_sharding_degree_divides_the_replicas():
-    config = make({"tensor_parallel_degree": 2, "ddp": True})
+    config = make({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
     config.check_world_size(8)
-    sharded = dataclasses.replace(config, sharded_data_parallel_degree=3, prescaled_batch=True)
+    sharded = dataclasses.replace(config, sharded_data_parallel_degree=3)
     sharded.check_world_size(12)
     text = "sharded_data_parallel_degree: 3 must divide the number of replicas, which is 4 with 8"
     with pytest.raises(ConfigError, match=text):

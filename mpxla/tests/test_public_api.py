@@ -32,7 +32,7 @@ NAMES = {
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics", "amp"),
-    "set_activation_checkpointing",
+    *("set_activation_checkpointing", "set_tensor_parallelism"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -64,6 +64,7 @@ SIGNATURES = {
     "set_partition": "module, index",
     "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, "
     "strategy='each'",
+    "set_tensor_parallelism": "module, enabled=True, **settings",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpxla.comm.host import HostTransport
-from mpxla.comm.transport import Transport
+from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.pjrt.arrays import (
@@ -35,9 +35,11 @@ from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
 from mpxla.device.pjrt.modules import flat_graph
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
+from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, split_graph
+from mpxla.stage.pieces import CollectivePiece, ComputePiece, HostPiece, Piece, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 
@@ -116,11 +118,12 @@ class PjrtBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
+        groups: Groups | None = None,
     ) -> PjrtExecutable | PiecewiseExecutable:
         """Compiles a module; see `Backend.compile`.
 
         Operators that jax has no function for, and PyTorch does not write with others, run on the
-        host if PyTorch has a kernel there.
+        host if PyTorch has a kernel there. Collectives run between pieces.
         """
         module = flat_graph(name, graph, inputs)
         if not unknown_nodes(module.graph):
@@ -128,7 +131,9 @@ class PjrtBackend:
         # Between pieces lie values that nobody else has; arguments are not donated to any of them.
         plan = split_graph(module.graph, functools.partial(_kind_of, name), module)
         runners = [
-            self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text)
+            self._runner_of(
+                f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text, groups or {}
+            )
             for i, piece in enumerate(plan.pieces)
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)
@@ -152,9 +157,13 @@ class PjrtBackend:
 
         return jax.jit(program, out_shardings=there).lower().compile()
 
-    def _runner_of(self, name: str, piece: Piece, keep_text: bool) -> PjrtExecutable | HostRunner:
+    def _runner_of(
+        self, name: str, piece: Piece, keep_text: bool, groups: Groups
+    ) -> PjrtExecutable | HostRunner | CollectiveRunner:
         if isinstance(piece, HostPiece):
             return HostRunner(name, piece, self.view, self.put)
+        if isinstance(piece, CollectivePiece):
+            return CollectiveRunner(name, piece, groups, self.view, self.put)
         return self._compile(name, piece.module, piece.input_specs, (), keep_text)
 
     def put(self, tensors: Sequence[Any]) -> list[jax.Array]:
@@ -265,6 +274,8 @@ class PjrtBackend:
 
 
 def _kind_of(program: str, node: fx.Node) -> type[Piece]:
+    if is_collective(node):
+        return CollectivePiece
     if is_known(node.target):
         return ComputePiece
     name = node.target.name() if isinstance(node.target, OpOverload) else ""

@@ -7,12 +7,13 @@ import torch
 from torch_xla import runtime
 
 from mpxla.comm.host import HostTransport
-from mpxla.comm.transport import Transport
+from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.torch_xla import tensors
 from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.device.torch_xla.collectives.device_runner import DeviceRunner, is_device_world
+from mpxla.device.torch_xla.collectives.fused import FusedExecutable
 from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
@@ -61,7 +62,8 @@ class TorchXlaBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
-    ) -> Executable | PiecewiseExecutable:
+        groups: Groups | None = None,
+    ) -> Executable | PiecewiseExecutable | FusedExecutable:
         """See `Backend.compile`; nothing is donated.
 
         torch_xla 2.9 donates arguments of programs that are called by handle (marked by
@@ -70,7 +72,7 @@ class TorchXlaBackend:
         pending values need, so it is off (`env.prepare_xla`); then a program that is compiled with
         donors is not found by its hash. With the variable on, donation was seen to work on the CPU.
         """
-        return compile_graph(name, graph, inputs, self.device, keep_text)
+        return compile_graph(name, graph, inputs, self.device, keep_text, groups or {})
 
     def keep_programs(self, folder: str) -> bool:
         """Nothing is kept.

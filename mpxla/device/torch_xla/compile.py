@@ -17,7 +17,7 @@ order of their calls, as they do on an accelerator.
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -27,13 +27,24 @@ import torch_xla.debug.metrics as metrics
 from torch import fx
 from torch._ops import OpOverload
 
+from mpxla.comm.transport import Groups
+from mpxla.device.torch_xla.collectives.fused import FusedExecutable, fuse
 from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
 from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, place
 from mpxla.stage.accumulation import AccumulatingBackward
+from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import ComputePiece, HostPiece, Piece, annotate, split_graph
+from mpxla.stage.pieces import (
+    CollectivePiece,
+    ComputePiece,
+    HostPiece,
+    Piece,
+    annotate,
+    split_graph,
+)
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
@@ -193,11 +204,12 @@ def compile_graph(
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool = False,
-) -> Executable | PiecewiseExecutable:
+    groups: Groups | None = None,
+) -> Executable | PiecewiseExecutable | FusedExecutable:
     """Compiles a graph module for the device.
 
-    Operators that the device has no code for run on the host, if the module is a graph of the
-    lowering; for other modules they are an error.
+    If the module is a graph of the lowering, operators that the device has no code for run on the
+    host, and collectives over the transport; in other modules they are an error.
 
     Args:
         name: for messages.
@@ -205,6 +217,7 @@ def compile_graph(
         inputs: specs of its arguments.
         device: the XLA device.
         keep_text: whether to keep the program's HLO for `Executable.text`.
+        groups: those that collectives in the graph name.
 
     Raises:
         LoweringError: an operator can run neither on the device nor on the host.
@@ -213,14 +226,14 @@ def compile_graph(
         graph = module if isinstance(module, fx.GraphModule) else module._modules.get("derivative")
         if not isinstance(graph, fx.GraphModule):
             return _compile_whole(name, module, inputs, device, keep_text)
-        if not any(needs_host(node) for node in graph.graph.nodes):
+        if not any(needs_host(n) or is_collective(n) for n in graph.graph.nodes):
             try:
                 return _compile_whole(name, module, inputs, device, keep_text)
             except Exception as error:  # torch_xla raises anything
                 _recover()
                 if not _learn(graph.graph, device):
                     raise _as_lowering_error(name, error) from error
-        return _compile_in_pieces(name, module, inputs, device, keep_text)
+        return _compile_in_pieces(name, module, inputs, device, keep_text, groups or {})
     except BaseException:
         _recover()
         raise
@@ -232,20 +245,31 @@ def _compile_in_pieces(
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool,
-) -> Executable | PiecewiseExecutable:
-    """Cuts a graph at operators of the host, until what is left compiles."""
+    groups: Groups,
+) -> Executable | PiecewiseExecutable | FusedExecutable:
+    """Cuts a graph at collectives and operators of the host, until what is left compiles.
+
+    Where the transport runs programs with collectives, the graph is one of those.
+    """
     is_whole = isinstance(module, AccumulatingBackward)
     graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
     root = module.derivative if is_whole else module
     annotate(graph, inputs, root)
+    put = functools.partial(to_device, device=device)
+    if is_host_device() and not any(needs_host(node) for node in graph.nodes):
+        fused = fuse(name, graph, root, inputs, groups, put)
+        if fused is not None:
+            return fused
     while True:
         try:
             plan = split_graph(graph, _kind_of, root)
-            runners = [
-                _runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, device, keep_text)
-                for i, piece in enumerate(plan.pieces)
-            ]
-            put = functools.partial(to_device, device=device)
+            runners: list[Any] = []
+            for i, piece in enumerate(plan.pieces):
+                title = f"{name}, piece {i + 1} of {len(plan.pieces)}"
+                if isinstance(piece, CollectivePiece):
+                    runners.append(CollectiveRunner(title, piece, groups, host_view, put))
+                else:
+                    runners.append(_runner_of(title, piece, device, keep_text))
             return PiecewiseExecutable(name, plan, runners, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
@@ -254,6 +278,8 @@ def _compile_in_pieces(
 
 
 def _kind_of(node: fx.Node) -> type[Piece]:
+    if is_collective(node):
+        return CollectivePiece
     if not needs_host(node) and not _is_complex(node):
         return ComputePiece
     name = cast(OpOverload, node.target).name()

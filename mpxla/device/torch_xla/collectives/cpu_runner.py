@@ -24,7 +24,7 @@ from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
 from mpxla.comm.ports import reserved_port
 from mpxla.comm.transport import Group
-from mpxla.comm.xla_programs import Program
+from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.device.torch_xla.collectives.programs import trace
 from mpxla.device.torch_xla.collectives.relay import Relay
 from mpxla.errors import MpxlaError, RankMismatch
@@ -47,8 +47,8 @@ _FOREIGN = {
 class _Lowered(NamedTuple):
     """A program that has not been compiled."""
 
-    program: Program
-    text: str
+    program: Program | GraphProgram
+    artifact: bytes
     sources: list[int | np.ndarray]
 
 
@@ -118,11 +118,11 @@ class CpuRunner:
                     f"same script with the same model and arguments on all ranks."
                 )
 
-    def lower(self, program: Program) -> _Lowered:
-        """Makes the program's text."""
+    def lower(self, program: Program | GraphProgram) -> _Lowered:
+        """Makes the program's StableHLO; as bytes, since its text loses constants of booleans."""
         traced = trace(program)
         sources = [s if isinstance(s, int) else s.cpu().numpy() for s in traced.sources()]
-        return _Lowered(program, traced.stablehlo(), sources)
+        return _Lowered(program, traced.stablehlo_bytes(), sources)
 
     def fetch(self, operand: torch.Tensor) -> torch.Tensor:
         """Copies an operand to the host once it is computed."""
@@ -137,8 +137,9 @@ class CpuRunner:
             np.array([[self._devices[member].id] for member in members])
         )
         with self._jax.make_ir_context():
+            module = self._jax.xla.mlir.deserialize_portable_artifact(lowered.artifact)
             executable = self._client.compile_and_load(
-                self._jax.ir.Module.parse(lowered.text),
+                self._jax.ir.Module.parse(module) if isinstance(module, (str, bytes)) else module,
                 self._jax.client.DeviceList((self._device,)),
                 options,
             )

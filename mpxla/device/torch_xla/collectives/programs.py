@@ -8,16 +8,16 @@ This file must not know what executes the programs.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from mpxla.comm.xla_programs import Program
+from mpxla.comm.xla_programs import GraphProgram, Program
 
-__all__ = ["Traced", "trace", "upload"]
+__all__ = ["COLLECTIVES", "Traced", "trace", "upload"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # Bound here, because a session may exchange these names (`world.py`).
@@ -47,8 +47,12 @@ class Traced(NamedTuple):
         return _xla._get_xla_tensors_hlo(self.outputs)
 
     def stablehlo(self) -> str:
-        """The program as StableHLO text."""
+        """The program as StableHLO text, for reading; it may hold what no parser takes."""
         return xm.get_stablehlo(self.outputs)
+
+    def stablehlo_bytes(self) -> bytes:
+        """The program as a portable artifact of StableHLO."""
+        return xm.get_stablehlo_bytecode(self.outputs)
 
 
 def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,7 +60,7 @@ def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return _xla._xla_tensors_from_aten(list(tensors), [str(torch_xla.device())] * len(tensors))
 
 
-def trace(program: Program) -> Traced:
+def trace(program: Program | GraphProgram) -> Traced:
     """Traces a program, without running anything. Other pending work stays pending."""
     device = torch_xla.device()
     with _tracing, torch.no_grad():
@@ -64,7 +68,10 @@ def trace(program: Program) -> Traced:
         inputs = upload(zeros)
         _xla._set_all_reduce_token(str(device), None)
         try:
-            outputs = _BUILDERS[program.op](program, inputs)
+            if isinstance(program, GraphProgram):
+                outputs = list(program.module(*inputs))
+            else:
+                outputs = _BUILDERS[program.op](program, inputs)
         finally:
             _xla._set_all_reduce_token(str(device), None)
     return Traced(inputs, outputs)
@@ -91,6 +98,41 @@ def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.
     )
     _xla._set_all_reduce_token(device, token)
     return [own]
+
+
+_Groups = list[list[int]]
+
+
+def _sum_in_graph(groups: _Groups, value: torch.Tensor, operation: str) -> torch.Tensor:
+    assert operation == "sum", f"all_reduce by {operation!r} in a program"
+    return _xla_all_reduce("sum", value, 1.0, groups, False)
+
+
+def _gather_in_graph(groups: _Groups, value: torch.Tensor, size: int) -> torch.Tensor:
+    return _xla_all_gather(value, 0, size, groups, False, None, None)
+
+
+def _scatter_in_graph(
+    groups: _Groups, value: torch.Tensor, operation: str, size: int
+) -> torch.Tensor:
+    assert operation == "sum", f"reduce_scatter_tensor by {operation!r} in a program"
+    device = str(value.device)
+    token = _xla._get_all_reduce_token(device)
+    own, token = _xla_reduce_scatter(
+        xm.REDUCE_SUM, value, token, 1.0, 0, size, groups, False, None, None
+    )
+    _xla._set_all_reduce_token(device, token)
+    return own
+
+
+_c10d = torch.ops._c10d_functional
+COLLECTIVES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _c10d.all_reduce.default: _sum_in_graph,
+    _c10d.all_gather_into_tensor.default: _gather_in_graph,
+    _c10d.reduce_scatter_tensor.default: _scatter_in_graph,
+    _c10d.wait_tensor.default: lambda groups, value: value,
+}
+"""Functional collective -> what is traced for it: (replica groups, value, options) -> value."""
 
 
 def _transfer(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

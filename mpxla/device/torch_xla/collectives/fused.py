@@ -1,0 +1,148 @@
+"""Stage programs with collectives inside, executed by XLA in the processes of a group.
+
+For the transport `xla` between CPU processes: the program that torch_xla makes of a stage, with its
+collectives, is one program of that transport, executed by jaxlib's client. Its arguments go through
+the host, as those of the transport's other programs do. So what an accelerator would get is tried
+without one; between pieces (`stage/collective.py`) the same training is faster on a CPU.
+
+Random programs are not fused: their seed is no argument that another client knows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.comm.mesh import Mesh
+from mpxla.comm.transport import Groups, Members
+from mpxla.comm.xla import XlaTransport
+from mpxla.comm.xla_programs import GraphProgram, Operand
+from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, trace
+from mpxla.graph.collectives import is_collective
+from mpxla.graph.stepgraph import is_random
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["FusedExecutable", "fuse"]
+
+
+class FusedExecutable:
+    """A program of a group; see `Executable`. Every member calls it, and waits for the results.
+
+    Args:
+        program: for the transport.
+        results: for every result, the number of the program's result, or of an argument as (i,).
+        num_inputs: how many arguments it takes.
+        transport: executes it.
+        put: host tensors as values of the device.
+    """
+
+    is_random = False
+    host_operators: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        program: GraphProgram,
+        results: Sequence[int | tuple[int]],
+        num_inputs: int,
+        transport: XlaTransport,
+        put: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    ):
+        self.name = program.name
+        self.num_inputs = self.num_buffers = num_inputs
+        self._program = program
+        self._results = tuple(results)
+        self._transport = transport
+        self._put = put
+
+    def __call__(
+        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Runs the program together with the other members."""
+        found = self._transport.run_program(self._program, arguments).result()
+        pairs = zip(found, self._program.results, strict=True)
+        computed = self._put([value.to(s.dtype).reshape(s.shape) for value, s in pairs])
+        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+
+    def text(self) -> str:
+        """The program's StableHLO."""
+        return trace(self._program).stablehlo()
+
+
+def fuse(
+    name: str,
+    graph: fx.Graph,
+    root: torch.nn.Module,
+    inputs: Sequence[TensorSpec],
+    groups: Groups,
+    put: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> FusedExecutable | None:
+    """A graph as one program, if its collectives can be part of it.
+
+    Args:
+        name: for messages.
+        graph: functional; every node knows its value (`meta["val"]`).
+        root: holds the constants that the graph reads, if it reads any.
+        inputs: specs of its arguments.
+        groups: by the names in the graph.
+        put: host tensors as values of the device.
+
+    Returns:
+        None where the pieces have to run one by one.
+    """
+    members = _the_group(graph, groups)
+    if members is None or not isinstance(members.transport, XlaTransport):
+        return None
+    if any(is_random(node) for node in graph.nodes):
+        return None
+    wanted, results = _results_of(graph)
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    copy.graph_copy(graph, copies)
+    copy.output([copies[node] for node in wanted])
+    mesh = Mesh((members.ranks,))
+    for node in copy.nodes:
+        if is_collective(node):
+            node.target = _in_mesh(COLLECTIVES, node.target, mesh)
+            node.args = node.args[:-1] if len(node.args) > 1 else node.args
+    program = GraphProgram(
+        name,
+        mesh,
+        tuple(Operand(spec.shape, spec.dtype) for spec in inputs),
+        fx.GraphModule(root, copy),
+        tuple(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in wanted),
+    )
+    return FusedExecutable(program, results, len(inputs), members.transport, put)
+
+
+def _the_group(graph: fx.Graph, groups: Groups) -> Members | None:
+    """The one group of a graph's collectives, all of which can be traced."""
+    started = [n for n in graph.nodes if is_collective(n) and len(n.args) > 1]
+    names = {str(node.args[-1]) for node in started}
+    if len(names) != 1 or not all(node.target in COLLECTIVES for node in started):
+        return None
+    return groups.get(names.pop())
+
+
+def _in_mesh(table: Mapping[Any, Callable[..., Any]], target: Any, mesh: Mesh) -> Any:
+    function = table[target]
+
+    def call(value: torch.Tensor, *args: Any) -> torch.Tensor:
+        return function(mesh.replica_groups(), value, *args)
+
+    call.__name__ = str(target).rpartition(".")[0].replace(".", "_")
+    return call
+
+
+def _results_of(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[int]]]:
+    """Nodes that the program computes, and where each result of the graph is found."""
+    place = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    number: dict[fx.Node, int] = {}
+    results: list[int | tuple[int]] = []
+    for node in output.args[0]:
+        if node in place:
+            results.append((place[node],))
+        else:
+            results.append(number.setdefault(node, len(number)))
+    return list(number), results

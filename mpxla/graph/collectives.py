@@ -1,0 +1,231 @@
+"""What a captured step says to the other members of a group of ranks.
+
+In a step, a value is *equal* on all members of a group or it *varies*: a shard of the weights, and
+what is computed with it. Operators lead from one to the other (Megatron-LM, arXiv:1909.08053, calls
+the first two f and g), each with the derivative that a loss equal on all members needs:
+
+    operator   takes    gives                      derivative
+    vary       equal    the same, as varying       sum over the members
+    sum        varying  sum over the members       the same, as varying
+    gather     varying  parts one after the other  the own part
+    look_up    equal    rows of words that are in  that of the own rows
+                        the own part of a table,
+                        zeros for all others
+
+In the step they are operators of mpxla, which export sees as one node. `lowered` gives what runs in
+their place where a stage is traced: PyTorch's functional collectives (`_c10d_functional`), which
+backends put into programs or run between them. Groups go by name; what a name means is handed down
+when a program is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.errors import StepError
+
+__all__ = [
+    "EMBEDDING",
+    "GATHER",
+    "SUM",
+    "TENSOR_GROUP",
+    "VARY",
+    "gather_parts",
+    "is_collective",
+    "is_of_group",
+    "look_up",
+    "lowered",
+    "sum_over",
+    "vary",
+]
+
+TENSOR_GROUP = "tensor"
+"""Name of the group of ranks that share the tensors of one partition."""
+
+_collective = torch.ops._c10d_functional
+_library = torch.library.Library("mpxla_tensor", "DEF")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node of a lowered graph is a functional collective, or the wait for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
+    started = _collective.all_reduce.default(value.contiguous(), "sum", group)
+    return _collective.wait_tensor.default(started)
+
+
+def _all_gather(value: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+    """Parts of all members, one after the other along a dim."""
+    first = value.movedim(dim, 0).contiguous()
+    started = _collective.all_gather_into_tensor.default(first, size, group)
+    return _collective.wait_tensor.default(started).movedim(0, dim)
+
+
+class _Vary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return value.clone()  # an argument that is returned would be taken for a view of itself
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
+        return _all_reduce(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.clone(), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
+    ) -> torch.Tensor:
+        ctx.part = dim, index * value.shape[dim], value.shape[dim]
+        return _all_gather(value, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dim, start, length = ctx.part
+        return gradient.narrow(dim, start, length).clone(), None, None, None, None
+
+
+def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _gathered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
+    shape = list(value.shape)
+    shape[dim] *= size
+    return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _embedded(rows: torch.Tensor, words: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty((*words.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+
+
+def _own_rows(
+    rows: torch.Tensor, words: torch.Tensor, size: int, index: int, padding: int, group: str
+) -> torch.Tensor:
+    own = rows.shape[0]
+    local = words - index * own
+    is_own = ((local >= 0) & (local < own)).unsqueeze(-1)
+    # Words of other ranks become some word of this one, whose row is then not counted.
+    found = torch.nn.functional.embedding(local.clamp(0, own - 1), rows)
+    if padding >= 0:
+        found = torch.where((words == padding).unsqueeze(-1), found.detach(), found)
+    return torch.where(is_own, found, torch.zeros_like(found))
+
+
+def _define(
+    schema: str, shape: Callable[..., torch.Tensor], function: Callable[..., torch.Tensor]
+) -> Any:
+    """An operator that only says what it gives, and whether that has a gradient."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    operator = getattr(torch.ops.mpxla_tensor, name).default
+
+    class Flags(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *_: torch.Tensor) -> None:
+            raise AssertionError("collectives are replaced before they run")
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise StepError(
+            "a module whose tensors are split over ranks was called outside a step function. Call "
+            "the model in a function decorated with @smp.step; one that does not call "
+            "model.backward serves for evaluation."
+        )
+
+    _library.impl(name, refuse, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mpxla_tensor::{name}", shape, lib=_library)
+    _library.impl(name, lambda *arguments: Flags.apply(*arguments), "Autograd")
+    _FUNCTIONS[operator] = function
+    return operator
+
+
+_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {}
+
+VARY = _define("vary(Tensor value, str group) -> Tensor", _same, _Vary.apply)
+SUM = _define("sum(Tensor value, str group) -> Tensor", _same, _Sum.apply)
+GATHER = _define(
+    "gather(Tensor value, int dim, int size, int index, str group) -> Tensor",
+    _gathered,
+    _Gather.apply,
+)
+EMBEDDING = _define(
+    "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
+    _embedded,
+    _own_rows,
+)
+
+
+def is_of_group(node: fx.Node) -> bool:
+    """Whether a node of a step is one of these operators."""
+    return node.target in _FUNCTIONS
+
+
+def lowered(target: Any) -> Callable[..., torch.Tensor] | None:
+    """What is traced in the place of one of these operators; None for others."""
+    return _FUNCTIONS.get(target)
+
+
+def vary(value: torch.Tensor, group: str = TENSOR_GROUP) -> torch.Tensor:
+    """An equal value [...], from here on as one that varies over the group."""
+    return VARY(value, group)
+
+
+def sum_over(value: torch.Tensor, group: str = TENSOR_GROUP) -> torch.Tensor:
+    """Sum of a varying value [...] over the group, equal on all members."""
+    return SUM(value, group)
+
+
+def gather_parts(
+    value: torch.Tensor, dim: int, size: int, index: int, group: str = TENSOR_GROUP
+) -> torch.Tensor:
+    """Parts of all members one after the other along a dim, equal on all members.
+
+    Args:
+        value: the own part.
+        dim: along which the parts lie.
+        size: number of members.
+        index: the caller's place in the group.
+        group: its name.
+    """
+    return GATHER(value, dim % value.dim(), size, index, group)
+
+
+def look_up(
+    rows: torch.Tensor,
+    words: torch.Tensor,
+    size: int,
+    index: int,
+    padding: int | None = None,
+    group: str = TENSOR_GROUP,
+) -> torch.Tensor:
+    """Rows [..., width] of the words in the own part of a table, and zeros for all others.
+
+    Args:
+        rows: the own part [words / size, width].
+        words: of the whole table, of any shape.
+        size: number of members.
+        index: the caller's place in the group.
+        padding: a word whose row is not trained.
+        group: its name.
+    """
+    return EMBEDDING(rows, words, size, index, -1 if padding is None else padding, group)

@@ -1,0 +1,1 @@
+"""Modules whose tensors are split over the ranks of a tensor-parallel group."""

@@ -1,0 +1,182 @@
+"""Layers that compute with a part of their weights (Megatron-LM, arXiv:1909.08053, section 3).
+
+    style        weight is split by      result on a rank
+    column       outputs                 its part of the outputs
+    whole column outputs                 all outputs, gathered
+    row          inputs                  all outputs, summed over the ranks
+    vocabulary   rows of an embedding    all columns, summed over the ranks
+
+A layer of the user's becomes one in place: it keeps its parameters, which get smaller, its name,
+its hooks and the modules that share its weights. What it is called with is equal on all ranks
+(column, vocabulary) or this rank's part (row); gradients of equal values become whole where they
+meet varying ones, see `graph/varying.py`.
+"""
+
+import functools
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mpxla.graph.collectives import gather_parts, look_up, sum_over
+from mpxla.nn.shards import Shard
+
+__all__ = ["Style", "can_split", "find_shards", "shards_of", "split"]
+
+_SHARDS = "_mpxla_shards"
+
+
+class Style(Enum):
+    """How a layer is split."""
+
+    COLUMN = "column"
+    WHOLE_COLUMN = "whole column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
+    """Parameter -> the dim that is split; nothing where the layer cannot be split like that."""
+    if "forward" in vars(module):
+        return {}
+    if type(module) is nn.Embedding:
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return {"weight": 0} if style is Style.VOCABULARY and plain else {}
+    if style is Style.VOCABULARY or not (type(module) is nn.Linear or _is_conv1d(module)):
+        return {}
+    outputs = int(_is_conv1d(module))
+    if style is Style.ROW:
+        return {"weight": 1 - outputs}
+    return {"weight": outputs} | ({"bias": 0} if module.bias is not None else {})
+
+
+def can_split(module: nn.Module, style: Style, size: int, blocks: int = 1) -> str | None:
+    """Why a layer cannot be split; None if it can.
+
+    Args:
+        module: the layer.
+        style: how.
+        size: over how many ranks.
+        blocks: equal blocks of its outputs, each of which is split.
+    """
+    dims = _shard_dims(module, style)
+    if not dims:
+        return f"a {type(module).__name__} cannot be split by {style.value}"
+    for name, dim in dims.items():
+        length = getattr(module, name).shape[dim]
+        if length % (size * blocks):
+            step = size * blocks
+            return f"its {length} do not divide by {size}; pad to {-(-length // step) * step}"
+    return None
+
+
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """Names of a layer's own split parameters, with the part that it has."""
+    return dict(vars(module).get(_SHARDS, {}))
+
+
+def find_shards(module: nn.Module, ids: dict[int, str]) -> dict[str, Shard]:
+    """Split parameters of a model, with the part that this rank has.
+
+    Args:
+        module: the model.
+        ids: identity of every parameter -> its name; others are left out.
+    """
+    found: dict[str, Shard] = {}
+    for part in module.modules():
+        for name, shard in shards_of(part).items():
+            parameter = getattr(part, name)
+            if id(parameter) in ids:
+                found[ids[id(parameter)]] = shard
+    return found
+
+
+def split(
+    module: nn.Module, style: Style, index: int, size: int, blocks: int, known: dict[int, Shard]
+) -> None:
+    """Makes a layer one that has a part of its weights, in place.
+
+    Args:
+        module: passes `can_split`, and its parameters are equal on all ranks.
+        style: how.
+        index: this rank's place in the group.
+        size: ranks of the group.
+        blocks: equal blocks of its outputs, each of which is split.
+        known: identity of the parameters that are split already, with layers that share them; gets
+            those of this one.
+    """
+    shards: dict[str, Shard] = {}
+    for name, dim in _shard_dims(module, style).items():
+        parameter = getattr(module, name)
+        if id(parameter) not in known:
+            known[id(parameter)] = Shard(tuple(parameter.shape), dim, index, size, blocks)
+            parameter.data = known[id(parameter)].take(parameter.data)
+        shards[name] = known[id(parameter)]
+    setattr(module, _SHARDS, shards)
+    module.__class__ = _kind(type(module), style)
+    _tell_sizes(module, style, size)
+
+
+def _tell_sizes(module: Any, style: Style, size: int) -> None:
+    """What the layer says of itself, for those who print it or ask."""
+    if style is Style.VOCABULARY:
+        return  # the number of words stays what the rest of the model means by it
+    outputs = style is not Style.ROW
+    names = ("out_features", "nf") if outputs else ("in_features", "nx")
+    for name in names:
+        if name in vars(module):
+            setattr(module, name, vars(module)[name] // size)
+
+
+@functools.cache
+def _kind(base: type[nn.Module], style: Style) -> type[nn.Module]:
+    """The class of a split layer: that of the whole one with another `forward`."""
+    words = "".join(word.capitalize() for word in style.value.split())
+    return type(f"{words}{base.__name__}", (_FORWARDS[style], base), {"__module__": __name__})
+
+
+class _Column:
+    """Its product is the same on fewer outputs."""
+
+
+class _WholeColumn:
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        part = super().forward(value)  # type: ignore[misc]
+        shard = shards_of(self)["weight"]  # type: ignore[arg-type]
+        return gather_parts(part, -1, shard.size, shard.index)
+
+
+class _Row:
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        layer: Any = self
+        weight = layer.weight.t() if _is_conv1d_kind(self) else layer.weight
+        total = sum_over(functional.linear(value, weight))
+        return total if layer.bias is None else total + layer.bias
+
+
+class _Vocabulary:
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        layer: Any = self
+        shard = shards_of(layer)["weight"]
+        rows = look_up(layer.weight, words, shard.size, shard.index, layer.padding_idx)
+        return sum_over(rows)
+
+
+def _is_conv1d_kind(module: Any) -> bool:
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+_FORWARDS: dict[Style, type] = {
+    Style.COLUMN: _Column,
+    Style.WHOLE_COLUMN: _WholeColumn,
+    Style.ROW: _Row,
+    Style.VOCABULARY: _Vocabulary,
+}

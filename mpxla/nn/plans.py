@@ -1,0 +1,212 @@
+"""Which layers of a model are split, and how.
+
+Models of transformers bring a plan of their own (`tp_plan`: path of a layer -> style); for those
+that have none there is one here. A plan falls into *units*, the attention or the MLP of a block:
+column layers, whose parts a row layer brings together. A unit is split as a whole or not at all.
+The embedding and the head are units too, and one unit where they share their weight.
+
+This module must not know ranks.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mpxla.nn.layers import Style, can_split
+
+__all__ = ["Entry", "Unit", "units_of"]
+
+_STYLES = {
+    "colwise": Style.COLUMN,
+    "local_colwise": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "local_rowwise": Style.ROW,
+    "colwise_rep": Style.WHOLE_COLUMN,
+    "colwise_gather_output": Style.WHOLE_COLUMN,
+    "embedding_rowwise": Style.VOCABULARY,
+}
+"""Transformers' names of styles (versions 4.5x and 5)."""
+_WITHOUT_EFFECT = ("replicated", "replicated_with_grad_allreduce", "sequence_parallel")
+"""Styles of layers that stay whole: their gradients become whole by themselves."""
+
+_Layers = Mapping[str, tuple[Style, int]]
+_BERT_LAYER: Mapping[str, _Layers] = {
+    "attention": {
+        "self.query": (Style.COLUMN, 1),
+        "self.key": (Style.COLUMN, 1),
+        "self.value": (Style.COLUMN, 1),
+        "output.dense": (Style.ROW, 1),
+    },
+    "": {"intermediate.dense": (Style.COLUMN, 1), "output.dense": (Style.ROW, 1)},
+}
+_PLANS: Mapping[str, Mapping[str, _Layers]] = {
+    "GPT2Block": {
+        "attn": {"c_attn": (Style.COLUMN, 3), "c_proj": (Style.ROW, 1)},
+        "mlp": {"c_fc": (Style.COLUMN, 1), "c_proj": (Style.ROW, 1)},
+    },
+    "BertLayer": _BERT_LAYER,
+    "RobertaLayer": _BERT_LAYER,
+}
+"""Class of a block -> path of a unit in it -> path of a layer in that -> (style, blocks)."""
+
+_SIZES: Mapping[str, Sequence[str]] = {"GPT2Attention": ("split_size",)}
+"""Class of a module -> attributes that count its outputs, of which a rank has a part."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer and how it is split."""
+
+    path: str
+    module: nn.Module
+    style: Style
+    blocks: int = 1
+
+
+@dataclass
+class Unit:
+    """Layers that are split together.
+
+    Attributes:
+        path: of the unit, for messages.
+        entries: its layers.
+        problem: why it stays whole; None if it is split.
+        sizes: (module, attribute) of what counts the outputs that are split.
+    """
+
+    path: str
+    entries: list[Entry] = field(default_factory=list)
+    problem: str | None = None
+    sizes: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def units_of(model: nn.Module, size: int) -> list[Unit]:
+    """The units of a model, with the reason for each that has to stay whole.
+
+    Args:
+        model: the whole model, or a part of it.
+        size: over how many ranks they would be split.
+    """
+    units = {unit.path: unit for unit in (*_by_plan(model), *_by_table(model), *_ends(model))}
+    found = list(units.values())
+    for unit in found:
+        unit.problem = unit.problem or _problem(model, unit, size)
+    _check_tied(model, found)
+    return found
+
+
+def _by_plan(model: nn.Module) -> Iterator[Unit]:
+    """Units of the model's own plan: layers of one parent."""
+    patterns: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    units: dict[str, Unit] = {}
+    if not patterns:
+        return
+    for path, module in model.named_modules():
+        style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if style is None or style in _WITHOUT_EFFECT:
+            continue
+        parent = path.rpartition(".")[0]
+        known = _STYLES.get(style)
+        if known in (Style.WHOLE_COLUMN, Style.VOCABULARY):
+            continue  # the ends of the model, see `_ends`
+        unit = units.setdefault(parent, Unit(parent))
+        if known is None:
+            unit.problem = f"mpxla does not know the style {style!r} of {path}"
+        else:
+            unit.entries.append(Entry(path, module, known))
+    yield from units.values()
+
+
+def _by_table(model: nn.Module) -> Iterator[Unit]:
+    for path, module in model.named_modules():
+        for inner, layers in _PLANS.get(type(module).__name__, {}).items():
+            unit = Unit(_joined(path, inner) if inner else f"{path} (MLP)")
+            for name, (style, blocks) in layers.items():
+                layer = _joined(_joined(path, inner), name)
+                unit.entries.append(Entry(layer, model.get_submodule(layer), style, blocks))
+            yield unit
+
+
+def _ends(model: nn.Module) -> Iterator[Unit]:
+    """The embedding and the head of a model of transformers."""
+    names = {id(module): path for path, module in model.named_modules()}
+    ends = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
+    for getter, style in ends.items():
+        find = getattr(model, getter, None)
+        try:
+            module = None if find is None else find()
+        except (NotImplementedError, AttributeError):  # models of images have none
+            continue
+        if isinstance(module, nn.Module) and id(module) in names:
+            path = names[id(module)]
+            if style is not Style.VOCABULARY or isinstance(module, nn.Embedding):
+                yield Unit(path, [Entry(path, module, style)])
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _problem(model: nn.Module, unit: Unit, size: int) -> str | None:
+    """Why a unit cannot be split."""
+    styles = {entry.style for entry in unit.entries}
+    if styles & {Style.COLUMN, Style.ROW} and styles != {Style.COLUMN, Style.ROW}:
+        return "it does not have both column and row layers"
+    for entry in unit.entries:
+        problem = can_split(entry.module, entry.style, size, entry.blocks)
+        if problem is not None:
+            return f"{entry.path}: {problem}"
+        problem = _problem_of_heads(model, unit, entry, size)
+        if problem is not None:
+            return problem
+    for module in {id(m): m for m in _inside(model, unit)}.values():
+        for name in _SIZES.get(type(module).__name__, ()):
+            unit.sizes.append((module, name))
+    return None
+
+
+def _inside(model: nn.Module, unit: Unit) -> Iterator[nn.Module]:
+    """The modules that call the unit's layers."""
+    for entry in unit.entries:
+        yield model.get_submodule(entry.path.rpartition(".")[0])
+
+
+def _problem_of_heads(model: nn.Module, unit: Unit, entry: Entry, size: int) -> str | None:
+    """Attention is split by heads, of which each rank has some."""
+    if entry.style is not Style.COLUMN:
+        return None
+    parent: Any = model.get_submodule(entry.path.rpartition(".")[0])
+    length = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
+    if not isinstance(length, int):
+        return None
+    outputs = entry.module.weight.shape[int(type(entry.module).__name__ == "Conv1D")]  # type: ignore[union-attr,index]
+    heads = outputs // entry.blocks // length
+    if heads % size:
+        return (
+            f"the {heads} heads of {entry.path} do not divide by {size}; use a multiple of {size}"
+        )
+    return None
+
+
+def _check_tied(model: nn.Module, units: list[Unit]) -> None:
+    """Layers that share a weight are split alike, or stay whole."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    entries = {e.path: (u, e) for u in units if u.problem is None for e in u.entries}
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for names in users.values():
+            paths = [name.rpartition(".")[0] for name in names]
+            found = [entries[p] for p in paths if p in entries and entries[p][0].problem is None]
+            if not found or len(paths) == 1:
+                continue
+            dims = {(int(e.style is Style.ROW), e.blocks) for _, e in found}
+            if len(found) < len(paths) or len(dims) > 1:
+                for unit, entry in found:
+                    unit.problem = f"{entry.path} shares its weight with {', '.join(paths)}"
+                is_settled = False

@@ -1,0 +1,150 @@
+"""Ranks of a tensor-parallel group as threads, without a device: programs run as PyTorch does.
+
+What is compiled for a device elsewhere is cut into pieces here: compute pieces run node by node,
+collective pieces over the loopback transport.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpxla.comm.loopback import loopback_world
+from mpxla.comm.transport import Members
+from mpxla.device.null import plain_lowering
+from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
+from mpxla.graph.collectives import TENSOR_GROUP, is_collective
+from mpxla.graph.split import split_stages
+from mpxla.graph.stepgraph import StepGraph, is_random
+from mpxla.graph.varying import mark_varying
+from mpxla.nn.distribute import distribute, set_tensor_parallelism
+from mpxla.nn.shards import Shard
+from mpxla.runtime.state import ModelState
+from mpxla.stage.collective import CollectiveRunner
+from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.split_backward import flatten_backward
+
+__all__ = ["Rank", "cut_in_pieces", "distributed", "execute", "in_threads", "lower", "train_once"]
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+_one_at_a_time = threading.Lock()
+"""Threads share the generator."""
+
+
+@dataclass
+class Rank:
+    """One thread's part of a model."""
+
+    model: nn.Module
+    group: Members
+    shards: dict[str, Shard]
+
+
+def in_threads(function: Callable[..., Any], *of_ranks: Sequence[Any]) -> list[Any]:
+    """Calls a function for every rank at the same time."""
+    with ThreadPoolExecutor(len(of_ranks[0])) as pool:
+        return list(pool.map(function, *of_ranks, timeout=60))
+
+
+def distributed(build: Callable[[], nn.Module], size: int) -> list[Rank]:
+    """A model's parts on all ranks."""
+    ranks = tuple(range(size))
+    groups = [Members(ranks, transport) for transport in loopback_world(size)]
+    models = [build() for _ in ranks]
+    for model in models:
+        set_tensor_parallelism(model)
+    shards = in_threads(distribute, models, groups)
+    return [Rank(*parts) for parts in zip(models, groups, shards, strict=True)]
+
+
+def lower(
+    rank: Rank, loss_of: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[StepGraph, LoweredStage]:
+    """A step that differentiates a loss, as one stage."""
+
+    def step(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(rank.model, *leaves)
+        current_recorder().backward(loss)
+        return loss
+
+    leaves = [TensorLeaf(tuple(value.shape), value.dtype) for value in inputs]
+    names = ModelState(rank.model).canonical_names
+    ranks, transport = rank.group
+    place = ranks.index(transport.rank), len(ranks)
+    captured = mark_varying(capture_step(step, rank.model, leaves, names), rank.shards, *place)
+    nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
+    (stage,) = split_stages(captured, {node: (0,) for node in nodes}, 1)
+    return captured, lower_stage(stage, True, plain_lowering())
+
+
+def cut_in_pieces(module: nn.Module, inputs: Sequence[Any]) -> PieceList:
+    """A program of a stage in compute and collective pieces."""
+    is_forward = isinstance(module, torch.fx.GraphModule)
+    root = module if is_forward else module.derivative
+    graph = module.graph if is_forward else flatten_backward(module, len(inputs), CPU)
+    annotate(graph, inputs, root)
+    return split_graph(graph, lambda n: CollectivePiece if is_collective(n) else ComputePiece, root)
+
+
+class _Eager:
+    """A compute piece, run by PyTorch."""
+
+    num_buffers = 0
+
+    def __init__(self, module: torch.fx.GraphModule):
+        self._module = module
+        for node in module.graph.nodes:  # values here are laid out otherwise than when traced
+            if node.target in (aten.view.default, aten._unsafe_view.default):
+                node.target = aten.reshape.default
+        module.recompile()
+        self.is_random = any(is_random(node) for node in module.graph.nodes)
+
+    def __call__(self, arguments: Sequence[torch.Tensor], seed: Any = None) -> list[torch.Tensor]:
+        with torch.no_grad(), _one_at_a_time, torch.random.fork_rng(devices=()):
+            if seed is not None:
+                torch.manual_seed(int(seed))
+            return [value.contiguous() for value in self._module(*arguments)]
+
+
+def execute(
+    name: str, plan: PieceList, group: Members, arguments: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Runs a program, with one seed for all ranks; every rank does."""
+    groups = {TENSOR_GROUP: group}
+    runners = [
+        CollectiveRunner(name, piece, groups, torch.Tensor.detach, list)
+        if isinstance(piece, CollectivePiece)
+        else _Eager(piece.module)
+        for piece in plan.pieces
+    ]
+    return PiecewiseExecutable(name, plan, runners, torch.Tensor.detach, list)(
+        arguments, torch.tensor(7)
+    )
+
+
+def train_once(
+    rank: Rank, programs: tuple[StepGraph, LoweredStage], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, gradients by name) of one microbatch; every rank runs it."""
+    captured, lowered = programs
+    spec = lowered.spec
+    state = ModelState(rank.model)
+    tensors = {**state.parameters, **state.buffers, **captured.constants}
+    held = (*spec.parameters, *spec.buffers, *spec.constants)
+    arguments = [tensors[name].detach() for name in held]
+    arguments += [inputs[port.leaf] for port in spec.inputs]
+    plan = cut_in_pieces(lowered.forward, lowered.forward_inputs)
+    results = execute("stage 0 forward", plan, rank.group, arguments)
+    kept = results[len(results) - lowered.num_saved :]
+    saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
+    zeros = [torch.zeros(s.shape) for s in lowered.backward_inputs[: lowered.num_accumulators]]
+    plan = cut_in_pieces(lowered.backward, lowered.backward_inputs)
+    gradients = execute("stage 0 backward", plan, rank.group, [*zeros, *saved, torch.ones(())])
+    return results[0], dict(zip(spec.trained, gradients, strict=False))

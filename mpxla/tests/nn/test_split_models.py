@@ -1,0 +1,298 @@
+"""Models whose layers are split over ranks compute what the whole model does; no device needed."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.graph.collectives import is_collective
+from mpxla.nn.distribute import set_tensor_parallelism
+from mpxla.nn.plans import units_of
+from mpxla.tests.nn.in_threads import Rank, distributed, in_threads, lower, train_once
+
+pytestmark = pytest.mark.unit
+transformers = pytest.importorskip("transformers")
+
+WORDS = 32
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=4,
+        vocab_size=WORDS,
+        **{"num_key_value_heads": 2, "num_hidden_layers": 1, **options},
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen3():
+    """With norms of every head, which are whole and see a part of the heads."""
+    config = transformers.Qwen3Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=WORDS,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def gpt2(**options):
+    nothing = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16, "vocab_size": WORDS}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**{**sizes, **nothing, **ends, **options})
+    )
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=WORDS,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+MODELS = {
+    "llama": llama,
+    "llama-tied": lambda: llama(tie_word_embeddings=True, pad_token_id=3),
+    "qwen3": qwen3,
+    "gpt2": gpt2,
+    "bert": bert,
+}
+
+
+def built(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def words():
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_of_parts(name):
+    whole = built(name)
+    loss = loss_of(whole, words())
+    loss.backward()
+    ranks = distributed(lambda: built(name), 2)
+    lowered = [lower(rank, loss_of, [words()]) for rank in ranks]
+    found = in_threads(train_once, ranks, lowered, [[words()]] * 2)
+    expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    for of_rank, _ in found:
+        torch.testing.assert_close(of_rank, loss.detach(), rtol=1e-6, atol=1e-6)
+    assert set(found[0][1]) == set(expected)
+    assert ranks[0].shards, "something is split"
+    for parameter, gradient in expected.items():
+        parts = [gradients[parameter] for _, gradients in found]
+        shard = ranks[0].shards.get(parameter)
+        if shard is None:
+            assert torch.equal(*parts), f"{parameter} is whole, and equal on all ranks"
+        else:
+            parts = [shard.join(parts)]
+        torch.testing.assert_close(parts[0], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
+
+
+def collectives(module):
+    graph = module.graph if hasattr(module, "graph") else module.derivative.graph
+    names = [n.target._opname for n in graph.nodes if is_collective(n)]
+    return Counter(name for name in names if name != "wait_tensor")
+
+
+def test_two_sums_each_way_in_a_block():
+    """In a block; another one of the embedding, and the gather and the crossing of the head."""
+    (rank, _) = distributed(lambda: built("llama"), 2)
+    _, lowered = lower(rank, loss_of, [words()])
+    assert collectives(lowered.forward) == {"all_reduce": 2 + 1, "all_gather_into_tensor": 1}
+    assert collectives(lowered.backward) == {"all_reduce": 2 + 1}
+
+
+def test_every_rank_keeps_its_part_of_the_values():
+    whole = dict(built("gpt2").named_parameters())
+    ranks = distributed(lambda: built("gpt2"), 2)
+    for name, shard in ranks[0].shards.items():
+        parts = [dict(rank.model.named_parameters())[name] for rank in ranks]
+        assert {tuple(part.shape) for part in parts} == {shard.shape}
+        assert torch.equal(shard.join(parts), whole[name])
+    fused = ranks[0].shards["transformer.h.0.attn.c_attn.weight"]
+    assert (fused.dim, fused.blocks, fused.shape) == (1, 3, (16, 24))
+    assert ranks[0].model.transformer.h[0].attn.split_size == 8
+
+
+def test_ranks_take_the_values_of_the_first():
+    models = iter([built("llama"), llama()])
+    ranks = distributed(lambda: next(models), 2)
+    whole = dict(built("llama").named_parameters())
+    for name, shard in ranks[0].shards.items():
+        parts = [dict(rank.model.named_parameters())[name] for rank in ranks]
+        assert torch.equal(shard.join(parts), whole[name])
+    assert torch.equal(ranks[1].model.model.norm.weight, whole["model.norm.weight"])
+
+
+def problems(model, size):
+    return {unit.path: unit.problem for unit in units_of(model, size) if unit.problem}
+
+
+def test_heads_and_words_that_do_not_divide():
+    found = problems(llama(num_key_value_heads=1), 2)
+    assert set(found) == {"model.layers.0.self_attn"}
+    assert "the 1 heads of model.layers.0.self_attn.k_proj do not divide by 2" in str(found)
+    found = problems(gpt2(vocab_size=33), 2)
+    assert "its 33 do not divide by 2; pad to 34" in found["transformer.wte"]
+
+
+def test_tied_ends_are_split_alike_or_not_at_all():
+    model = llama(tie_word_embeddings=True)
+    assert not problems(model, 2)
+    model.lm_head.forward = model.lm_head.forward  # somebody's own, which is not replaced
+    found = problems(model, 2)
+    assert set(found) == {"lm_head", "model.embed_tokens"}
+    assert "shares its weight with" in found["model.embed_tokens"]
+
+
+def test_parts_that_are_switched_off_stay_whole():
+    def build():
+        torch.manual_seed(0)
+        model = llama(num_hidden_layers=2)
+        set_tensor_parallelism(model.model.layers[0], False)
+        return model
+
+    ranks = distributed(build, 2)
+    assert not any(".layers.0." in name for name in ranks[0].shards)
+    assert any(".layers.1." in name for name in ranks[0].shards)
+
+
+def test_experts_stay_whole():
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        num_local_experts=2,
+    )
+    found = problems(transformers.MixtralForCausalLM(config), 2)
+    assert set(found) == {"model.layers.0.mlp"}
+    assert "does not know the style" in found["model.layers.0.mlp"]
+    assert ".experts" in found["model.layers.0.mlp"]
+
+
+class Dropping(nn.Module):
+    """Gives its masks: the inner layer gives ones, and the outer one hands each of them on."""
+
+    _tp_plan = {"inner": "colwise", "outer": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(self.inner.weight)
+        nn.init.ones_(self.inner.bias)
+        nn.init.eye_(self.outer.weight)
+
+    def forward(self, x):
+        kept = nn.functional.dropout(self.inner(x), 0.5)
+        after = self.outer(kept)
+        return after, nn.functional.dropout(after, 0.5)
+
+
+def test_dropout_of_parts_differs_and_of_wholes_agrees():
+    x = torch.zeros(32, 4)
+
+    def step(model, x):
+        after, dropped = model(x)
+        return torch.cat([after, dropped]).square().sum()
+
+    ranks = distributed(Dropping, 2)
+    programs = []
+    for rank in ranks:
+        captured, lowered = lower(rank, step, [x])
+        programs.append((captured, lowered))
+    (loss, gradients), (other_loss, other) = in_threads(train_once, ranks, programs, [[x]] * 2)
+    assert torch.equal(loss, other_loss), "what is whole is dropped alike"
+    # The gradient of a unit's bias is larger than 0 where it was kept for some sample; by its parts
+    # one can tell the masks of the two ranks apart.
+    assert not torch.equal(gradients["inner.bias"], other["inner.bias"])
+    assert gradients["inner.bias"].count_nonzero() == other["inner.bias"].count_nonzero() == 4
+
+
+def test_attention_dropout_is_lowered():
+    ranks = distributed(lambda: gpt2(attn_pdrop=0.5, resid_pdrop=0.5), 2)
+    programs = [lower(rank, loss_of, [words()]) for rank in ranks]
+    (loss, gradients), (other, _) = in_threads(train_once, ranks, programs, [[words()]] * 2)
+    assert torch.equal(loss, other)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_what_differs_between_ranks_is_not_returned():
+    from mpxla.errors import CaptureError
+
+    ranks = distributed(lambda: built("llama"), 2)
+
+    def inside(model, ids):
+        return model.model.layers[0].mlp.gate_proj(model.model.embed_tokens(ids)).sum()
+
+    with pytest.raises(CaptureError, match="differs between the ranks of a tensor-parallel group"):
+        lower(ranks[0], inside, [words()])
+
+
+def test_a_group_without_the_name_is_refused():
+    from mpxla.errors import LoweringError
+    from mpxla.stage.collective import CollectiveRunner
+    from mpxla.stage.pieces import CollectivePiece
+    from mpxla.tests.nn.in_threads import cut_in_pieces
+
+    ranks = distributed(lambda: built("llama"), 2)
+    _, lowered = lower(ranks[0], loss_of, [words()])
+    plan = cut_in_pieces(lowered.forward, lowered.forward_inputs)
+    piece = next(p for p in plan.pieces if isinstance(p, CollectivePiece))
+    with pytest.raises(LoweringError, match="over the group 'tensor', which this program was"):
+        CollectiveRunner("stage 0 forward", piece, {}, None, None)
+
+
+def test_calls_outside_of_steps_are_refused():
+    from mpxla.errors import StepError
+
+    ranks: list[Rank] = distributed(lambda: built("llama"), 2)
+    with pytest.raises(StepError, match="called outside a step function"):
+        ranks[0].model(words())
+
+
+def test_an_optional_bias_stays_whole_in_a_row_layer():
+    class Block(nn.Module):
+        _tp_plan = {"up": "colwise", "down": "rowwise"}
+
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    def build():
+        torch.manual_seed(2)
+        return Block()
+
+    x = torch.randn(3, 4)
+    ranks = distributed(build, 2)
+    assert set(ranks[0].shards) == {"up.weight", "up.bias", "down.weight"}
+    lowered = [lower(rank, lambda m, v: m(v).square().sum(), [x]) for rank in ranks]
+    (loss, _), _ = in_threads(train_once, ranks, lowered, [[x]] * 2)
+    torch.testing.assert_close(loss, build()(x).square().sum().detach())

@@ -1,0 +1,264 @@
+"""Tensor parallelism in real processes trains as one process does.
+
+Losses, norms of gradients before clipping, and whole parameters after several steps, of unmodified
+models of transformers, inside pipelines and replicas.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from mpxla.testing import run_ranks
+from mpxla.tests.tolerances import assert_close_by_norm
+
+pytestmark = pytest.mark.ranks
+
+NUM_STEPS = 10
+MICROBATCHES = 2
+WORDS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train a model."""
+
+    model: str
+    tensor: int
+    stages: int = 1
+    replicas: int = 1
+    backend: str = "torch_xla"
+    transport: str = "auto"
+
+    def __str__(self) -> str:
+        sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
+        return sizes if self.transport == "auto" else f"{sizes}-{self.transport}"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.stages * self.replicas
+
+    def config(self):
+        return {
+            "ddp": True,
+            "tensor_parallel_degree": self.tensor,
+            "pipeline_parallel_degree": self.stages,
+            "prescaled_batch": True,
+            "microbatches": MICROBATCHES,
+            "memory_weight": 0.0,
+            "transport": self.transport,
+        }
+
+
+@dataclass
+class Found:
+    """What a training gives."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    compilations: int = 0
+
+
+def build(name):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(3)
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=WORDS,
+        )
+        return transformers.LlamaForCausalLM(config)
+    nothing = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        vocab_size=WORDS,
+        bos_token_id=0,
+        eos_token_id=0,
+        **nothing,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def batch_of(number, replicas):
+    """The union of the replicas' batches."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, WORDS, (2 * MICROBATCHES * replicas, 8), generator=generator)
+
+
+def make_optimizer(parameters):
+    """A large eps: gradients that are rounding only must not decide."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def train_plainly(case):
+    found, model = Found(), build(case.model)
+    optimizer = make_optimizer(model.parameters())
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        parts = batch_of(number, case.replicas).chunk(MICROBATCHES * case.replicas)
+        losses = [model(input_ids=part, labels=part).loss / len(parts) for part in parts]
+        sum(losses).backward()
+        found.losses.append(sum(losses).item())
+        found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    found.state = {name: value.clone() for name, value in model.state_dict().items()}
+    return found
+
+
+def train(case):
+    """Runs on every rank."""
+    import mpxla as smp
+
+    smp.init(case.config())
+    raw = build(case.model)
+    if smp.tp_rank() > 0:  # the group takes over the values of its first rank
+        torch.nn.init.zeros_(next(raw.parameters()))
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
+
+    @smp.step
+    def step(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    from mpxla.session import current
+
+    found = Found()
+    for number in range(NUM_STEPS):
+        if number == 2:
+            found.compilations = -current().backend.num_compilations
+        optimizer.zero_grad()
+        batch = batch_of(number, case.replicas).chunk(case.replicas)[smp.rdp_rank()]
+        returned = step(model, batch)
+        found.losses.append(returned.reduce_mean().item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.norms.append(norm.item())
+        optimizer.step()
+    found.compilations += current().backend.num_compilations
+    found.state = {name: value.cpu() for name, value in model.state_dict().items()}
+    found.sizes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
+    return found
+
+
+CASES = (
+    Case("llama", 2),
+    Case("gpt2", 2, stages=2, backend="pjrt"),
+)
+SWEEP = (
+    Case("llama", 2, backend="pjrt"),
+    Case("llama", 2, transport="xla"),
+    Case("llama", 2, stages=2),
+    Case("gpt2", 4, backend="pjrt"),
+    Case("gpt2", 2, replicas=2, backend="pjrt"),
+    Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SWEEP, ids=str)
+def test_training_in_many_ways(case):
+    check(case)
+
+
+def check(case):
+    found = run_ranks(train, case.world_size, case, env={"MPXLA_DEVICE": case.backend})
+    expected = train_plainly(case)
+    losses = torch.tensor([of_rank.losses for of_rank in found])
+    torch.testing.assert_close(losses.mean(0), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6)
+    for of_rank in found:
+        torch.testing.assert_close(of_rank.norms, expected.norms, rtol=1e-4, atol=1e-6)
+        assert_close_by_norm(of_rank.state, expected.state, 1e-5)
+        assert of_rank.compilations == 0
+    whole = sum(p.numel() for p in build(case.model).parameters()) * 1.0
+    of_group = [
+        torch.tensor([torch.Size(s).numel() for s in f.sizes.values()]).sum() for f in found
+    ]
+    share = 1.0 / (case.tensor * case.stages)
+    if case.stages == 1:  # but for norms, biases of row layers and positions
+        assert max(of_group) < whole * (share + 0.1)
+
+
+def other_batches(differs):
+    """Runs on every rank; the ranks of a group are given different data."""
+    import mpxla as smp
+
+    smp.init(Case("llama", 2).config())
+    raw = build("llama")
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+
+    @smp.step
+    def step(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    number, size = (smp.rank(), 8) if differs == "values" else (0, 8 - 2 * smp.rank())
+    try:
+        step(model, batch_of(number, 1)[:, :size])
+    except smp.RankMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differs", ["values", "shapes"])
+def test_other_batches_in_a_group_are_noticed(differs):
+    texts = run_ranks(other_batches, 2, differs)
+    words = "the values that ranks 0 and 1 were given differ" if differs == "values" else "[2, 6]"
+    for text in texts:
+        assert words in text
+        assert "Divide the data by smp.rdp_rank() and smp.rdp_size()" in text
+
+
+def refused():
+    """Runs on every rank: texts of what does not go with tensor parallelism yet."""
+    import copy
+
+    import mpxla as smp
+
+    smp.init(Case("llama", 2).config())
+    raw = build("llama")
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = {
+        "smp.save_checkpoint()": lambda: smp.save_checkpoint("/nowhere", "t"),
+        "smp.resume_from_checkpoint()": lambda: smp.resume_from_checkpoint("/nowhere"),
+        "optimizer.state_dict()": optimizer.state_dict,
+        "copy.deepcopy(model)": lambda: copy.deepcopy(model),
+        "model.cpu()": model.cpu,
+        "Adafactor": lambda: smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters())),
+    }
+    texts = {}
+    for what, call in calls.items():
+        try:
+            call()
+        except smp.ConfigError as error:
+            texts[what] = str(error)
+    return texts
+
+
+def test_what_would_take_parts_for_wholes_is_refused():
+    for texts in run_ranks(refused, 2):
+        assert len(texts) == 6
+        for what, text in texts.items():
+            assert text.startswith(what)
+            assert "does not go with tensor_parallel_degree: 2 yet" in text
