@@ -52,7 +52,7 @@ types: $(INSTALLED) ## check types
 	$(BIN)/pyright
 
 docs: .venv/.installed-docs ## build the documentation site into build/site
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 bench: .venv/.installed-benchmarks ## measure training speed against the alternatives, as ratios
 	$(BIN)/python benchmarks/suite.py $(ARGS)

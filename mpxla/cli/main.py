@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpxla.cli import plan, run, schedule, top, trace
+from mpxla.cli import keys, plan, run, schedule, top, trace
 from mpxla.errors import MpxlaError
 
 __all__ = ["main"]
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs scripts and watches them; looks at partitions, schedules and traces.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (plan, run, schedule, top, trace):
+    for command in (keys, plan, run, schedule, top, trace):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

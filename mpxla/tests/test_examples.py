@@ -286,10 +286,11 @@ def test_docstring_starts_with_the_command(script: str):
     )
 
 
-def test_readme_shows_the_difference_between_the_plain_and_the_smp_script():
+def test_first_steps_show_the_difference_between_the_plain_and_the_smp_script():
     plain, smp = ((EXAMPLE / name).read_text().splitlines() for name in (SCRIPTS[0], SCRIPTS[2]))
     diff = difflib.unified_diff(plain, smp, SCRIPTS[0], SCRIPTS[2], n=1, lineterm="")
-    shown = re.findall(r"^```diff\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    page = (REPOSITORY / "docs" / "first-steps.md").read_text()
+    shown = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
     assert shown == ["\n".join(diff) + "\n"]
 
 
