@@ -5,18 +5,19 @@ RANKS ?= 2
 WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEMO := .venv/.installed-demo
 
 # One core per process: the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help demo test test-pjrt test-all lint types bench clean
+.PHONY: help demo test test-pjrt test-all lint types bench docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-demo: $(INSTALLED) ## train an MLP on handwritten digits, split over two processes
+demo: $(INSTALLED_DEMO) ## train an MLP on handwritten digits, split over two processes
 	$(BIN)/torchrun --nproc_per_node $(RANKS) examples/mnist_mlp/train_smp.py $(ARGS)
 
 # Tests that start ranks keep to their file's worker, which keeps their processes between tests; two
@@ -50,6 +51,9 @@ lint: $(INSTALLED) ## check style and spelling
 types: $(INSTALLED) ## check types
 	$(BIN)/pyright
 
+docs: .venv/.installed-docs ## build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 bench: .venv/.installed-benchmarks ## measure training speed against the alternatives, as ratios
 	$(BIN)/python benchmarks/suite.py $(ARGS)
 
@@ -59,13 +63,25 @@ clean: ## remove caches and builds; .venv stays
 
 # The stamps are written last: an interrupted installation is resumed, a changed pyproject.toml is
 # installed again, and otherwise nothing is done.
-$(INSTALLED): pyproject.toml
+.venv/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	{ echo "mpxla needs Python 3.11 - 3.13; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
 	"Name another one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@echo "Setting up .venv once: 4 GB of downloads, 8 GB on disk, three to six minutes."
+	@echo "Setting up .venv once: 4 GB of downloads, 8 GB on disk, some minutes."
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@touch $@
+
+# What the demo imports, and no more.
+$(INSTALLED_DEMO): pyproject.toml | .venv/.python
+	$(BIN)/python -m pip install --editable '.[demo]'
+	@touch $@
+
+$(INSTALLED): pyproject.toml | .venv/.python
 	$(BIN)/python -m pip install --editable '.[test,examples]'
+	@touch $@ $(INSTALLED_DEMO)
+
+.venv/.installed-docs: pyproject.toml | .venv/.python
+	$(BIN)/python -m pip install --editable '.[docs]'
 	@touch $@
 
 .venv/.installed-benchmarks: $(INSTALLED)

@@ -1,7 +1,7 @@
-"""The README's table of speed, from the results of the suite.
+"""The table of speed in the documentation, from the results of the suite.
 
     python benchmarks/suite.py --json results.json
-    python benchmarks/readme_table.py results.json README.md
+    python benchmarks/readme_table.py results.json docs/speed.md
 
 Every number is the median of ratios that were taken within one repetition.
 """

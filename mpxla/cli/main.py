@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpxla.cli import cache, plan, run, schedule, top, trace
+from mpxla.cli import cache, keys, plan, run, schedule, top, trace
 from mpxla.errors import MpxlaError
 
 __all__ = ["main"]
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (cache, plan, run, schedule, top, trace):
+    for command in (cache, keys, plan, run, schedule, top, trace):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

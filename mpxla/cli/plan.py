@@ -43,7 +43,9 @@ def add_parser(commands: Any) -> None:
         help="module:function that returns (model, example inputs of one microbatch, step or loss)",
     )
     schedule_options(parser)
-    parser.add_argument("--memory-weight", type=float, metavar="W", help="0 to 1, see the README")
+    parser.add_argument(
+        "--memory-weight", type=float, metavar="W", help="0 to 1, see docs/schedules.md"
+    )
     parser.add_argument(
         "--search", action="store_true", help="try schedules, virtual stages and limits as well"
     )

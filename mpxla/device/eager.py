@@ -7,7 +7,7 @@ that turns ordinary numbers into NaN is named in a warning. Slow, and good for s
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def _seeded(seed: torch.Tensor | None) -> Iterator[None]:
+def _seeded(seed: torch.Tensor | None) -> Generator[None]:
     """Random operators draw from a seed, and the user's generator stays as it is."""
     if seed is None:
         yield

@@ -146,7 +146,8 @@ def numbers_explained() -> Generator[None]:
 
 def _is_users_call() -> bool:
     """Whether the caller of the caller is neither torch nor what it uses for symbols."""
-    name = sys._getframe(2).f_globals.get("__name__", "")
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    name = frame.f_globals.get("__name__", "")
     return name.partition(".")[0] not in ("torch", "sympy")
 
 

@@ -84,7 +84,7 @@ def train_plainly():
     return losses + more, host(model.named_parameters())
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_annealed_weight_is_an_input(stages):
     expected, parameters = train_plainly()
     results = run_ranks(anneal, stages, stages)

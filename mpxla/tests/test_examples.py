@@ -286,10 +286,11 @@ def test_docstring_starts_with_the_command(script: str):
     )
 
 
-def test_readme_shows_the_difference_between_the_plain_and_the_smp_script():
+def test_first_steps_show_the_difference_between_the_plain_and_the_smp_script():
     plain, smp = ((EXAMPLE / name).read_text().splitlines() for name in (SCRIPTS[0], SCRIPTS[2]))
     diff = difflib.unified_diff(plain, smp, SCRIPTS[0], SCRIPTS[2], n=1, lineterm="")
-    shown = re.findall(r"^```diff\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    page = (REPOSITORY / "docs" / "first-steps.md").read_text()
+    shown = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
     assert shown == ["\n".join(diff) + "\n"]
 
 
@@ -302,6 +303,7 @@ def test_plain_scripts_learn_the_digits(script: str):
     assert final_accuracy(output) >= 95
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_plain_script_reads_mnist_files(tmp_path: Path):
     write_mnist(tmp_path, num_samples=200, suffix=".gz")
@@ -327,18 +329,18 @@ def test_smp_script_learns_the_digits_on_two_ranks():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments"),
+    ("num_ranks", "num_epochs", "arguments"),
     [
-        pytest.param(2, [], marks=pytest.mark.slow),
-        (2, ["--manual"]),
-        pytest.param(3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
+        pytest.param(2, 3, [], marks=pytest.mark.slow),
+        (2, 1, ["--manual"]),
+        pytest.param(3, 3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
+        pytest.param(4, 3, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
     ],
 )
-def test_smp_script_follows_the_plain_script(num_ranks: int, arguments: list[str]):
-    output = run_ranks_script(num_ranks, "--epochs", "3", *arguments)
-    actual = epoch_losses(output)
-    np.testing.assert_allclose(actual, plain_losses(), rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+def test_smp_script_follows_the_plain_script(num_ranks: int, num_epochs: int, arguments: list[str]):
+    output = run_ranks_script(num_ranks, f"--epochs={num_epochs}", *arguments)
+    actual, expected = epoch_losses(output), plain_losses()[:num_epochs]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
     assert re.search(r"^throughput [\d.]+ iterations/s, \d+ samples/s", output, re.MULTILINE)
     for name in ("fc1", "fc2", "fc3"):
         assert name in output.split("final train loss")[1], "the partition table comes last"

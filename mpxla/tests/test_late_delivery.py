@@ -110,7 +110,11 @@ def plain(build):
 # With tied weights, a rank waits for a message that comes after the one with its results.
 @pytest.mark.parametrize(
     ("build", "microbatches"),
-    [pytest.param(Tied, 1, marks=pytest.mark.slow), (Tied, 3), (Net, 3)],
+    [
+        pytest.param(Tied, 1, marks=pytest.mark.slow),
+        (Tied, 3),
+        pytest.param(Net, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_changes_in_place_do_not_reach_messages_under_way(build, microbatches):
     expected, weights = plain(build)

@@ -296,6 +296,7 @@ def predict_without_backward(model, batch):
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
+@pytest.mark.slow
 def test_training_with_dropout_replays_and_compiles_nothing_new():
     results = run_ranks(losses_with_dropout, 3, (7, 7, 8), timeout_s=120)
     (losses, again, other), _, calm = results[0]
@@ -327,6 +328,7 @@ def smp_rank_seed() -> int:
     return 3 if int(os.environ["RANK"]) in (0, 1) else 4
 
 
+@pytest.mark.slow
 def test_replicas_train_on_the_mean_of_their_gradients():
     results = run_ranks(gradients_of_replicas, 4, timeout_s=120)
     model = Plain(seeded(Gpt), 4)

@@ -22,7 +22,7 @@ CASES = [
     Case("gpt", 2, 4, "zero_bubble"),
     Case("twice", 2, 4, "eager_1f1b"),
     Case("conv_net", 2, 4, "zero_bubble_v"),
-    Case("gpt", 2, 4, "interleaved", keys=(("virtual_pipeline_degree", 2),)),
+    Case("mlp", 2, 4, "interleaved", keys=(("virtual_pipeline_degree", 2),)),
     Case("unet", 2, 3, "custom", keys=(("schedule", OWN),)),
 ]
 SWEEP = [

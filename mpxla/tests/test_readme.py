@@ -1,4 +1,4 @@
-"""The README's Python blocks run, the first one as a reader would run it."""
+"""Python blocks of README and of guides run, the first one as a reader would run it."""
 
 import os
 import re
@@ -13,34 +13,55 @@ from mpxla.config_rules import MISSING_FEATURES
 from mpxla.testing import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
 README = (REPOSITORY / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+GUIDES = ("checkpoints", "debugging")
+PATHS = re.compile(r"\b(?:examples|mpxla|benchmarks)/[\w/]+(?:\.\w+)?")
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+(FIRST,) = python_blocks(README)
+BLOCKS = {
+    f"{name}-{number}": block
+    for name in GUIDES
+    for number, block in enumerate(python_blocks((DOCS / f"{name}.md").read_text()))
+}
 
 
 def test_readme_has_an_example_of_about_twenty_lines():
-    lines = [line for line in PYTHON_BLOCKS[0].splitlines() if line.strip()]
+    lines = [line for line in FIRST.splitlines() if line.strip()]
     assert len(lines) <= 22
 
 
-def test_readme_names_only_files_and_targets_that_exist():
-    for path in re.findall(r"\b(?:examples|mpxla|benchmarks)/[\w/]+(?:\.\w+)?", README):
+def test_readme_is_about_one_screen():
+    assert len(README.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "page", [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.stem
+)
+def test_pages_name_only_files_and_targets_that_exist(page: Path):
+    text = page.read_text()
+    for path in PATHS.findall(text):
         assert (REPOSITORY / path).exists(), path
     makefile = (REPOSITORY / "Makefile").read_text()
-    for target in re.findall(r"\bmake ([a-z-]+)", README):
+    for target in re.findall(r"`make ([a-z-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_readme_lists_the_features_that_are_refused():
-    (row,) = re.findall(
-        r"^\| (.*) \| not yet: `smp.init` refuses the key \|$", README, re.MULTILINE
-    )
+def test_a_page_lists_the_features_that_are_refused():
+    page = (DOCS / "supported.md").read_text()
+    (row,) = re.findall(r"^\| (.*) \| not yet: `smp.init` refuses the key \|$", page, re.MULTILINE)
     assert sorted(row.split(", ")) == sorted(MISSING_FEATURES.values())
 
 
 @pytest.mark.ranks
 def test_first_block_runs(tmp_path: Path):
     script = tmp_path / "block.py"
-    script.write_text(PYTHON_BLOCKS[0])
+    script.write_text(FIRST)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     result = subprocess.run(
@@ -54,10 +75,10 @@ def run_file(path: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("block", PYTHON_BLOCKS[1:], ids=range(1, len(PYTHON_BLOCKS)))
-def test_further_block_runs(block: str, tmp_path: Path):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_further_block_runs(name: str, tmp_path: Path):
     """In a process that has imported torch already."""
     script = tmp_path / "block.py"
-    script.write_text(block)
+    script.write_text(BLOCKS[name])
     (result,) = run_ranks_unpooled(run_file, 1, str(script))
     assert result.exit_code == 0, result.stderr[-4000:]

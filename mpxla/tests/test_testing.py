@@ -199,7 +199,7 @@ def crash_in_thread(num_others):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("num_others", [0, 60])
+@pytest.mark.parametrize("num_others", [pytest.param(0, marks=pytest.mark.slow), 60])
 def test_crash_is_shown_with_its_thread_among_many(num_others):
     with pytest.raises(RankError, match=r"was killed by signal 6") as caught:
         run_ranks(crash_in_thread, 1, num_others)

@@ -100,9 +100,9 @@ def test_a_typed_schedule_that_deadlocks_shows_the_grid(capsys, tmp_path):
     assert ">>0B0<<" in text and "rank 1 is blocked at step 0" in text
 
 
-def test_the_readme_shows_what_is_printed(capsys):
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
+def test_the_page_shows_what_is_printed(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
     command, shown = re.search(
-        r"    \$ python -m mpxla schedule (.*)\n((?:    .*\n)+)", readme
+        r"    \$ python -m mpxla schedule (.*)\n((?:    .*\n)+)", page
     ).groups()
     assert output(capsys, *command.split()) == textwrap.dedent(shown)

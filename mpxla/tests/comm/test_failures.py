@@ -90,8 +90,12 @@ def die_while_others_wait_for_it(transport, wait):
     waits[wait]()
 
 
+FURTHER_WAITS = ("send", "barrier", "make_groups", "object send", "allgather")
+
+
 @pytest.mark.parametrize(
-    "wait", ["recv", "send", "all_reduce", "barrier", "make_groups", "object send", "allgather"]
+    "wait",
+    ["recv", "all_reduce", *(pytest.param(w, marks=pytest.mark.slow) for w in FURTHER_WAITS)],
 )
 def test_broken_connection_is_translated(wait):
     alive, dead = run_host_unpooled(die_while_others_wait_for_it, 2, wait)

@@ -14,7 +14,11 @@ from mpxla.tests.comm.worlds import run_host, run_threads, run_xla
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=[run_threads, run_host, run_xla], ids=["loopback", "host", "xla"])
+# The programs of the third have tests of their own (test_xla, test_parity_xla).
+XLA = pytest.param(run_xla, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[run_threads, run_host, XLA], ids=["loopback", "host", "xla"])
 def run(request):
     return request.param
 

@@ -78,6 +78,7 @@ def test_gpt_trainer_goes_on_from_a_checkpoint(num_replicas, num_stages, corpus,
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_image_classifier_goes_on_from_checkpoints(num_replicas, num_stages, tmp_path: Path):
     options = ["--num-samples", "256"]

@@ -164,6 +164,7 @@ main()
 """
 
 
+@pytest.mark.slow  # cli/test_run.py has one in the fast tier
 @pytest.mark.ranks
 def test_one_rank_shows_an_error_and_the_script_s_frames_alone(tmp_path):
     path = tmp_path / "train.py"

@@ -120,7 +120,7 @@ def train_all(config, cases):
 @pytest.mark.parametrize(
     ("world_size", "config", "cases"),
     [
-        pytest.param(1, {}, [("swa", 0)], id="one"),
+        pytest.param(1, {}, [("swa", 0)], id="one", marks=pytest.mark.slow),
         pytest.param(2, TWO, [("mean", 0), ("swa", 2), ("ema", 0)], id="stages"),
         pytest.param(2, {}, [("each", 1)], id="replicas"),
     ],

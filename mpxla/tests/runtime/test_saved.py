@@ -70,9 +70,9 @@ def attributed_and_lowered(name, window):
 @pytest.mark.parametrize(
     ("name", "window"),
     [
-        ("gpt", None),
+        pytest.param("gpt", None, marks=pytest.mark.slow),
         pytest.param("gpt", (6, 2), marks=pytest.mark.slow),
-        ("convolutions", None),
+        pytest.param("convolutions", None, marks=pytest.mark.slow),
         ("mlp", None),
         ("skips", (6, 2)),
     ],
