@@ -51,15 +51,12 @@ __all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupp
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    from mpxla.log import root_logger_kept
-
-    with root_logger_kept():
-        if name in _GROUPS:
-            value = import_module("mpxla.topology").CommGroup[name]
-        elif name in _MODULE_OF:
-            value = getattr(import_module(_MODULE_OF[name]), name)
-        else:
-            raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
+    if name in _GROUPS:
+        value = import_module("mpxla.topology").CommGroup[name]
+    elif name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
     globals()[name] = value
     return value
 
