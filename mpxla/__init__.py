@@ -56,17 +56,14 @@ __all__ = [*_MODULE_OF, *_MODULES, *_GROUPS, "__version__"]  # pyright: ignore[r
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    from mpxla.log import root_logger_kept
-
-    with root_logger_kept():
-        if name in _GROUPS:
-            value = import_module("mpxla.topology").CommGroup[name]
-        elif name in _MODULES:
-            value = import_module(f"mpxla.{name}")
-        elif name in _MODULE_OF:
-            value = getattr(import_module(_MODULE_OF[name]), name)
-        else:
-            raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
+    if name in _GROUPS:
+        value = import_module("mpxla.topology").CommGroup[name]
+    elif name in _MODULES:
+        value = import_module(f"mpxla.{name}")
+    elif name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
     globals()[name] = value
     return value
 

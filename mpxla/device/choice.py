@@ -6,6 +6,7 @@ import importlib.util
 
 from mpxla.device.backend import Backend
 from mpxla.errors import ConfigError
+from mpxla.log import root_logger_kept
 
 __all__ = ["BACKENDS", "open_backend"]
 
@@ -56,4 +57,5 @@ def _is_installed(package: str) -> bool:
 @functools.cache
 def _opened(name: str) -> Backend:
     _, module, kind = BACKENDS[name]
-    return getattr(importlib.import_module(module), kind)()
+    with root_logger_kept():
+        return getattr(importlib.import_module(module), kind)()

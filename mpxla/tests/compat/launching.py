@@ -27,7 +27,7 @@ def launch(script: str, arguments: list[str], config: dict[str, Any] | None = No
     os.environ.pop("SM_HP_MP_PARAMETERS", None)
     if config is not None:
         os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(config)
-    _forget_files_beside(script)
+    forget_files_beside(script)
     return run_script(Path(script), arguments).get("final_loss")
 
 
@@ -52,7 +52,7 @@ def refusal(function: Callable[[], Any], kind: type[Exception] = CompatError) ->
 
 def run_plainly(script: str, arguments: list[str]) -> float:
     """Runs a script by itself and returns its `final_loss`."""
-    _forget_files_beside(script)
+    forget_files_beside(script)
     saved = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -62,7 +62,7 @@ def run_plainly(script: str, arguments: list[str]) -> float:
         sys.argv, sys.path[:] = saved
 
 
-def _forget_files_beside(script: str) -> None:
+def forget_files_beside(script: str | Path) -> None:
     """A pooled process may have imported files of another run."""
     folder = str(Path(script).parent)
     for name, module in list(sys.modules.items()):

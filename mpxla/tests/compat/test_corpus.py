@@ -1,7 +1,6 @@
 """Small scripts: what `--check` says of them is what happens when they run."""
 
 import importlib.machinery
-import logging
 import sys
 from pathlib import Path
 
@@ -188,16 +187,3 @@ def test_the_verdict_is_what_happens(tmp_path, monkeypatch):
         assert (name in REFUSED) == bool(text) == is_refused, (name, text, findings)
         if text and "the configuration has" not in text:
             assert ".py:" in text
-
-
-def configure_logging():
-    import mpxla as smp
-
-    before = list(logging.root.handlers)
-    smp.init({"microbatches": 1})
-    smp.shutdown()
-    return logging.root.handlers == before
-
-
-def test_the_root_logger_is_left_to_the_script():
-    assert run_ranks(configure_logging, 1) == [True]

@@ -14,6 +14,7 @@ from mpxla.testing import run_ranks_unpooled
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = """\
 import argparse
+import logging
 import os
 import sys
 
@@ -26,6 +27,7 @@ from smdistributed.modelparallel import __version__
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 args = parser.parse_args()
+logging.basicConfig(level=logging.INFO)  # without effect where a handler is there already
 main_process = xr.global_ordinal() == 0  # as transformers asks, before smp.init()
 smp.init()
 assert main_process == (smp.rank() == 0) and os.environ.get("RANK", "0") == str(smp.rank())
@@ -43,6 +45,7 @@ def train_step(model, x):
 
 loss = train_step(model, torch.ones(4, 2).cuda()).reduce_mean()
 optimizer.step()
+logging.info("trained")
 assert __name__ == "__main__" and loss.is_cuda and __version__ == smp.__version__ == "1.15.0"
 assert os.path.isabs(__file__) and os.path.basename(sys.argv[0]) == "train.py"
 ranks = f"{smp.rank()} {smp.size()} {smp.local_rank()}"
@@ -102,8 +105,9 @@ def test_torchrun(script):
     process = start(
         *torchrun, "-m", "mpxla.compat", str(script), "--lr=0.5", SM_HP_MP_PARAMETERS=config
     )
-    output, _ = finish(process)
+    output, errors = finish(process)
     assert done_lines(output) == ["done 0 2 0 2 0.5", "done 1 2 1 2 0.5"]
+    assert errors.count("INFO:root:trained") == 2, "the script's logging is its own"
 
 
 @pytest.mark.slow
@@ -293,8 +297,8 @@ def test_check_lists_and_counts(script, capsys):
 
     assert main(["--check", str(script)]) == 0
     output = capsys.readouterr().out
-    assert "supported     smp.DistributedModel (line 18)" in output
+    assert "supported     smp.DistributedModel (line 20)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
     script.write_text(SCRIPT + "smp.tp_register(None)\n")
     assert main(["--check", str(script)]) == 1
-    assert "not supported smp.tp_register (line 35): tensor parallelism" in capsys.readouterr().out
+    assert "not supported smp.tp_register (line 38): tensor parallelism" in capsys.readouterr().out
