@@ -57,6 +57,8 @@ def __getattr__(name: str) -> Any:
     with root_logger_kept():
         if name in _GROUPS:
             value = import_module("mpxla.topology").CommGroup[name]
+        elif name == "nn":
+            value = import_module("mpxla.nn")
         elif name in _MODULE_OF:
             value = getattr(import_module(_MODULE_OF[name]), name)
         else:
