@@ -46,7 +46,7 @@ _SOURCES = {
     "mpxla.topology": ("CommGroup", "RankType"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
-_MODULES = ("amp",)
+_MODULES = ("amp", "nn")
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
 # pyright cannot evaluate the list; what it tells readers is at the end.

@@ -128,11 +128,10 @@ def _equalize(model: nn.Module, group: Members) -> None:
 
 def _is_enabled(model: nn.Module, unit: Unit) -> bool:
     """What the innermost module around all layers of a unit says."""
-    return all(_switch_of(model, entry.path) for entry in unit.entries)
+    return all(_switch_of(model, entry.path, unit.is_asked_for) for entry in unit.entries)
 
 
-def _switch_of(model: nn.Module, path: str) -> bool:
-    enabled = False
+def _switch_of(model: nn.Module, path: str, enabled: bool) -> bool:
     for module in _way_to(model, path):
         enabled = vars(module).get(_SWITCH, enabled)
     return enabled

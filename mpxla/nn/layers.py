@@ -5,6 +5,7 @@
     whole column outputs                 all outputs, gathered
     row          inputs                  all outputs, summed over the ranks
     vocabulary   rows of an embedding    all columns, summed over the ranks
+    itself       as it says              the whole result (layers of `smp.nn`)
 
 A layer of the user's becomes one in place: it keeps its parameters, which get smaller, its name,
 its hooks and the modules that share its weights. What it is called with is equal on all ranks
@@ -35,6 +36,7 @@ class Style(Enum):
     WHOLE_COLUMN = "whole column"
     ROW = "row"
     VOCABULARY = "vocabulary"
+    ITSELF = "itself"
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -47,6 +49,8 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
     """Parameter -> the dim that is split; nothing where the layer cannot be split like that."""
     if "forward" in vars(module):
         return {}
+    if style is Style.ITSELF:
+        return {"weight": 1}  # input channels, or columns
     if type(module) is nn.Embedding:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return {"weight": 0} if style is Style.VOCABULARY and plain else {}
@@ -121,6 +125,8 @@ def split(
             parameter.data = known[id(parameter)].take(parameter.data)
         shards[name] = known[id(parameter)]
     setattr(module, _SHARDS, shards)
+    if style is Style.ITSELF:
+        return
     module.__class__ = _kind(type(module), style)
     _tell_sizes(module, style, size)
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from mpxla.nn.layers import Style, can_split
+from mpxla.nn.modules import DistributedEmbedding, DistributedLinear
 
 __all__ = ["Entry", "Unit", "units_of"]
 
@@ -75,12 +76,14 @@ class Unit:
         entries: its layers.
         problem: why it stays whole; None if it is split.
         sizes: (module, attribute) of what counts the outputs that are split.
+        is_asked_for: whether the model says so itself, without `smp.set_tensor_parallelism`.
     """
 
     path: str
     entries: list[Entry] = field(default_factory=list)
     problem: str | None = None
     sizes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    is_asked_for: bool = False
 
 
 def units_of(model: nn.Module, size: int) -> list[Unit]:
@@ -90,7 +93,8 @@ def units_of(model: nn.Module, size: int) -> list[Unit]:
         model: the whole model, or a part of it.
         size: over how many ranks they would be split.
     """
-    units = {unit.path: unit for unit in (*_by_plan(model), *_by_table(model), *_ends(model))}
+    sources = (_by_plan, _by_table, _ends, _by_class)
+    units = {unit.path: unit for find in sources for unit in find(model)}
     found = list(units.values())
     for unit in found:
         unit.problem = unit.problem or _problem(model, unit, size)
@@ -144,6 +148,13 @@ def _ends(model: nn.Module) -> Iterator[Unit]:
             path = names[id(module)]
             if style is not Style.VOCABULARY or isinstance(module, nn.Embedding):
                 yield Unit(path, [Entry(path, module, style)])
+
+
+def _by_class(model: nn.Module) -> Iterator[Unit]:
+    """Layers of `smp.nn`, which the user's own model has."""
+    for path, module in model.named_modules():
+        if isinstance(module, (DistributedEmbedding, DistributedLinear)):
+            yield Unit(path, [Entry(path, module, Style.ITSELF)], is_asked_for=True)
 
 
 def _joined(path: str, name: str) -> str:
@@ -205,7 +216,7 @@ def _check_tied(model: nn.Module, units: list[Unit]) -> None:
             found = [entries[p] for p in paths if p in entries and entries[p][0].problem is None]
             if not found or len(paths) == 1:
                 continue
-            dims = {(int(e.style is Style.ROW), e.blocks) for _, e in found}
+            dims = {(int(e.style in (Style.ROW, Style.ITSELF)), e.blocks) for _, e in found}
             if len(found) < len(paths) or len(dims) > 1:
                 for unit, entry in found:
                     unit.problem = f"{entry.path} shares its weight with {', '.join(paths)}"

@@ -53,13 +53,14 @@ def in_threads(function: Callable[..., Any], *of_ranks: Sequence[Any]) -> list[A
         return list(pool.map(function, *of_ranks, timeout=60))
 
 
-def distributed(build: Callable[[], nn.Module], size: int) -> list[Rank]:
+def distributed(build: Callable[[], nn.Module], size: int, is_marked: bool = True) -> list[Rank]:
     """A model's parts on all ranks."""
     ranks = tuple(range(size))
     groups = [Members(ranks, transport) for transport in loopback_world(size)]
     models = [build() for _ in ranks]
     for model in models:
-        set_tensor_parallelism(model)
+        if is_marked:
+            set_tensor_parallelism(model)
     shards = in_threads(distribute, models, groups)
     return [Rank(*parts) for parts in zip(models, groups, shards, strict=True)]
 

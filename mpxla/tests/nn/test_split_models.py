@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import mpxla as smp
 from mpxla.graph.collectives import is_collective
 from mpxla.nn.distribute import set_tensor_parallelism
 from mpxla.nn.plans import units_of
@@ -273,6 +274,44 @@ def test_calls_outside_of_steps_are_refused():
     ranks: list[Rank] = distributed(lambda: built("llama"), 2)
     with pytest.raises(StepError, match="called outside a step function"):
         ranks[0].model(words())
+
+
+class OwnLayers(nn.Module):
+    """A model made of the layers of `smp.nn`."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = smp.nn.DistributedEmbedding(WORDS, 8, padding_idx=3)
+        self.inner = smp.nn.DistributedLinear(8, 16)
+        self.outer = smp.nn.DistributedLinear(16, WORDS, bias=False)
+
+    def forward(self, ids):
+        return self.outer(self.inner(self.words(ids)).relu())
+
+
+def test_layers_that_scripts_use_themselves():
+    def build():
+        torch.manual_seed(4)
+        return OwnLayers()
+
+    def loss_of(model, ids):
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    whole = build()
+    ids = words()
+    ids[0, 0] = 3
+    loss = loss_of(whole, ids)
+    loss.backward()
+    ranks = distributed(build, 2, is_marked=False)
+    assert ranks[0].shards["words.weight"].shape == (WORDS, 4)
+    assert ranks[0].shards["inner.weight"].shape == (16, 4)
+    programs = [lower(rank, loss_of, [ids]) for rank in ranks]
+    (found, gradients), (_, other) = in_threads(train_once, ranks, programs, [[ids]] * 2)
+    torch.testing.assert_close(found, loss.detach())
+    for name, parameter in whole.named_parameters():
+        shard = ranks[0].shards.get(name)
+        gradient = gradients[name] if shard is None else shard.join([gradients[name], other[name]])
+        torch.testing.assert_close(gradient, parameter.grad, msg=name)
 
 
 def test_an_optional_bias_stays_whole_in_a_row_layer():
