@@ -112,7 +112,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._backend = session.backend
-        self._update = CompiledUpdate(optimizer, session.backend)
         self._scale: LossScale | None = None
         if session.config.fp16:
             given = {**(dynamic_loss_args or {}), **settings}
@@ -125,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
         self.contents = OptimizerState(optimizer, self._models, session.backend, self._scale)
         self._pieces = self.contents.pieces
+        self._update = CompiledUpdate(optimizer, session.backend, self._pieces)
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -191,12 +191,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._scale.update(self.overflow)
             if self.overflow:
                 return None
-        self._pieces.renew()
+        self._pieces.renew_divided()
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
             if not self._update.was_compiled:
                 self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-        self._pieces.publish()
+        self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
 
     def unscale_gradients(self, scale: float) -> bool:
@@ -374,7 +374,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notice_groups()
 
     def _notice_groups(self) -> None:
-        """Takes in groups that were added since, perhaps to the inner optimizer."""
+        """Takes in masters and groups that were added since, perhaps to the inner optimizer."""
+        for model in self._models:
+            if self._pieces.is_behind(model.store):  # a parameter was thawed
+                self._pieces.exchange(model.store)
         if not self.contents.notice_groups():
             return
         for model in _models_of(self.optimizer, self._session_models):

@@ -37,9 +37,16 @@ class OptimizerPieces:
         self._ranges: dict[int, tuple[Range, tuple[int, ...]]] = {}
         self._exchanged: dict[int, UpdateCopy | None] = {}
         self._wide: set[int] = set()
+        self._sources: dict[int, nn.Parameter] = {}
+        self._num_parts: dict[ParameterStore, int] = {}
+
+    def is_behind(self, store: ParameterStore) -> bool:
+        """Whether a store has update copies that came after the last `exchange`."""
+        return store.num_parts > self._num_parts.get(store, 0)
 
     def exchange(self, store: ParameterStore) -> None:
         """Puts a model's update copies in the place of parameters; those there stay."""
+        self._num_parts[store] = store.num_parts
         name_of = {id(p): n for n, p in store.state.local_parameters() if store.has_copy(n)}
         for group in self._optimizer.param_groups:
             kept: list[nn.Parameter] = []
@@ -59,6 +66,8 @@ class OptimizerPieces:
             return []
         if copy.parameter.dtype != parameter.dtype:
             self._wide.add(id(copy.parameter))
+        if copy.extent is None:
+            self._sources[id(copy.parameter)] = parameter
         position = self._positions[id(parameter)]
         self._positions[id(copy.parameter)] = position
         if copy.extent is not None:
@@ -79,15 +88,36 @@ class OptimizerPieces:
         for store in self._names:
             store.collect_gradients()
 
-    def renew(self) -> None:
-        """Before an update: copies take what was written to the parameters."""
-        for store, names in self._names.items():
-            store.renew(names)
+    def source_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The parameter of the model that something in the groups is the master of, if it is."""
+        return self._sources.get(id(parameter))
 
-    def publish(self) -> None:
-        """After an update: parameters take the values of the copies. Collective if divided."""
+    def renew(self) -> None:
+        """Copies take what was written to the parameters."""
+        self.renew_divided()
+        self.renew_masters()
+
+    def renew_divided(self) -> None:
+        """Pieces take what was written to the parameters; before an update."""
         for store, names in self._names.items():
-            store.publish(names)
+            if store.is_divided:
+                store.renew(names)
+
+    def renew_masters(self) -> None:
+        """Masters of whole parameters do so; before an update that is not compiled."""
+        for store, names in self._names.items():
+            if not store.is_divided:
+                store.renew(names)
+
+    def publish(self, has_masters: bool) -> None:
+        """After an update: parameters take the values of the copies. Collective if divided.
+
+        Args:
+            has_masters: whether masters of whole parameters still have to be published.
+        """
+        for store, names in self._names.items():
+            if store.is_divided or has_masters:
+                store.publish(names)
 
     def clear_gradients(self) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""

@@ -28,11 +28,10 @@ from mpxla.parallel.sums import GradientPrograms
 from mpxla.parallel.update_copy import Masters, UpdateCopy
 from mpxla.parallel.zero import Shard
 from mpxla.runtime.state import ModelState
+from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["ParameterStore", "set_gradients", "set_values"]
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -55,8 +54,8 @@ class ParameterStore:
     Args:
         state: names, `Parameter` objects and buffers of the model.
         backend: of this rank's device.
-        master_dtype: 16-bit parameters that are trained get update copies of this type, and their
-            gradients are summed in it; None: every parameter is updated in its own type.
+        master_dtype: 16-bit parameters that are trained get update copies of this type; None: every
+            parameter is updated in its own. (Gradients are summed in float32 anyway.)
 
     Attributes:
         ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
@@ -90,14 +89,23 @@ class ParameterStore:
 
     def gradient_spec(self, name: str) -> TensorSpec:
         """What a parameter's gradient is summed and reduced in."""
-        spec = TensorSpec.of(self.state.parameters[name])
-        is_widened = self.master_dtype is not None and spec.dtype in _NARROW
-        return replace(spec, dtype=self.master_dtype) if is_widened else spec
+        return accumulator_spec(TensorSpec.of(self.state.parameters[name]))
+
+    def _update_dtype(self, name: str) -> torch.dtype:
+        """What a parameter is updated in."""
+        own = self.state.parameters[name].dtype
+        is_widened = self.gradient_spec(name).dtype != own
+        return self.master_dtype if is_widened and self.master_dtype is not None else own
 
     @property
     def has_copies(self) -> bool:
         """Whether optimizers may hold something else than parameters; the same on all ranks."""
         return self.is_divided or self.master_dtype is not None
+
+    @property
+    def num_parts(self) -> int:
+        """Grows when there are new update copies."""
+        return len(self._parts)
 
     def has_copy(self, name: str) -> bool:
         """Whether optimizers hold something else than the parameter, here or on other replicas."""
@@ -149,28 +157,27 @@ class ParameterStore:
             for narrow in fill_buckets(specs, holders, capacity_bytes, len(group)):
                 bucket = replace(narrow, specs=tuple(map(self.gradient_spec, narrow.names)))
                 parameters = self.state.parameters
-                shard = Shard(bucket, parameters, transport, group, self._programs)
+                dtype = self._update_dtype(narrow.names[0])
+                shard = Shard(bucket, parameters, dtype, transport, group, self._programs)
                 self.shards[bucket] = shard
                 self._add(shard)
 
-    def widen(self, names: Iterable[str]) -> bool:
+    def widen(self, names: Iterable[str]) -> None:
         """Gives 16-bit parameters masters, if the store has a type for those.
 
         Args:
             names: of the parameters; those that are frozen, elsewhere or have one are left out.
-
-        Returns:
-            Whether there are new ones, which optimizers have to take in.
         """
+        if self.is_divided:
+            return  # what is not divided was frozen then, and cannot be trained
         narrow = {
             name: parameter
             for name, parameter in self._trainable(names).items()
-            if self.gradient_spec(name).dtype != parameter.dtype
+            if self._update_dtype(name) != parameter.dtype
         }
         if narrow:
-            assert self.master_dtype is not None, "gradients are wider for masters only"
+            assert self.master_dtype is not None, "only masters are wider"
             self._add(Masters(narrow, self.master_dtype, self._programs))
-        return bool(narrow)
 
     def _add(self, part: Shard | Masters) -> None:
         self._parts.append(part)

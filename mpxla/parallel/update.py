@@ -24,6 +24,7 @@ import torch
 from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.errors import LoweringError
 from mpxla.log import get_logger
+from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import StartEntry, share_counters, starts_from_zeros
@@ -42,6 +43,8 @@ class CompiledUpdate:
     Args:
         optimizer: the optimizer; it gets hooks, and keeps its groups and its state.
         backend: compiles and runs the update.
+        pieces: update copies that the optimizer holds. A compiled update renews and publishes its
+            masters as well; before others, they are renewed here.
 
     Attributes:
         num_programs: programs compiled so far.
@@ -49,8 +52,14 @@ class CompiledUpdate:
         was_compiled: whether the last update was.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        pieces: OptimizerPieces | None = None,
+    ):
         self._backend = backend
+        self._pieces = OptimizerPieces(optimizer, {}) if pieces is None else pieces
         self._optimizer = optimizer
         self._programs: dict[Any, Executable] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -77,32 +86,45 @@ class CompiledUpdate:
         self._optimizer.step()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.was_compiled = False
-        if self.reason is not None or len(args) > 1 or kwargs.get("closure") is not None:
-            return
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        self.was_compiled = not has_closure and self._runs(optimizer)
+        if not self.was_compiled:
+            self._pieces.renew_masters()
+
+    def _runs(self, optimizer: Any) -> bool:
+        """Runs the update, if it is one that can be compiled."""
+        if self.reason is not None:
+            return False
         try:
             constants = constants_of(optimizer)
         except NotTraceableError as error:
             self._give_up(str(error))
-            return
+            return False
         trained = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
         slots, self._slots = self._slots, None
         if slots is None or not slots.renew(trained, constants):
             if not any(trained) or any(self._is_elsewhere(p) for group in trained for p in group):
-                return
+                return False
             if not self._start_state(trained):
-                return
-            slots = Slots(optimizer, trained, constants, self._backend.is_on_device)
+                return False
+            is_there, source_of = self._backend.is_on_device, self._pieces.source_of
+            slots = Slots(optimizer, trained, constants, is_there, source_of)
         program = self._program(slots)
         if program is None:
-            return
+            return False
         arguments = [*self._backend.adopt(slots.tensors), *self._upload_rates(slots)]
-        slots.store(self._backend.publish(program(arguments)))
+        try:
+            slots.let_go()
+            results = program(arguments)
+        except BaseException:  # it did not start, and has taken nothing
+            slots.take_back(self._backend.publish([arguments[i] for i in slots.donated]))
+            raise
+        slots.store(self._backend.publish(results))
         self._slots = slots
-        self.was_compiled = True
         self._hidden = [(p, p.grad) for group in trained for p in group]
         for parameter, _ in self._hidden:
             parameter.grad = None
+        return True
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._hidden:
@@ -137,12 +159,15 @@ class CompiledUpdate:
     def _compile(self, slots: Slots) -> Executable:
         rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
+        # Not the parameters: their arrays may be results of a step that returned a weight as it is.
+        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
+        donated = slots.donated if self._backend.is_host else ()
         try:
             tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs)
+            return self._backend.compile("optimizer update", tracer, inputs, donated)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs)
+            return self._backend.compile("optimizer update", tracer, inputs, donated)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

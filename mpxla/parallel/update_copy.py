@@ -70,7 +70,8 @@ class _Renewal(nn.Module):
         ]
         copies = tensors[len(values) :]
         if not copies:
-            return [value.to(self._dtype) for value in values]
+            # Each a tensor of its own: a piece that is all of a flat parameter would share memory.
+            return [value.to(self._dtype).clone() for value in values]
         return [renewed(value, copy) for value, copy in zip(values, copies, strict=True)]
 
 

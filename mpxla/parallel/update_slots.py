@@ -5,7 +5,7 @@ This module must not know how an update is traced or compiled.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,16 @@ __all__ = ["Slots", "constants_of"]
 _Trained = Sequence[Sequence[torch.nn.Parameter]]
 
 
+class Places(NamedTuple):
+    """Slots of one parameter of an optimizer."""
+
+    parameter: int
+    gradient: int
+    state: dict[str, int]
+    source: int | None
+    """Of the compute copy, where the parameter is a master."""
+
+
 class Slots:
     """The tensors of one update in the order of the program's arguments, and the way back.
 
@@ -26,10 +36,11 @@ class Slots:
     Attributes:
         tensors: parameters, their gradients, their state; every tensor once.
         trained: the parameters with a gradient, by group.
-        places: for every parameter, by group, the slots of itself, its gradient and its state.
+        places: the slots of every parameter, by group.
         rates: different learning rates of the groups, as the groups hold them.
         rate_of: for every group the index of its rate; None without one.
         changed: slots that an update changes, in the order of the program's results.
+        donated: those of them that hold state, whose memory the results may take.
         key: equal for updates that the same program can do.
     """
 
@@ -39,7 +50,17 @@ class Slots:
         trained: _Trained,
         constants: tuple[Any, ...],
         is_on_device: Callable[[torch.Tensor], bool],
+        source_of: Callable[[torch.nn.Parameter], torch.nn.Parameter | None] = lambda _: None,
     ):
+        """Finds them.
+
+        Args:
+            optimizer: the optimizer.
+            trained: the parameters with a gradient, by group.
+            constants: what `constants_of` says.
+            is_on_device: whether a program can take a tensor.
+            source_of: the parameter that something in the groups is the master of, if it is one.
+        """
         self._optimizer = optimizer
         self._is_on_device = is_on_device
         self.trained = trained
@@ -52,7 +73,7 @@ class Slots:
                 self.tensors.append(tensor)
             return index_of[id(tensor)]
 
-        self.places: list[list[tuple[int, int, dict[str, int]]]] = []
+        self.places: list[list[Places]] = []
         for parameters in trained:
             places = []
             for p in parameters:
@@ -61,13 +82,27 @@ class Slots:
                     for key, value in optimizer.state.get(p, {}).items()
                     if isinstance(value, torch.Tensor)
                 }
-                places.append((slot(p), slot(p.grad), state))
+                source = source_of(p)
+                is_master = source is not None
+                places.append(
+                    Places(slot(p), slot(p.grad), state, slot(source) if is_master else None)
+                )
             self.places.append(places)
+        self._sources = {
+            place.source: source
+            for parameters, places in zip(trained, self.places, strict=True)
+            for p, place in zip(parameters, places, strict=True)
+            if place.source is not None and (source := source_of(p)) is not None
+        }
         self.rates, self.rate_of = _rates(optimizer.param_groups)
         self.key = (
             constants,
             tuple(tuple(id(p) for p in group) for group in trained),
-            tuple((p, g, *state.values()) for places in self.places for p, g, state in places),
+            tuple(
+                (p.parameter, p.gradient, p.source, *p.state.values())
+                for places in self.places
+                for p in places
+            ),
             self.rate_of,
         )
         self._remember()
@@ -76,18 +111,21 @@ class Slots:
         """Notes where each tensor was found."""
         flat = list(chain.from_iterable(self.places))
         self._parameters = list(chain.from_iterable(self.trained))
-        self._gradient_places = [place for _, place, _ in flat]
+        self._gradient_places = [places.gradient for places in flat]
         states = self._optimizer.state
         self._states = [states[p] if p in states else None for p in self._parameters]
         self._sizes = [len(state or ()) for state in self._states]
         self._entries = [
             (state, key, place)
-            for state, (_, _, state_places) in zip(self._states, flat, strict=True)
-            for key, place in state_places.items()
+            for state, places in zip(self._states, flat, strict=True)
+            for key, place in places.state.items()
         ]
-        self._parameter_places = [place for place, _, _ in flat]
-        ordered = ((place, *state_places.values()) for place, _, state_places in flat)
-        self.changed = list(dict.fromkeys(chain.from_iterable(ordered)))
+        self._parameter_places = [places.parameter for places in flat]
+        ordered = ((places.parameter, *places.state.values()) for places in flat)
+        self.changed = list(dict.fromkeys((*chain.from_iterable(ordered), *self._sources)))
+        state_places = {place for _, _, place in self._entries}
+        kept = {*self._parameter_places, *self._gradient_places, *self._sources}
+        self.donated = sorted(state_places - kept)
 
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
@@ -121,6 +159,8 @@ class Slots:
             found[place] = parameter
         for place, parameter in zip(self._gradient_places, parameters, strict=True):
             found[place] = parameter.grad
+        for place, source in self._sources.items():
+            found[place] = source
         for state, key, place in self._entries:
             value = state.get(key)
             if found[place] is None:
@@ -131,16 +171,33 @@ class Slots:
         is_complete = all(isinstance(t, torch.Tensor) and self._is_on_device(t) for t in found)
         return is_complete and len(set(map(id, found))) == len(found)
 
+    def let_go(self) -> None:
+        """Forgets the state that is donated, before the program that takes its memory is called.
+
+        A view that somebody sees keeps its memory from being taken, and those here would. Aliases
+        that users hold do so too, which is why they stay as they are.
+        """
+        taken = set(self.donated)
+        for state, key, place in self._entries:
+            if place in taken:
+                state[key] = None
+        self.tensors = [None] * len(self.tensors)
+
+    def take_back(self, donated: Sequence[torch.Tensor]) -> None:
+        """Puts the state that was donated back, after a program that could not be called."""
+        value_of = dict(zip(self.donated, donated, strict=True))
+        for state, key, place in self._entries:
+            state[key] = value_of.get(place, state[key])
+
     def store(self, results: Sequence[torch.Tensor]) -> None:
         """Makes a program's results the parameters and the state, and lets go of the old ones."""
         new: list[Any] = [None] * len(self.tensors)
         for place, result in zip(self.changed, results, strict=True):
             new[place] = result
-        for place, parameter in zip(self._parameter_places, self._parameters, strict=True):
-            set_values([parameter], [new[place]])
+        set_values(self._parameters, [new[place] for place in self._parameter_places])
+        set_values(list(self._sources.values()), [new[place] for place in self._sources])
         for state, key, place in self._entries:
             state[key] = new[place]
-        self.tensors = [None] * len(self.tensors)
 
 
 def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpxla.device.backend import Backend
+from mpxla.parallel.update_copy import renewed
 from mpxla.parallel.update_python import (
     NotTraceableError,
     copied_attributes,
@@ -68,6 +69,8 @@ def clone_optimizer(
 class UpdateTracer(torch.nn.Module):
     """(parameters, gradients, state, learning rates) -> (new parameters, new state).
 
+    Masters take what was written to their compute copies first; these are results too.
+
     Args:
         slots: what the arguments are.
         optimizer: the optimizer.
@@ -93,16 +96,21 @@ class UpdateTracer(torch.nn.Module):
             optimizer.param_groups, slots.places, slots.trained, slots.rate_of, strict=True
         ):
             stand_ins = []
-            for (place, grad_place, state_places), original in zip(places, originals, strict=True):
+            for held, original in zip(places, originals, strict=True):
                 # Updates change their operands in place; arguments have to stay.
-                stand_in = torch.nn.Parameter(arguments[place].clone())
-                stand_in.grad = arguments[grad_place].clone()
+                value = arguments[held.parameter].clone()
+                if held.source is not None:
+                    value = renewed(arguments[held.source], value)
+                stand_in = torch.nn.Parameter(value)
+                stand_in.grad = arguments[held.gradient].clone()
                 state[stand_in] = {
-                    key: None if key in state_places else copy.deepcopy(value)
+                    key: None if key in held.state else copy.deepcopy(value)
                     for key, value in optimizer.state.get(original, {}).items()
                 }
-                of_place[place] = (stand_in, None)
-                for key, state_place in state_places.items():
+                of_place[held.parameter] = (stand_in, None)
+                if held.source is not None:
+                    of_place[held.source] = (stand_in, None)  # it is rounded below
+                for key, state_place in held.state.items():
                     state[stand_in][key] = _widened(arguments[state_place], self._wide).clone()
                     of_place.setdefault(state_place, (stand_in, key))
                 stand_ins.append(stand_in)

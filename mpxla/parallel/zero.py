@@ -56,8 +56,9 @@ class Shard:
     """The share of this replica in one bucket, and the ways there and back.
 
     Args:
-        bucket: parameters, with the specs that their gradients and pieces have (but for shapes).
+        bucket: the parameters, with the specs of their gradients.
         parameters: the compute copies, by name; those of the bucket among them.
+        dtype: of the pieces.
         transport: reaches the other replicas.
         group: global ranks that hold the same parameters, by dp_rank.
         programs: compiles and runs.
@@ -71,6 +72,7 @@ class Shard:
         self,
         bucket: Bucket,
         parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
         transport: Transport,
         group: Group,
         programs: Programs,
@@ -82,7 +84,7 @@ class Shard:
         self._group = group
         self._programs = programs
         self._gradients = GradientPrograms(programs)
-        self._dtype = parameters[bucket.names[0]].dtype
+        self._dtype, self._piece_dtype = parameters[bucket.names[0]].dtype, dtype
         ranges = ranges_of(bucket, group.index(transport.rank))
         self._extents = list(ranges.values())
         self._parameters = [parameters[name] for name in ranges]
@@ -96,14 +98,14 @@ class Shard:
         if not ranges:
             return None  # the last shards of a bucket of few elements are padding
         names, bucket = tuple(ranges), self.bucket
-        pieces = tuple(TensorSpec((b - a,), bucket.dtype) for a, b in ranges.values())
+        pieces = tuple(TensorSpec((b - a,), self._piece_dtype) for a, b in ranges.values())
         flat = Bucket(names, pieces, bucket.holders, self._length)
         return Packer(flat, names, self._dtype, self._programs.backend)
 
     def _renewed(self, copies: Sequence[UpdateCopy]) -> list[torch.Tensor]:
         if not self._extents:
             return []
-        dtype = self.bucket.dtype
+        dtype = self._piece_dtype
         return renewal(self._programs, self._parameters, self._extents, dtype, copies)
 
     def renew(self) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ LAYERS = (
     ("session",),
     ("runtime",),
     ("parallel", "nn", "checkpoint"),
-    ("api",),
+    ("api", "amp"),
     ("compat",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
     ("__init__", "cli", "__main__"),

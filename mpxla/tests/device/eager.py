@@ -1,21 +1,27 @@
 """A backend whose programs compute at once, by PyTorch on the host: for tests of values."""
 
-from mpxla.device.null import NullBackend
+from mpxla.device.null import NullBackend, NullExecutable
+
+
+class EagerExecutable(NullExecutable):
+    """See `Executable`; it runs a module."""
+
+    def __call__(self, arguments, seed=None):
+        specs = tuple(map(self._backend.spec, arguments))
+        assert specs == self.inputs, f"{self.name} takes {self.inputs}, not {specs}"
+        self._backend.calls.append(self.name)
+        return [result.detach() for result in self.graph(*arguments)]
 
 
 class EagerBackend(NullBackend):
     """See `Backend`; buffers are tensors. It records compilations and calls as `NullBackend`."""
 
     def compile(self, name, graph, inputs, donated=(), keep_text=False):
-        program = super().compile(name, graph, inputs, donated, keep_text)
-
-        def call(arguments, seed=None):
-            self.calls.append(name)
-            specs = tuple(map(self.spec, arguments))
-            assert specs == program.inputs, f"{name} takes {program.inputs}, not {specs}"
-            return [result.detach() for result in graph(*arguments)]
-
-        return call
+        found = super().compile(name, graph, inputs, donated, keep_text)
+        program = EagerExecutable(self, name, found.inputs, found.outputs, donated)
+        program.graph = graph
+        self.compiled[-1] = program
+        return program
 
     def put(self, tensors):
         return [tensor.detach().clone() for tensor in tensors]
@@ -28,3 +34,6 @@ class EagerBackend(NullBackend):
 
     def publish(self, buffers):
         return [buffer.detach().clone() for buffer in buffers]
+
+    def view(self, buffer):
+        return buffer.detach()

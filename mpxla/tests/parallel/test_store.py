@@ -13,7 +13,9 @@ import mpxla
 from mpxla.comm.loopback import loopback_world
 from mpxla.device.null import NullBackend
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
+from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.store import ParameterStore
+from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_copy import renewed
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
@@ -46,7 +48,9 @@ def store_of(backend=None, master_dtype=F32):
 
 def with_masters():
     store = store_of()
-    assert store.widen(NAMES) and not store.widen(NAMES)
+    for _ in range(2):
+        store.widen(NAMES)  # the second one finds nothing to do
+    assert store.num_parts == 1
     return store
 
 
@@ -79,8 +83,10 @@ def test_masters_have_the_shape_and_the_values_of_their_parameters():
 
 def test_without_a_type_for_masters_there_are_none():
     store = store_of(master_dtype=None)
-    assert not store.widen(NAMES) and not store.has_copies
-    assert store.gradient_spec("bias") == TensorSpec((3,), BF16)
+    store.widen(NAMES)
+    assert not store.num_parts and not store.has_copies
+    store.add_gradients(["bias"], [torch.ones(3)])
+    assert store.state.parameters["bias"].grad.dtype is BF16, "the type that torch asks for"
 
 
 def test_frozen_parameters_get_their_master_when_they_are_thawed():
@@ -88,8 +94,14 @@ def test_frozen_parameters_get_their_master_when_they_are_thawed():
     store.state.parameters["bias"].requires_grad_(False)
     store.widen(NAMES)
     assert store.copy_of("bias") is None
+    optimizer, state = optimizer_of(store)
     store.state.parameters["bias"].requires_grad_(True)
-    assert store.widen(NAMES) and store.copy_of("bias") is not None
+    store.widen(NAMES)
+    assert state.pieces.is_behind(store) and store.copy_of("bias") is not None
+    state.pieces.exchange(store)
+    assert not state.pieces.is_behind(store)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert list(map(id, held)) == [id(store.owner(name)) for name in NAMES]
 
 
 def test_a_master_keeps_its_low_bits_until_somebody_writes_to_the_parameter():
@@ -191,6 +203,27 @@ def test_pieces_are_wide_and_travel_in_the_type_of_the_parameters():
         assert torch.equal(value, (whole.float() + added.view(whole.shape)).to(whole.dtype)), name
 
 
+def test_pieces_without_masters_have_the_type_of_the_parameters():
+    def receive(store, replica):
+        for bucket in store.shards:
+            assert bucket.dtype is F32, "gradients are reduced in float32 anyway"
+            flat = torch.ones(bucket.num_elements // 2)
+            store.receive(bucket, flat, frozenset(NAMES))
+        store.renew(NAMES)
+        store.publish(NAMES)
+        return {
+            c.name: (c.parameter.dtype, c.parameter.grad.dtype, c.parameter.detach())
+            for c in store.copies()
+        }
+
+    first, second = in_two_replicas(receive, master_dtype=None)
+    for name, *found in [(n, *f) for pieces in (first, second) for n, f in pieces.items()]:
+        own = Net().get_parameter(name).dtype
+        assert found[:2] == [own, own]
+    joined = torch.cat([first["weight"][2], second["weight"][2]])
+    assert torch.equal(joined.view(2, 3), Net().weight)
+
+
 def test_gradients_of_divided_parameters_wait_for_their_reduction():
     def reduce(store, replica):
         store.add_gradients(["weight"], [torch.ones(2, 3, dtype=BF16)])
@@ -240,9 +273,50 @@ def step(store, optimizer, state):
         store.add_gradients([name], [torch.full(spec.shape, 0.3, dtype=spec.dtype)])
     state.pieces.renew()
     optimizer.step()
-    state.pieces.publish()
+    state.pieces.publish(has_masters=True)
     store.clear_gradients(set_to_none=True)
     store.state.parameters["norm"].grad = None
+
+
+def train_with_masters(kind, is_compiled):
+    """Masters and parameters after steps, with a write of the user's in between; and the calls."""
+    store = with_masters()
+    parameters = [store.state.parameters[name] for name in NAMES]
+    optimizer = kind(parameters, lr=1e-3)
+    pieces = OptimizerPieces(optimizer, {id(p): i for i, p in enumerate(parameters)})
+    pieces.exchange(store)
+    update = CompiledUpdate(optimizer, store.backend, pieces)
+    update.reason = None if is_compiled else "it is not to be"
+    for number in range(4):
+        trained = NAMES if number != 2 else NAMES[1:]
+        for name in trained:
+            spec = store.gradient_spec(name)
+            gradient = torch.linspace(-1, 1, spec.shape[-1]).expand(spec.shape) + number
+            store.add_gradients([name], [gradient.contiguous()])
+        if number == 1:
+            store.state.parameters["bias"].data[1] = 3.0
+        store.backend.calls.clear()
+        pieces.renew_divided()
+        update.step()
+        pieces.publish(has_masters=not update.was_compiled)
+        store.clear_gradients(set_to_none=True)
+        store.state.parameters["norm"].grad = None
+    values = [store.owner(n).detach() for n in NAMES] + [p.detach() for p in parameters]
+    return update.was_compiled, values, [c for c in store.backend.calls if " " in c]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_compiled_update_renews_and_publishes_masters(kind):
+    was_compiled, values, calls = train_with_masters(kind, True)
+    assert was_compiled and calls == ["optimizer update"]
+    was_compiled, expected, calls = train_with_masters(kind, False)
+    assert not was_compiled and calls == ["renewal of update copies", "rounding of masters"]
+    for value, wanted in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=2e-6, atol=0)
+    assert 2.9 < values[1][1] < 3.1, "what the user wrote is trained on"
+    assert torch.equal(values[3], values[0].to(BF16)) and not torch.equal(
+        values[0], values[3].float()
+    )
 
 
 def test_the_state_of_an_optimizer_holds_masters_and_takes_them_back():
@@ -267,6 +341,17 @@ def test_the_state_of_an_optimizer_holds_masters_and_takes_them_back():
         assert torch.equal(other.owner(name), store.owner(name)), name
 
 
+def test_state_that_is_there_before_becomes_as_wide_as_the_masters():
+    store = with_masters()
+    parameters = [store.state.parameters[name] for name in NAMES]
+    optimizer = torch.optim.Adagrad(parameters, initial_accumulator_value=0.5)
+    pieces = OptimizerPieces(optimizer, {id(p): i for i, p in enumerate(parameters)})
+    assert optimizer.state[parameters[0]]["sum"].dtype is BF16
+    pieces.exchange(store)
+    found = optimizer.state[store.owner("weight")]["sum"]
+    assert found.dtype is F32 and found.eq(0.5).all() and parameters[0] not in optimizer.state
+
+
 def test_masters_that_were_saved_are_the_parameters_of_a_float32_run():
     store = with_masters()
     optimizer, state = optimizer_of(store)
@@ -274,7 +359,8 @@ def test_masters_that_were_saved_are_the_parameters_of_a_float32_run():
     saved = state.of_rank(is_divided=False)
     wide = store_of()
     wide.state.module.float()
-    assert not wide.widen(NAMES)
+    wide.widen(NAMES)
+    assert not wide.num_parts
     inner, again = optimizer_of(wide)
     again.load(saved)
     assert torch.equal(wide.state.parameters["weight"], store.owner("weight"))

@@ -58,3 +58,29 @@ def test_a_setting_is_a_constant_of_the_program():
     optimizer.param_groups[0]["weight_decay"] = 0.1
     step(parameters, update)
     assert update.num_programs == 2
+
+
+def test_state_is_donated_and_parameters_and_gradients_are_not():
+    parameters, optimizer, backend, update = update_of()
+    step(parameters, update)
+    (program,) = backend.compiled
+    assert sorted(program.donated) == [0, 3], "momentum, parameter, gradient; and again"
+    backend.is_host = False
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    step(parameters, update)
+    assert not backend.compiled[-1].donated
+
+
+def test_state_is_still_there_after_a_program_that_cannot_be_called():
+    parameters, optimizer, _, update = update_of()
+    step(parameters, update)
+    (key,) = update._programs
+
+    def fail(arguments):
+        raise MemoryError
+
+    update._programs[key] = fail
+    with pytest.raises(MemoryError):
+        step(parameters, update)
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    assert [tuple(value.shape) for value in momenta] == [(2, 3), (4,)]

@@ -1,0 +1,116 @@
+"""Checkpoints of 16-bit parameters with float32 masters, under other topologies and precisions."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.testing import run_ranks
+from mpxla.tests.test_parity_masters import BF16, Case, Net, adamw, masters_of, start, update
+
+pytestmark = pytest.mark.ranks
+ZERO, PIPELINE = Case(Net, 2, 1, is_sharded=True), Case(Net, 1, 2)
+
+
+def begin(case, dtype=BF16):
+    model = start(case, Net().to(dtype), has_masters=dtype is BF16)
+    return model, smp.DistributedOptimizer(adamw(Net, model.parameters()))
+
+
+def exact(model, optimizer):
+    """What is updated, by name: masters, or parameters of 32 bits."""
+    state = model.state_dict()
+    return state if next(iter(state.values())).dtype is torch.float32 else masters_of(
+        model, optimizer
+    )  # fmt: skip
+
+
+def save(path, case, dtype):
+    """Trains 3 steps, saves, and trains one more."""
+    model, optimizer = begin(case, dtype)
+    for number in range(3):
+        update(case, model, optimizer, number)
+    smp.save_checkpoint(path, "third", model=model, optimizer=optimizer)
+    found = exact(model, optimizer)
+    update(case, model, optimizer, 3)
+    return found, exact(model, optimizer)
+
+
+def resume(path, case, dtype):
+    """What is updated after loading, and after one more step."""
+    model, optimizer = begin(case, dtype)
+    smp.resume_from_checkpoint(path, "third")
+    if case.stages > 1:
+        evaluate(model, torch.ones(2, 24, dtype=dtype))  # partitions, and loads
+    found = exact(model, optimizer), model.state_dict()
+    if dtype is BF16:
+        update(case, model, optimizer, 3)
+    return *found, exact(model, optimizer)
+
+
+@smp.step
+def evaluate(model, x):
+    return model(x)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((ZERO, BF16), (ZERO, BF16)),
+        ((ZERO, BF16), (PIPELINE, BF16)),
+        ((ZERO, BF16), (PIPELINE, torch.float32)),
+        pytest.param((PIPELINE, BF16), (ZERO, torch.float32), marks=pytest.mark.slow),
+        pytest.param((PIPELINE, BF16), (ZERO, BF16), marks=pytest.mark.slow),
+        # Weights of 32 bits become masters as they are.
+        pytest.param((PIPELINE, torch.float32), (ZERO, BF16), marks=pytest.mark.slow),
+    ],
+    ids=["same", "other topology", "float32", "float32 divided", "divided", "from float32"],
+)
+def test_what_is_updated_is_loaded_to_the_last_bit(tmp_path, saved, loaded):
+    expected = run_ranks(save, 2, str(tmp_path), *saved)[0]
+    for found, state, after in run_ranks(resume, 2, str(tmp_path), *loaded):
+        for name, value in expected[0].items():
+            assert torch.equal(found[name], value), name
+            assert torch.equal(state[name], value.to(loaded[1])), name
+            if saved == loaded:
+                assert torch.equal(after[name], expected[1][name]), name
+
+
+class Tower(nn.Module):
+    """Layers of which the first is frozen at the start."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.enter, self.leave = nn.Linear(24, 4), nn.Linear(4, 2)
+        self.enter.requires_grad_(False)
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.enter(x))).float().square().mean()
+
+
+def thaw_and_load():
+    """A parameter that is thawed later, and a state dict in between."""
+    case = Case(Net)
+    model = start(case, Tower().to(BF16))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-14))
+    update(case, model, optimizer, 0)
+    num_wide = [sum(p.dtype is torch.float32 for p in optimizer.param_groups[0]["params"])]
+    model.module.enter.requires_grad_(True)
+    before = model.store.state.parameters["enter.weight"].detach().clone()
+    for number in range(1, 5):
+        update(case, model, optimizer, number)
+    num_wide.append(sum(p.dtype is torch.float32 for p in optimizer.param_groups[0]["params"]))
+    moved = model.store.owner("enter.weight").detach() - before.float()
+    weights = model.state_dict()
+    weights["leave.bias"] = torch.tensor([1.0 + 2.0**-14, 3.0])
+    model.load_state_dict(weights)
+    kept = model.store.owner("enter.weight").detach() - before.float()
+    return num_wide, moved, kept, model.store.owner("leave.bias").detach()
+
+
+def test_thawed_parameters_get_masters_and_loading_keeps_low_bits():
+    ((num_wide, moved, kept, bias),) = run_ranks(thaw_and_load, 1)
+    assert num_wide == [2, 4]
+    assert moved.any() and torch.equal(moved, kept), "values that are the same change no master"
+    assert bias.tolist() == [1.0 + 2.0**-14, 3.0]

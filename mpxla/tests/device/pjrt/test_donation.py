@@ -1,0 +1,66 @@
+"""The update takes the memory of the optimizer's state, unless somebody else sees it."""
+
+import pytest
+import torch
+
+from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.parallel.update import CompiledUpdate
+
+SIZE = 1 << 14
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return PjrtBackend("cpu")
+
+
+def make():
+    parameters = [torch.nn.Parameter(torch.ones(SIZE) * i) for i in (1, 2)]
+    return parameters, torch.optim.AdamW(parameters, lr=0.1)
+
+
+def moments(parameters, optimizer):
+    return [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+
+
+def train(parameters, optimizer, update, before_last):
+    """Steps by equal gradients; a function is called before the last one."""
+    for number in range(NUM_STEPS):
+        for p in parameters:
+            p.grad = torch.linspace(-1, 1, SIZE) * (number + 1)
+        if number == NUM_STEPS - 1:
+            before_last()
+        update()
+
+
+def places(tensors):
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def test_results_take_the_memory_of_the_state(backend):
+    parameters, optimizer = make()
+    update, before = CompiledUpdate(optimizer, backend), set()
+    note = lambda: before.update(places(moments(parameters, optimizer)))  # noqa: E731
+    train(parameters, optimizer, update.step, note)
+    assert update.was_compiled
+    assert len(before) == 4 and before <= places([*parameters, *moments(parameters, optimizer)])
+
+
+def test_an_alias_held_across_an_update_keeps_its_numbers(backend):
+    parameters, optimizer = make()
+    update, held, copies = CompiledUpdate(optimizer, backend), [], []
+
+    def hold():
+        held.extend((*moments(parameters, optimizer), *(p.data for p in parameters)))
+        copies.extend(tensor.clone() for tensor in held)
+
+    train(parameters, optimizer, update.step, hold)
+    assert len(held) == 6 and all(map(torch.equal, held, copies))
+    now = [*parameters, *moments(parameters, optimizer)]
+    assert not places(held) & places(now), "what somebody sees is not taken"
+    plain, inner = make()
+    train(plain, inner, inner.step, lambda: None)
+    expected = [*plain, *moments(plain, inner)]
+    for found, wanted in zip(now, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
