@@ -46,11 +46,11 @@ _SOURCES = {
     "mpxla.topology": ("CommGroup", "RankType"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
-_MODULES = ("amp", "nn")
+_MODULES = ("amp", "nn", "patches")
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
 # pyright cannot evaluate the list; what it tells readers is at the end.
-__all__ = [*_MODULE_OF, *_MODULES, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ LAYERS = (
     ("runtime",),
     ("nn",),
     ("parallel", "checkpoint"),
-    ("api", "patches"),
+    ("api", "amp", "patches"),
     ("compat",),
     ("testing", "_rank_pool", "_rank_launcher", "_rank_worker"),
     ("__init__", "cli", "__main__"),

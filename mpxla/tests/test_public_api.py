@@ -31,7 +31,7 @@ NAMES = {
     # Training.
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
-    *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics", "amp"),
+    *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
     *("set_activation_checkpointing", "set_tensor_parallelism"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),

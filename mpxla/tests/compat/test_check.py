@@ -80,7 +80,6 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
                 (4, "smp.tensor_parallelism", SUPPORTED),
                 (5, "smp.set_tensor_parallelism", SUPPORTED),
                 (6, "smp.model_creation", SUPPORTED),
-                (6, "smp.model_creation(dtype=torch.float16)", REFUSED),
                 (6, "smp.model_creation(tensor_parallelism=True)", REFUSED),
                 (6, "smp.model_creation(zero_init=True)", REFUSED),
             ],

@@ -103,10 +103,7 @@ REFUSED = {
     "a private name": "from smdistributed.modelparallel.torch import _helper\n_helper(1)",
     "tensor parallelism": "with smp.tensor_parallelism():\n    pass",
     "tensor-parallel creation": "with smp.model_creation(tensor_parallelism=True):\n    pass",
-    "half creation": "with smp.model_creation(dtype=torch.float16):\n    pass",
     "sharded creation": "with smp.model_creation(zero_init=True):\n    pass",
-    "torch's scaler": "scaler = torch.cuda.amp.GradScaler(enabled=True)\n"
-    "scaler.scale(torch.ones(1))",
     "by position": "with smp.tensor_parallelism(True):\n    pass",
     "set by position": "smp.set_tensor_parallelism(torch.nn.Linear(1, 1), True)",
     "creation by position": "with smp.model_creation(True):\n    pass",
