@@ -230,9 +230,9 @@ class GradientNorm:
         return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
 
     def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether some of these are parameters or gradients of this rank."""
-        held = self._held()
-        known = {id(value) for p in held for value in (p, p.grad)}
+        """Whether some of these are parameters, update copies or gradients of this rank."""
+        copies = [copy.parameter for store in self._placed for copy in store.copies()]
+        known = {id(value) for p in (*self._held(), *copies) for value in (p, p.grad)}
         return any(id(tensor) in known for tensor in tensors)
 
     def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
