@@ -32,10 +32,19 @@ test: $(INSTALLED) ## run the test suite
 	|| status=1; \
 	exit $$status
 
-# Also in an environment with the newest torch and jax and without torch_xla: make test-pjrt BIN=DIR.
+# The backend's own tests, and on it the tests of parity, replicas, messages, checkpoints, scripts and
+# ordinary models. Also in an environment with the newest torch and jax and without torch_xla, where
+# what starts ranks on both backends is left out: make test-pjrt BIN=DIR ARGS='-k "not the_other"'
+PJRT_TESTS := $(addprefix mpxla/tests/,test_parity.py test_parity_modes.py test_parity_replicas.py \
+	test_late_delivery.py test_client_training.py test_parity_scripts.py test_ordinary_models.py \
+	parallel/test_zero.py checkpoint/test_save_and_resume.py checkpoint/test_full.py)
 test-pjrt: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
-test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend
-	$(BIN)/python -m pytest -m "not slow and not device" mpxla/tests/device/pjrt $(ARGS)
+test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parity on it
+	@status=0; \
+	$(BIN)/python -m pytest -m "not slow and not device" mpxla/tests/device/pjrt $(ARGS) || status=1; \
+	MPXLA_DEVICE=pjrt $(BIN)/python -m pytest -m "not slow and not device" $(PJRT_TESTS) $(ARGS) \
+	|| status=1; \
+	exit $$status
 
 test-all: $(INSTALLED) ## run the test suite with its slow tests
 	@status=0; \

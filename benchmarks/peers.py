@@ -24,7 +24,7 @@ from replica_peers import (
     mpxla_replicas,
     mpxla_sharded,
 )
-from timing import timed
+from timing import resident_bytes, timed
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -122,7 +122,7 @@ def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int)
 
 
 def mpxla(
-    case: Any, num_microbatches: int, warm_up: int, steps: int, pipeline: str = "interleaved"
+    case: Any, num_microbatches: int, warm_up: int, steps: int, **keys: Any
 ) -> dict[str, Any]:
     """This library, automatic partition by compute; by default 1F1B, as `torch_pipelining`."""
     import torch
@@ -137,9 +137,10 @@ def mpxla(
             "microbatches": num_microbatches,
             "optimize": "speed",
             "memory_weight": 0.0,
-            "pipeline": pipeline,
+            **keys,
         }
     )
+    before = resident_bytes()
     model = smp.DistributedModel(case.model())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     ids, targets = case.batch(num_microbatches)
@@ -177,7 +178,10 @@ def mpxla(
     result["dispatch_ms"] = statistics.median(dispatch[-steps:]) * 1e3
     result["receive_ms"] = statistics.median(receive[-steps:]) * 1e3
     result["update_ms"] = statistics.median(updates[-steps:]) * 1e3
-    result["num_parameters"] = len(list(model.local_parameters()))
+    own = list(model.local_parameters())
+    result["num_parameters"] = len(own)
+    result["parameter_bytes"] = sum(p.nbytes for p in own)
+    result["step_bytes"] = result["peak_step_bytes"] - before
     if RANK == 0:
         result["partition"] = model.partition_report()
     return result | memory_of(optimizer)
@@ -188,6 +192,11 @@ def mpxla_eager(*args: Any) -> dict[str, Any]:
     return mpxla(*args, pipeline="eager_1f1b")
 
 
+def mpxla_pjrt(*args: Any) -> dict[str, Any]:
+    """The same on jax."""
+    return mpxla(*args, device="pjrt")
+
+
 PEERS = {
     f.__name__: f
     for f in (
@@ -196,6 +205,7 @@ PEERS = {
         torch_pipelining,
         mpxla,
         mpxla_eager,
+        mpxla_pjrt,
         ddp,
         mpxla_replicas,
         mpxla_sharded,

@@ -21,7 +21,9 @@ def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]
     first_s = time.perf_counter() - started
     for _ in range(warm_up - 1):
         step()
-    before = _resident_bytes()
+    before = resident_bytes()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak from now on, without compilation
     times, loss = [], float("nan")
     for count in _requests(steps):
         burst: list[float] = []
@@ -38,7 +40,8 @@ def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]
         "step_s": statistics.median(times),
         "times_s": times,
         "loss": loss,
-        "grown_bytes": _resident_bytes() - before,
+        "grown_bytes": resident_bytes() - before,
+        "peak_step_bytes": _peak_bytes(),
     }
 
 
@@ -58,6 +61,13 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _resident_bytes() -> int:
+def _peak_bytes() -> int:
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def resident_bytes() -> int:
+    """Memory of this process now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

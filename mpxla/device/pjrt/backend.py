@@ -34,6 +34,7 @@ from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
 from mpxla.device.pjrt.modules import flat_graph
+from mpxla.env import read_environment
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
@@ -63,7 +64,8 @@ class PjrtBackend:
 
     Args:
         platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
-        device_index: which of the platform's devices on this machine.
+        device_index: which of the platform's devices on this machine; None: on accelerators the
+            one of the process's local rank.
         key_kind: jax's name of the random generator; None: what the plugin wants.
 
     Raises:
@@ -77,13 +79,14 @@ class PjrtBackend:
     def __init__(
         self,
         platform: str | None = None,
-        device_index: int = 0,
+        device_index: int | None = None,
         key_kind: str | None = None,
     ):
         self._device = _find_device(platform, device_index)
         self.is_host = self._device.platform == "cpu"
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
-        self.device = torch.device("cuda", device_index) if is_cuda else torch.device("cpu")
+        index = self._device.local_hardware_id or 0
+        self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         self._key_kind = key_kind or _KEY_KINDS.get(self._device.platform, "threefry2x32")
         self._imports = ImportCache(self._device, self.device.type == self._memory)
         self._started: collections.deque[weakref.ref[jax.Array]] = collections.deque(
@@ -288,7 +291,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     return HostPiece
 
 
-def _find_device(platform: str | None, index: int) -> jax.Device:
+def _find_device(platform: str | None, index: int | None) -> jax.Device:
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     try:
@@ -305,6 +308,8 @@ def _find_device(platform: str | None, index: int) -> jax.Device:
             f"device: jax has no platform {platform or 'at all'!r} on this machine{reason}. "
             f"{remedy}, or choose another device."
         ) from error
+    if index is None:
+        index = 0 if devices[0].platform == "cpu" else read_environment().local_rank
     if index >= len(devices):
         raise MpxlaError(
             f"device: this process would use {devices[0].platform} device {index} of its machine, "

@@ -4,9 +4,12 @@ import importlib.util
 
 import pytest
 
+from mpxla import session
+from mpxla.config import Config
 from mpxla.device import choice
 from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
+from mpxla.device.null import NullBackend
+from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -50,3 +53,34 @@ def test_a_process_has_one_backend_which_the_environment_names(monkeypatch):
     assert open_backend("null") is open_backend("null")
     assert read_environment({}).device is None
     assert read_environment({"MPXLA_DEVICE": "pjrt"}).device == "pjrt"
+
+
+@pytest.mark.parametrize(
+    "key, variable, expected",
+    [("auto", None, "auto"), ("pjrt", None, "pjrt"), ("pjrt", "torch_xla", "torch_xla")],
+)
+def test_the_variable_wins_over_the_key(key, variable, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr(session, "open_backend", lambda name: asked.append(name) or NullBackend())
+    session._open_device(Config(device=key), LaunchEnv(device=variable))
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    "key, folder",
+    [(None, "/home/me/.cache/mpxla/programs"), ("", ""), ("/scratch/kept", "/scratch/kept")],
+)
+def test_where_programs_are_kept(key, folder, monkeypatch, caplog):
+    asked = []
+
+    class Keeping(NullBackend):
+        def keep_programs(self, folder):
+            asked.append(folder)
+            return False
+
+    monkeypatch.setattr(session, "open_backend", lambda name: Keeping())
+    session._open_device(Config(compile_cache=key), LaunchEnv(cache_dir="/home/me/.cache"))
+    assert asked == [folder]
+    said = "compile_cache has no effect on null" in caplog.text
+    assert said == bool(key), "only who asked for it is told"
+    assert read_environment({"XDG_CACHE_HOME": "/cache"}).cache_dir == "/cache"

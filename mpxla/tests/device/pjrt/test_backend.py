@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.device.pjrt.backend import PjrtBackend, _find_device
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.stage.spec import TensorSpec
 
 VECTOR = TensorSpec((4,), torch.float32)
+RANK_1 = {
+    **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+}
 LARGE = TensorSpec((64, 64), torch.float32)
 
 
@@ -229,9 +233,8 @@ class Full:
 
 
 def test_full_memory_says_what_needs_it_and_what_holds_it(backend, monkeypatch):
-    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1"), monkeypatch.setenv("MASTER_PORT", "29500")
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
     gc.collect()
     program = backend.compile("stage 1 backward", Function(lambda a: [a + 1]), [LARGE])
     held = backend.put([torch.zeros(512, 1024)] * 3)
@@ -247,6 +250,20 @@ def test_full_memory_says_what_needs_it_and_what_holds_it(backend, monkeypatch):
     program._call.text = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         program(backend.put([torch.zeros(64, 64)]))
+
+
+def test_ranks_of_a_machine_have_a_device_each(monkeypatch):
+    class Device:
+        platform = "gpu"
+
+    devices = [Device(), Device()]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert _find_device(None, None) is devices[0]
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    assert _find_device(None, None) is devices[1]
+    Device.platform = "cpu"
+    assert _find_device(None, None) is devices[0]
 
 
 SCRIPT = """

@@ -1,0 +1,117 @@
+"""Both backends on one case: step time in turns, dispatch, memory, first and second start.
+
+    python benchmarks/backends.py                       # the GPT of 17 M, a Markdown table
+    python benchmarks/backends.py --case tiny --json out.json
+
+Processes of both are alive at the same time and take turns, step by step; a ratio is taken within a
+repetition. Second starts find their programs in a folder that the first ones have filled.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launch import run_ranks
+from pipeline import HERE, spread
+from suite import Benchmark, Run, measure
+
+PEERS = ("mpxla", "mpxla_pjrt")
+RANKS = (1, 2)
+
+
+def first_seconds(peer: str, ranks: int, case: str, microbatches: int, repetitions: int) -> Any:
+    """Seconds of the first step of a first start and of a second one, by repetition."""
+    command = [sys.executable, str(HERE / "peers.py"), peer, "--name", case, "--steps", "1"]
+    command += ["--microbatches", str(microbatches), "--warm-up", "1"]
+    found = []
+    for _ in range(repetitions):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = folder
+            starts = [run_ranks(peer, command, ranks) for _ in range(2)]
+        found.append([max(r["first_s"] for r in rank) for rank in starts])
+    return found
+
+
+def report(found: dict[str, Any], starts: dict[str, Any], args: argparse.Namespace) -> str:
+    """A Markdown report."""
+    import jax
+    import torch
+
+    lines = [
+        f"# Backends, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python benchmarks/backends.py --case {args.case} --microbatches {args.microbatches} "
+        f"--repetitions {args.repetitions} --starts {args.starts}`",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} cores, one per rank; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}. Median "
+        f"(min - max) over {args.repetitions} repetitions in turns.",
+        "",
+        "| step time, pjrt / torch_xla | value |",
+        "|---|---|",
+    ]
+    for ranks in RANKS:
+        ours, theirs = (found[f"{peer} x{ranks}"]["times_s"] for peer in reversed(PEERS))
+        lines.append(f"| x{ranks} | {spread([a / b for a, b in zip(ours, theirs, strict=True)])} |")
+    lines += [
+        "",
+        "| run, rank | buffers of parameters | dispatch, CPU ms/task | update, CPU ms | "
+        "memory of training, MiB | parameters, gradients, optimizer state, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in found.items():
+        for rank in result["ranks"]:
+            held = 2 * rank["parameter_bytes"] + rank["state_bytes"]
+            lines.append(
+                f"| {name}, {rank['rank']} | {rank['num_parameters']} | {rank['dispatch_ms']:.2f} "
+                f"| {rank['update_ms']:.2f} | {rank['step_bytes'] / 2**20:.0f} | "
+                f"{held / 2**20:.0f} |"
+            )
+    lines += [
+        "",
+        "Memory of training is the peak of the resident memory in the timed steps, less what the "
+        "process had before the model was built; compiled programs and the compiler's own memory "
+        "are in it.",
+        "",
+        f"| first step, s (median of {args.starts}) | first start | second start |",
+        "|---|---|---|",
+    ]
+    for name, pairs in starts.items():
+        cells = [f"{statistics.median(column):.1f}" for column in zip(*pairs, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", default="gpt", help="a model of cases.py")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1, help="of one turn")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=1, help="repetitions of the starts")
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
+    args = parser.parse_args()
+    runs = [Run(peer, ranks) for ranks in RANKS for peer in PEERS]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        benchmark = Benchmark(args.case, args.microbatches, runs, args.steps)
+        found = measure(benchmark, args.repetitions)
+    starts = {
+        f"{peer} x2": first_seconds(peer, 2, args.case, args.microbatches, args.starts)
+        for peer in PEERS
+    }
+    if args.json:
+        args.json.write_text(json.dumps({"steps": found, "starts": starts}, indent=1))
+    print(report(found, starts, args))
+
+
+if __name__ == "__main__":
+    main()
