@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 README = (REPOSITORY / "README.md").read_text()
 GUIDES = ("checkpoints", "debugging")
-PATHS = re.compile(r"\b(?:examples|mpxla|benchmarks)/[\w/]+(?:\.\w+)?")
+PATHS = re.compile(r"(?<![\w/])(?:examples|mpxla|benchmarks)/[\w/]+(?:\.\w+)?")
 
 
 def python_blocks(text: str) -> list[str]:
