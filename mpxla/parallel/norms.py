@@ -5,7 +5,6 @@ holder, a divided one piece by piece, a split one part by part), one small excha
 together, and the scale is applied on the device. Two compiled programs; the host reads nothing.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -16,7 +15,6 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.reducer import GradientReducer
-from mpxla.parallel.replica import Replica
 from mpxla.parallel.store import ParameterStore, set_gradients
 from mpxla.session import current
 
@@ -254,13 +252,7 @@ class GradientNorm:
             store.collect_gradients()
         wanted = {id(parameter) for parameter in parameters}
         placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
-        found = [
-            owner
-            for reducer in placed
-            for owner in _owners_in(
-                reducer.replica, wanted, functools.partial(self._counts, reducer.label)
-            )
-        ]
+        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted, self._counts)]
         return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
@@ -275,13 +267,14 @@ class GradientNorm:
 
 
 def _owners_in(
-    replica: Replica, wanted: set[int], counts: Callable[[str], bool]
+    reducer: GradientReducer, wanted: set[int], counts: Callable[[str, str], bool]
 ) -> list[tuple[torch.Tensor, bool]]:
     """What holds gradients of one model's parameters here, and whether this rank counts them."""
-    store = replica.store
-    found = [(n, p, store.owner(n)) for n, p in store.state.local_parameters()]
-    return [
-        (owner, store.ranks[name][0] == replica.pp_rank and counts(name))
-        for name, parameter, owner in found
-        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner)))
-    ]
+    replica, store = reducer.replica, reducer.replica.store
+    owners: list[tuple[torch.Tensor, bool]] = []
+    for name, parameter in store.state.local_parameters():
+        is_counted = store.ranks[name][0] == replica.pp_rank and counts(reducer.label, name)
+        owner = store.owner(name)
+        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner))):
+            owners.append((owner, is_counted))
+    return owners
