@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import ConfigError, StepError
-from mpxla.parallel.compute_dtype import convert, narrowed, widened
+from mpxla.parallel.compute_dtype import convert, narrowed, widened, with_scaled_gradients
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.parallel.loss_scale import LossScale
 
@@ -127,3 +127,12 @@ def test_inputs_and_outputs_are_converted():
     narrow = narrowed(values, torch.float16)
     assert (narrow["x"].dtype, narrow["ids"].dtype) == (torch.float16, torch.int64)
     assert widened(narrow, torch.float16)["x"].dtype is torch.float32
+
+
+def test_plain_backwards_are_scaled_within_the_model_alone():
+    weight, x = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    (inside,) = with_scaled_gradients([x], 1 / 8)
+    result = with_scaled_gradients({"y": inside * weight}, 8.0)["y"]
+    result.sum().backward()
+    assert weight.grad.tolist() == [16.0] * 3
+    assert x.grad.tolist() == [1.0] * 3
