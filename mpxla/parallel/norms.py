@@ -224,9 +224,9 @@ class GradientNorm:
         return given in (gradients, {id(p) for p in held}, {id(p) for p in held if p.requires_grad})
 
     def knows(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether some of these are parameters or gradients of this rank."""
-        held = self._held()
-        known = {id(value) for p in held for value in (p, p.grad)}
+        """Whether some of these are parameters, update copies or gradients of this rank."""
+        copies = [copy.parameter for store in self._placed for copy in store.copies()]
+        known = {id(value) for p in (*self._held(), *copies) for value in (p, p.grad)}
         return any(id(tensor) in known for tensor in tensors)
 
     def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -247,9 +247,8 @@ class GradientNorm:
         for store in self._placed:
             store.collect_gradients()
         wanted = {id(parameter) for parameter in parameters}
-        replicas = [reducer.replica for reducer in self._reducers]
-        placed = [replica for replica in replicas if replica.state.is_placed]
-        found = [owner for r in placed for owner in _owners_in(r.store, r.pp_rank, wanted)]
+        placed = [reducer for reducer in self._reducers if reducer.replica.state.is_placed]
+        found = [owner for reducer in placed for owner in _owners_in(reducer, wanted)]
         return list({id(owner): (owner, counts) for owner, counts in found}.values())
 
     def _limit(self, value: float) -> torch.Tensor:
@@ -263,13 +262,13 @@ class GradientNorm:
         return self._programs.run("norm of the gradients", kind, (order,), arguments)
 
 
-def _owners_in(
-    store: ParameterStore, pp_rank: int, wanted: set[int]
-) -> list[tuple[torch.Tensor, bool]]:
+def _owners_in(reducer: GradientReducer, wanted: set[int]) -> list[tuple[torch.Tensor, bool]]:
     """What holds gradients of one model's parameters here, and whether this rank counts them."""
-    found = [(n, p, store.owner(n)) for n, p in store.state.local_parameters()]
-    return [
-        (owner, store.ranks[name][0] == pp_rank)
-        for name, parameter, owner in found
-        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner)))
-    ]
+    replica, store = reducer.replica, reducer.replica.store
+    owners: list[tuple[torch.Tensor, bool]] = []
+    for name, parameter in store.state.local_parameters():
+        is_counted = store.ranks[name][0] == replica.pp_rank
+        owner = store.owner(name)
+        if owner is not None and not wanted.isdisjoint((id(parameter), id(owner))):
+            owners.append((owner, is_counted))
+    return owners

@@ -99,8 +99,14 @@ class ParameterStore:
 
     @property
     def has_copies(self) -> bool:
-        """Whether optimizers may hold something else than parameters; the same on all ranks."""
-        return self.is_divided or self.master_dtype is not None
+        """Whether optimizers hold something else than some of the parameters, on some rank.
+
+        The same on all ranks: they know the types of parameters that they do not hold.
+        """
+        parameters = self.state.parameters.items()
+        return self.is_divided or any(
+            p.requires_grad and self._update_dtype(name) != p.dtype for name, p in parameters
+        )
 
     @property
     def num_parts(self) -> int:

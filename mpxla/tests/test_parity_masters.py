@@ -51,6 +51,21 @@ class Net(nn.Module):
         return self.leave(torch.tanh(self.norm(self.enter(x)))).float().square().mean()
 
 
+class Tied(nn.Module):
+    """The first and the last layer have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x):
+        x = torch.tanh(self.middle(torch.tanh(self.enter(x))))
+        return self.leave(x).float().square().mean()
+
+
 @smp.step
 def train_step(model, x):
     loss = model(x)
@@ -172,9 +187,9 @@ def train_by_hand(case, sums=torch.float32, updates=torch.float32):
 
 
 def distance(found, expected, origin):
-    """Largest difference of a parameter, in units of the largest way that one has gone."""
-    moved = max((expected[n] - origin[n]).abs().max().item() for n in origin)
-    return max((found[n] - expected[n]).abs().max().item() for n in origin) / moved
+    """Norm of the difference of all parameters, in units of the way that they have gone."""
+    moved = torch.cat([(expected[n] - origin[n]).flatten() for n in origin]).norm()
+    return (torch.cat([(found[n] - expected[n]).flatten() for n in origin]).norm() / moved).item()
 
 
 def check(case):
@@ -198,7 +213,7 @@ CASES = [
 ]
 SLOW = [
     Case(kind, replicas, stages, sharded, passes, norm)
-    for kind in (Exact, Net)
+    for kind in (Exact, Net, Tied)
     for replicas, stages in ((1, 1), (2, 1), (1, 2), (2, 2), (3, 1))
     for sharded in (False, True)
     for passes, norm in ((1, 0.3), (2, None))
@@ -216,3 +231,47 @@ def test_masters_train_as_those_of_one_process(case):
 @pytest.mark.parametrize("case", SLOW, ids=str)
 def test_masters_train_as_those_of_one_process_everywhere(case):
     check(case)
+
+
+def train_outside(max_norm):
+    """Plain backward calls outside of step functions, two for each update."""
+    case = Case(Exact)
+    model = start(case, Exact().to(BF16))
+    optimizer = smp.DistributedOptimizer(adamw(Exact, model.parameters()))
+    norms = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for x in batch(number, 4).chunk(4)[smp.rdp_rank() :: smp.rdp_size()]:
+            model(x.to(current().device)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return masters_of(model, optimizer), norms
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_of_a_plain_backward_reach_the_masters(replicas):
+    """Autograd adds up in bfloat16, so that is what the reference does in each process."""
+    model = Exact().to(BF16)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer, expected = adamw(Exact, masters), []
+    for number in range(NUM_STEPS):
+        totals = [torch.zeros_like(master) for master in masters]
+        for replica in range(replicas):
+            model.zero_grad()
+            for x in batch(number, 4).chunk(4)[replica::replicas]:
+                model(x).backward()
+                if replicas > 1:  # reduced after each backward
+                    for total, p in zip(totals, model.parameters(), strict=True):
+                        total += p.grad.float() / replicas
+                    model.zero_grad()
+            if replicas == 1:
+                totals = [p.grad.float() for p in model.parameters()]
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total
+        expected.append(nn.utils.clip_grad_norm_(masters, 2.0).item())
+        optimizer.step()
+    for found, norms in run_ranks(train_outside, replicas, 2.0):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        for value, master in zip(found.values(), masters, strict=True):
+            torch.testing.assert_close(value, master.detach(), rtol=1e-6, atol=1e-7)

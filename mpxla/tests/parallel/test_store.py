@@ -89,6 +89,19 @@ def test_without_a_type_for_masters_there_are_none():
     assert store.state.parameters["bias"].grad.dtype is BF16, "the type that torch asks for"
 
 
+def test_all_ranks_know_whether_some_has_masters():
+    store = store_of()
+    store.state.place(["norm"], torch.device("cpu"))
+    store.widen(NAMES)
+    assert store.has_copies and not store.num_parts, "the others are elsewhere"
+    for name in ("weight", "bias"):
+        store.state.parameters[name].requires_grad_(False)
+    assert not store.has_copies
+    wide = store_of()
+    wide.state.module.float()
+    assert not wide.has_copies
+
+
 def test_frozen_parameters_get_their_master_when_they_are_thawed():
     store = store_of()
     store.state.parameters["bias"].requires_grad_(False)
