@@ -26,6 +26,8 @@ _ATTENTION_BACKWARD_FACTOR = 2.5
 """Five products for the two of the forward (torch's formula for the flash kernel's backward)."""
 _STATE_FACTOR = 4
 """Weight, gradient and two moments of Adam, in units of the weight."""
+_NARROW_STATE_FACTOR = 9
+"""The same for a weight of 2 bytes: a master of 4, and gradient and moments of 4 each."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,7 @@ def build_problem(
     held = {role.name: node for node, role in roles.items() if role.name in owned}
     weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
     parameter_bytes = {
-        name: weight_bytes[name] * (_STATE_FACTOR if node.meta["val"].requires_grad else 1)
-        for name, node in held.items()
+        name: weight_bytes[name] * _state_factor(node.meta["val"]) for name, node in held.items()
     }
     return PartitionProblem(
         nodes,
@@ -201,6 +202,14 @@ class _Times:
         moved_bytes = sum(_num_bytes(n) for n in (*head.all_input_nodes, *values))
         arithmetic_s = sum(self.flops.get(n, 0) for n in group) / self.machine.flops_per_s
         return max(arithmetic_s, moved_bytes / self.machine.memory_bytes_per_s)
+
+
+def _state_factor(parameter: torch.Tensor) -> int:
+    """What is held of a parameter, in units of it."""
+    if not parameter.requires_grad:
+        return 1
+    is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+    return _NARROW_STATE_FACTOR if is_narrow else _STATE_FACTOR
 
 
 def _derivatives(node: fx.Node) -> float:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpxla.config import Config
 from mpxla.errors import ConfigError
 
-__all__ = ["compute_dtype", "convert", "narrowed", "widened"]
+__all__ = ["compute_dtype", "convert", "narrowed", "widened", "with_scaled_gradients"]
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -77,4 +77,30 @@ def widened(values: Any, dtype: torch.dtype) -> Any:
     """What the model returns, with the tensors of its type in float32."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.float() if t.dtype is dtype else t, values
+    )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def with_scaled_gradients(values: Any, factor: float) -> Any:
+    """The same values; gradients that flow back through them are multiplied by the factor.
+
+    With the loss scale behind the model and its inverse before it, any plain `loss.backward()`
+    leaves scaled gradients on the parameters, and true ones on the inputs.
+    """
+    if factor == 1.0:
+        return values
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: _ScaledGradient.apply(t, factor) if t.requires_grad else t, values
     )

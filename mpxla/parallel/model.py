@@ -21,7 +21,13 @@ from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import distribute, without_shards
 from mpxla.nn.refusals import refuse_with_shards
-from mpxla.parallel.compute_dtype import compute_dtype, convert, narrowed, widened
+from mpxla.parallel.compute_dtype import (
+    compute_dtype,
+    convert,
+    narrowed,
+    widened,
+    with_scaled_gradients,
+)
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
@@ -171,8 +177,12 @@ class DistributedModel(PartitionedModule):
             self._plain_backward.watch()
         if self._compute_dtype is None:
             return self.module(*args, **kwargs)
+        # In steps the backward starts from the loss scale; a plain one from what autograd gives.
+        scale = 1.0 if current_recorder() is not None else self.loss_scale()
         args, kwargs = narrowed((args, kwargs), self._compute_dtype)
-        return widened(self.module(*args, **kwargs), self._compute_dtype)
+        args, kwargs = with_scaled_gradients((args, kwargs), 1.0 / scale)
+        results = widened(self.module(*args, **kwargs), self._compute_dtype)
+        return with_scaled_gradients(results, scale)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Differentiates, like `torch.autograd.backward`, over all stages.
@@ -188,21 +198,12 @@ class DistributedModel(PartitionedModule):
         if recorder is not None:
             recorder.backward(tensors, grad_tensors)
         elif self._is_single:
-            torch.autograd.backward(*self._scaled(tensors, grad_tensors))
+            torch.autograd.backward(tensors, grad_tensors)
         else:
             raise StepError(
                 "model.backward was called outside a step function; call it in the function "
                 "decorated with @smp.step that computes the loss."
             )
-
-    def _scaled(self, tensors: Any, grad_tensors: Any) -> tuple[Any, Any]:
-        """Arguments of a plain backward under `fp16: True`, whose update divides by the scale."""
-        scale = self.loss_scale()
-        if scale == 1.0:
-            return tensors, grad_tensors
-        if isinstance(tensors, torch.Tensor):
-            return tensors * scale, grad_tensors
-        return [tensor * scale for tensor in tensors], grad_tensors
 
     def loss_scale(self) -> float:
         """What the losses of its steps are multiplied by: the scale of its optimizers.

@@ -131,6 +131,4 @@ def not_yet(layout: Layout) -> list[str]:
         found.append("sequence parallelism")
     if layout.recompute != "none":
         found.append("recomputation")
-    if layout.precision == "mixed" and "bf16" in MISSING_FEATURES:
-        found.append("mixed precision")
     return found

@@ -59,10 +59,14 @@ class PlanRunner:
         self._pp_rank = pp_rank
         self._backend = backend
         self._reduction = reduction
+        needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
+        self._given = {n: v for n, v in constant_tensors(plan.cut).items() if n in needed}
         self._constants: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
+        self._upload_constants()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seed: tuple[float, torch.Tensor] | None = None
+        self._seed_of_objectives()
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -146,12 +150,10 @@ class PlanRunner:
 
         A loss scale is one: its tensor is changed in place.
         """
-        needed = {n for p in self.plan.programs.values() for n in p.lowered.spec.constants}
-        values = {
-            name: value
-            for name, value in constant_tensors(self.plan.cut).items()
-            if name in needed and self._versions.get(name) != value._version
-        }
+        given, known = self._given.items(), self._versions
+        values = {name: value for name, value in given if known.get(name) != value._version}
+        if not values:
+            return
         uploaded = self._backend.put([value.clone() for value in values.values()])
         self._constants.update(zip(values, uploaded, strict=True))
         self._versions.update({name: value._version for name, value in values.items()})

@@ -422,6 +422,7 @@ WRITERS = {
     "parallel/copies.py": "models and their copies exchange values",
     "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
+    "parallel/compute_dtype.py": "models are converted before the store is made",
     # Tensors of trials and of tracing, which no model has.
     "parallel/elementwise.py": "a trial",
     "parallel/update_state.py": "a trial",

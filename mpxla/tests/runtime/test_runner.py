@@ -64,7 +64,7 @@ def call(runner):
 def test_a_call_adopts_parameters_puts_inputs_and_publishes_results():
     backend, runner, _ = runner_of(is_training=False)
     loss, _ = call(runner)
-    assert backend.calls == ["put", "adopt", "put", "put", *["stage 0 forward"] * 3]
+    assert backend.calls == ["adopt", "put", "put", *["stage 0 forward"] * 3]
     backend.calls.clear()
     assert [value.shape for value in loss.outputs] == [()] * NUM_MICROBATCHES
     assert loss.reduce_mean() == 0.0
@@ -87,5 +87,19 @@ def test_zeros_and_the_seed_of_gradients_are_put_once():
     first = backend.calls.count("put")
     backend.calls.clear()
     call(runner)
-    assert (first, backend.calls.count("put")) == (8, 2)
+    assert (first, backend.calls.count("put")) == (7, 2)
     assert all(isinstance(zero, NullBuffer) for zero in runner._zeros.values())
+
+
+def test_a_constant_that_was_written_to_and_a_new_loss_scale_are_put_again():
+    backend, runner, reduction = runner_of(is_training=True)
+    call(runner)
+    runner._given["scale"] = torch.ones(())
+    runner._versions["scale"] = runner._given["scale"]._version
+    for changes in (False, True):
+        if changes:
+            runner._given["scale"].fill_(2.0)
+            reduction.objective_scale /= 2
+        backend.calls.clear()
+        call(runner)
+        assert backend.calls.count("put") == 2 + 2 * changes
