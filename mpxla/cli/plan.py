@@ -50,6 +50,12 @@ def add_parser(commands: Any) -> None:
         "--search", action="store_true", help="try schedules, virtual stages and limits as well"
     )
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="most memory per rank")
+    parser.add_argument(
+        "--activation-memory",
+        default="keep",
+        metavar="KEEP",
+        help="keep, recompute or bytes per rank: the key activation_memory",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
     parser.set_defaults(run=run)
@@ -79,7 +85,9 @@ def _run_captured(options: argparse.Namespace) -> None:
     from mpxla.runtime.forecast import forecast
     from mpxla.runtime.plan import cut_step
 
+    memory = options.activation_memory
     keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
+    keys["activation_memory"] = int(memory) if memory.isdecimal() else memory
     config = Config(**keys)
     step = capture_factory(*load_factory(options.factory))
     machine = MachineModel()
@@ -153,13 +161,15 @@ def _search(
     from mpxla.runtime.plan import cut_step
     from mpxla.runtime.saved import saved_tensors
 
-    ranks = config.pipeline_parallel_degree
-    tried = candidates(ranks, [config.microbatches])
+    ranks, memory = config.pipeline_parallel_degree, config.activation_memory
+    # What is computed again takes time, which is worth it only for a limit.
+    choices = (memory == "recompute",) if limit_gib is None or memory != "keep" else (False, True)
+    tried = candidates(ranks, [config.microbatches], recomputes=choices)
     saved = saved_tensors(step, lowering)
-    roughly: dict[tuple[int, ...], StepCosts] = {}
+    roughly: dict[tuple[object, ...], StepCosts] = {}
     exactly: dict[tuple[object, ...], StepCosts] = {}
 
-    def config_of(candidate: Candidate) -> Config:
+    def config_of(candidate: Candidate, kept: str | int = memory) -> Config:
         return Config(
             pipeline_parallel_degree=ranks,
             microbatches=candidate.num_microbatches,
@@ -167,20 +177,23 @@ def _search(
             virtual_pipeline_degree=candidate.stages_per_rank,
             active_microbatches=candidate.active_microbatches,
             memory_weight=config.memory_weight,
+            activation_memory=kept,
         )
 
     def costs_of(candidate: Candidate) -> StepCosts:
         cut = cut_step(step, config_of(candidate), lowering, {}, None, saved=saved)
-        decision = cut.placement, cut.partition.stage, tuple(cut.partition.replicas.items())
+        replicas, again = tuple(cut.partition.replicas.items()), candidate.recomputes
+        decision = cut.placement, cut.partition.stage, replicas, again
         if decision not in exactly:
-            exactly[decision] = predict_costs(cut, machine, lowering)
+            share = 0.0 if again else 1.0
+            exactly[decision] = predict_costs(cut, machine, lowering, share)
         return exactly[decision]
 
     def rough_costs_of(candidate: Candidate) -> StepCosts:
-        placement = placement_of(config_of(candidate))
-        if placement not in roughly:
-            roughly[placement] = costs_of(candidate)
-        return roughly[placement]
+        kind = placement_of(config_of(candidate)), candidate.recomputes
+        if kind not in roughly:
+            roughly[kind] = costs_of(candidate)
+        return roughly[kind]
 
     limit = None if limit_gib is None else int(limit_gib * 2**30)
     fitting = search(ranks, tried, rough_costs_of, limit)
@@ -190,4 +203,10 @@ def _search(
         step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))
         rows.append((step_ms, f"{100 * row.bubble:.1f}", size, str(row.candidate)))
     print("\n".join([f"Best of {len(tried)} schedules ({len(fitting)} fit):", *table(rows)]) + "\n")
-    return config_of(best[0].candidate)
+    chosen = best[0].candidate
+    if limit is None or not chosen.recomputes:
+        return config_of(chosen)
+    # Less than everything may be computed again within the limit.
+    left = limit - max(costs_of(chosen).fixed_bytes)
+    print(f"activation_memory: {left}, the bytes that parameters leave on the fullest rank\n")
+    return config_of(chosen, left)

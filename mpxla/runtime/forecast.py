@@ -106,15 +106,19 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
     )
 
 
-def predict_costs(cut: CutStep, machine: MachineModel, lowering: Lowering) -> StepCosts:
+def predict_costs(
+    cut: CutStep, machine: MachineModel, lowering: Lowering, share: float = 1.0
+) -> StepCosts:
     """What a step takes and keeps under any schedule, with whole or split backwards.
 
     Args:
         cut: the step in stages.
         machine: rates of the target.
         lowering: what the backend wants.
+        share: how much stages keep for their backwards, as for `lower_stage`.
     """
-    lowered = [lower_stage(stage, cut.step.is_training, lowering) for stage in cut.stages]
+    trains = cut.step.is_training
+    lowered = [lower_stage(stage, trains, lowering, share=share) for stage in cut.stages]
     splits = {
         index: split_backward(stage, lowering.device)
         for index, stage in enumerate(lowered)

@@ -87,3 +87,21 @@ def test_factories_that_are_none(name, message):
 
     with pytest.raises(MpxlaError, match=re.escape(message)):
         load_factory(name)
+
+
+def together(done):
+    """KiB of memory of every rank."""
+    assert done.exit_code == 0, done.stderr
+    rows = re.findall(r"^ +\d +[\d.]+ KiB +[\d.]+ \w+ +([\d.]+) KiB$", done.stdout, re.MULTILINE)
+    return [float(size) for size in rows]
+
+
+@pytest.mark.slow
+def test_under_a_limit_a_search_computes_again_what_does_not_fit():
+    words = ("mpxla.tests.cli.factories:gpt", "--stages", "2", "--microbatches", "4")
+    least = max(together(plan(*words, "--activation-memory", "recompute")))
+    assert least < 0.7 * max(together(plan(*words)))
+    limit = least + 2.0
+    done = plan(*words, "--search", "--memory-limit", str(limit / 2**20))
+    assert ", computed again" in done.stdout and "activation_memory: " in done.stdout
+    assert len(together(done)) == 2 and max(together(done)) <= limit

@@ -66,7 +66,9 @@ def _use_smp():
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "full_state": refusal(import_full_state),
-        "no module": refusal(lambda: smp.set_activation_checkpointing(linear.weight)),
+        "no module": refusal(
+            lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
+        ),
         "fused": refusal(lambda: smp.optimizers.FusedLAMB([])),
     }
     # Switched off, they do nothing, and a default dtype is put back.

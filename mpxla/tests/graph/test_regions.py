@@ -195,3 +195,26 @@ def test_sequences_and_torchs_checkpoints_may_be_cut():
     for run in (checkpoint_sequential, partial(torchs_checkpoint, use_reentrant=False)):
         step, stages, ranks = cut_in_the_middle(Stack(run))
         assert check_regions(step, stages, ranks, is_manual=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_transformers_checkpoint_their_layers(offload):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "vocab_size": 20}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    model.train().activation_checkpointing_enable(offload=offload)
+
+    def predict(model, ids):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        model.backward(loss)
+        return loss
+
+    step = capture_factory(model, (torch.zeros(2, 6, dtype=torch.int64),), predict)
+    layers: dict[object, set[str]] = {}
+    for node in step.graph.nodes:
+        region, path = region_of(node), module_path(node)
+        if "layers." in path and node.op == "call_function":
+            layers.setdefault(region, set()).add(path.split("layers.")[1][0])
+    assert sorted(map(sorted, layers.values())) == [["0"], ["1"], ["2"]] and None not in layers
