@@ -88,7 +88,9 @@ class PjrtBackend:
         index = self._device.local_hardware_id or 0
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         self._key_kind = key_kind or _KEY_KINDS.get(self._device.platform, "threefry2x32")
-        self._imports = ImportCache(self._device, self.device.type == self._memory)
+        memory = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(self._device.platform)
+        self._shares_memory = self.device.type == memory
+        self._imports = ImportCache(self._device, self._shares_memory)
         self._started: collections.deque[weakref.ref[jax.Array]] = collections.deque(
             maxlen=_NUM_WATCHED
         )
@@ -99,11 +101,6 @@ class PjrtBackend:
     def lowering(self) -> Lowering:
         """How stages are lowered for jax."""
         return make_lowering()
-
-    @property
-    def _memory(self) -> str:
-        """PyTorch's name for the kind of memory that arrays lie in."""
-        return {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(self._device.platform, "")
 
     @property
     def num_compilations(self) -> int:
@@ -205,16 +202,15 @@ class PjrtBackend:
 
     def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""
-        found = []
-        for buffer in buffers:
-            if isinstance(buffer, torch.Tensor):
-                found.append(buffer)
-                continue
-            with explained(_WAITED, self._device):
-                tensor = shared_tensor(buffer, self.device)
-            if self.device.type == self._memory:
-                self._imports.remember(tensor, buffer)
-            found.append(tensor)
+        with explained(_WAITED, self._device):
+            found = [
+                buffer if isinstance(buffer, torch.Tensor) else shared_tensor(buffer, self.device)
+                for buffer in buffers
+            ]
+        if self._shares_memory:
+            for tensor, buffer in zip(found, buffers, strict=True):
+                if tensor is not buffer:
+                    self._imports.remember(tensor, buffer)
         return found
 
     def spec(self, buffer: Any) -> TensorSpec:

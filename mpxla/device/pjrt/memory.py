@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ _NUM_KINDS = 8
 
 
 @contextlib.contextmanager
-def explained(doing: str, device: jax.Device, program: Any = None) -> Iterator[None]:
+def explained(doing: str, device: jax.Device, program: Any = None) -> Generator[None]:
     """Makes the runtime's errors of full memory say what needs memory and what holds it.
 
     Programs run asynchronously: the error of one may show up where its results are waited for.
@@ -43,7 +43,7 @@ def counters(device: jax.Device) -> dict[str, int] | None:
     found = device.memory_stats()
     if not found:
         return None
-    names = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
+    names: dict[str, str] = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
     return {names.get(key, key): int(value) for key, value in found.items()}
 
 
