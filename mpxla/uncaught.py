@@ -121,8 +121,10 @@ def _is_answer(error: BaseException, frames: traceback.StackSummary) -> bool:
 
 def _one_line(error: BaseException, other: int) -> str:
     place = script_place_of(error)
-    where = f" at {place[0]}:{place[1]}" if place else ""
     text = " ".join(str(error).split("\n")[0].split())
+    where = f" at {place[0]}:{place[1]}" if place else ""
+    if place and text.startswith(f"{place[0]}:{place[1]}:"):  # errors of the launcher begin so
+        where = ""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]} ..."
     return f"{type(error).__name__}{where}: {text} (rank {other} shows its error in full)"

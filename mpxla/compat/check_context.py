@@ -4,6 +4,7 @@ This module must not import torch.
 """
 
 import ast
+from collections.abc import Sequence
 
 __all__ = ["caught_imports", "unlikely_uses"]
 
@@ -24,14 +25,24 @@ def unlikely_uses(tree: ast.AST) -> dict[int, str]:
     found: dict[int, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp):
-            feature = _asked_for(node.test)
-            if feature is None:
-                continue
-            is_negated = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
-            chosen = node.orelse if is_negated else node.body
-            for part in chosen if isinstance(chosen, list) else [chosen]:
-                found |= {id(inner): feature for inner in ast.walk(part)}
+            chosen = node.orelse if _is_negated(node.test) else node.body
+            parts = chosen if isinstance(chosen, list) else [chosen]
+            found |= _all_within(parts, _asked_for(node.test))
+        elif isinstance(node, ast.BoolOp):
+            for place, test in enumerate(node.values):
+                if isinstance(node.op, ast.Or) == _is_negated(test):
+                    found |= _all_within(node.values[place + 1 :], _asked_for(test))
     return found
+
+
+def _is_negated(test: ast.expr) -> bool:
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def _all_within(parts: Sequence[ast.AST], feature: str | None) -> dict[int, str]:
+    if feature is None:
+        return {}
+    return {id(inner): feature for part in parts for inner in ast.walk(part)}
 
 
 def _asked_for(test: ast.expr) -> str | None:

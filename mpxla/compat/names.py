@@ -109,6 +109,8 @@ _TRANSLATIONS = {
         "translate_hf_state_dict_to_smdistributed_gptneo",
     ),
 }
+# Apex's LAMB takes the norm of all gradients, of every stage, before each update; neither it nor
+# NovoGrad runs on a host, so that a copy could not be compared with them. torch has no such ones.
 _FUSED = "a fused CUDA kernel of apex; give a plain optimizer, whose update XLA fuses by itself"
 UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing it does no harm")
 """What becomes of a name below SMP's package that no table lists."""

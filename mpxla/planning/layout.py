@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from mpxla.config_rules import MISSING_FEATURES
 from mpxla.planning.transformer import Transformer
 from mpxla.schedule.search import Candidate
 

@@ -13,6 +13,7 @@ from mpxla.errors import ConfigError, PeerFailure
 from mpxla.session import show_uncaught
 from mpxla.testing import run_ranks
 from mpxla.uncaught import UncaughtErrors, format_error
+from mpxla.user_lines import at_script_line
 
 
 def caught(function):
@@ -108,6 +109,18 @@ def test_one_rank_shows_an_error_in_full(capsys):
         assert "Traceback" in capsys.readouterr().err
     show(error, None, rank=1, world_size=2)
     assert "Traceback" in capsys.readouterr().err, "nobody can be asked"
+
+
+@pytest.mark.unit
+def test_a_place_that_the_text_begins_with_is_said_once(capsys):
+    def refuse():
+        raise ConfigError(f"{at_script_line()}: no")
+
+    error, claims = caught(refuse), {}
+    for rank in (1, 0):
+        show(error, claims, rank=rank, world_size=2)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.count("test_uncaught.py:") == 1 and last.startswith("[rank0]: ConfigError: /")
 
 
 @pytest.mark.unit

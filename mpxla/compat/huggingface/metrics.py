@@ -13,6 +13,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from mpxla.compat.amp import Autocast
+
 __all__ = ["Played", "Recording", "shadow_of"]
 
 _DEPTH = 3
@@ -20,15 +22,26 @@ _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
 class Recording:
-    """Stands for the model in a captured `compute_loss`, and keeps its outputs."""
+    """Stands for the model in a captured `compute_loss`, and keeps its outputs.
 
-    def __init__(self, model: Any):
+    Args:
+        model: the model.
+        is_mixed: whether it computes in bfloat16, as `bf16=True` asks of a plain `Trainer`: its
+            forward is under autocast and gives float32; parameters, gradients and what follows the
+            model stay float32.
+    """
+
+    def __init__(self, model: Any, is_mixed: bool):
         self._model = model
+        self._is_mixed = is_mixed
         self.outputs: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        found = self._model(*args, **kwargs)
+        with Autocast(self._is_mixed, torch.bfloat16):
+            found = self._model(*args, **kwargs)
+        if self._is_mixed:
+            found = pytree.tree_map(_widened, found)
         self.outputs.append(pytree.tree_map(_detached, found))
         return found
 
@@ -110,6 +123,11 @@ def _copied(value: Any, depth: int) -> Any:
     for key in list(other) if isinstance(other, dict) else range(len(other)):
         other[key] = _copied(other[key], depth - 1)
     return other
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+    return value.float() if is_half else value
 
 
 def _detached(value: Any) -> Any:

@@ -10,10 +10,9 @@ from mpxla.user_lines import at_script_line
 
 __all__ = ["patch_arguments"]
 
-_HALF = "mpxla trains in float32 so far; leave it out"
+_HALF = "mpxla does not scale losses or cast models for Trainer yet; use bf16, or leave it out"
 _OTHER_WRAPPER = "the pipeline wraps the model already; leave it out, --stages divides the model"
 _REFUSED = {
-    "bf16": _HALF,
     "fp16": _HALF,
     "bf16_full_eval": _HALF,
     "fp16_full_eval": _HALF,
@@ -42,6 +41,7 @@ def patch_arguments(module: ModuleType, patches: Patches) -> None:
 
     complete = patches.replace(arguments, "__post_init__", check_and_complete)
     patches.replace(arguments, "place_model_on_device", property(lambda self: False))
+    patches.replace(module, "is_torch_bf16_gpu_available", lambda: True)  # XLA devices have it
 
 
 def _check(arguments: Any) -> None:

@@ -24,7 +24,7 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
         Weighted loss, and what the model gave if `compute_loss` takes metrics of it.
     """
     shadow, accelerator = shadow_of(trainer)
-    recording = Recording(model)
+    recording = Recording(model, trainer.args.bf16)
     num_items = batch["num_items"] if has_count else None
     loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
     loss = loss * batch["weight"]
@@ -49,7 +49,7 @@ def evaluate(
         Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.
     """
     shadow, accelerator = shadow_of(trainer)
-    recording = Recording(model)
+    recording = Recording(model, trainer.args.bf16)
     num_items, outputs = batch["num_items"] if has_count else None, ()
     if ignored is None:
         loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
@@ -64,10 +64,10 @@ def evaluate(
     return loss, outputs, recording.outputs if accelerator.was_asked else []
 
 
-@mpxla.step(non_split_inputs=["ignored"])
-def predict(model: Any, batch: Any, ignored: tuple[str, ...]) -> Any:
+@mpxla.step(non_split_inputs=["trainer", "ignored"])
+def predict(model: Any, trainer: Any, batch: Any, ignored: tuple[str, ...]) -> Any:
     """Forward without a loss. Returns the outputs."""
-    outputs = model(**batch["inputs"])
+    outputs = Recording(model, trainer.args.bf16)(**batch["inputs"])
     return picked(outputs, ignored) if isinstance(outputs, dict) else outputs
 
 

@@ -49,7 +49,11 @@ def patch_sft(module: ModuleType, patches: Patches) -> None:
 
 
 def _make_accelerator(trainer: Any, make: Any) -> None:
-    make(trainer)
+    precision, trainer.args.mixed_precision = trainer.args.mixed_precision, "no"
+    try:
+        make(trainer)  # it would refuse half precision on this device; steps have it by themselves
+    finally:
+        trainer.args.mixed_precision = precision
     trainer.accelerator.device_placement = False  # a step moves its inputs
 
 
@@ -146,7 +150,7 @@ def _prediction_step(
             loss = to_host(losses.reduce_mean(), device_backend())
         else:
             batch = _cut(self, inputs, None, is_training=False)
-            outputs, loss = steps.predict(model, batch, ignored), None
+            outputs, loss = steps.predict(model, self, batch, ignored), None
     if prediction_loss_only:
         return loss, None, None
     return loss, _only(_joined(outputs, batch)), to_host(_only(labels), device_backend())

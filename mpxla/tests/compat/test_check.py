@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mpxla.compat.check import check_script, format_findings
 from mpxla.compat.names import Fate
+from mpxla.tests.compat.launching import EXAMPLES
 
 pytestmark = pytest.mark.unit
 
@@ -254,3 +256,22 @@ def test_checking_loads_no_torch(tmp_path):
         f"main(['--check', {str(tmp_path / 'train.py')!r}]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240, capture_output=True)
+
+
+PROGRAMS = [*EXAMPLES.glob("*.py"), *(Path(__file__).parent / "programs").glob("*.py")]
+
+
+@pytest.mark.parametrize("script", sorted(PROGRAMS), ids=lambda path: path.stem)
+def test_programs_that_run_are_found_to_run(script):
+    assert [finding for finding in check_script(script) if finding.is_refused] == []
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["sharded or {}", "not sharded and {}", "{} and sharded", "x and {}"],
+    ids=["or", "not-and", "before", "other"],
+)
+def test_uses_that_no_condition_keeps_away_are_refused(tmp_path, condition):
+    script = tmp_path / "train.py"
+    script.write_text(f"found = {condition.format('optimizer._global_grad_norm')}\n")
+    assert [finding.is_refused for finding in check_script(script)] == [True]

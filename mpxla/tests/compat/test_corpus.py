@@ -23,7 +23,7 @@ RUNS = {
     + "from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint\n"
     + "from smdistributed.modelparallel.torch import tp_register, some_private_helper\n"
     + "assert not isinstance(torch.nn.Linear(1, 1), DistributedLinear)\n"
-    + "assert isinstance(torch.nn.LayerNorm(1), FusedLayerNorm)\n"
+    + "assert FusedLayerNorm is torch.nn.LayerNorm\n"
     + "hooks = {'gpt2': translate}\n",
     "submodules": "import smdistributed.modelparallel.torch.state_mod\n"
     + "from smdistributed.modelparallel.torch.state_mod import state\n"
@@ -70,7 +70,9 @@ RUNS = {
     + "optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1))\n"
     + "if smp.state.cfg.fp16:\n    optimizer.clip_master_grads(1.0)\n"
     + "    if not optimizer.overflow:\n        print(optimizer.loss_scale)\n"
-    + "if not smp.state.cfg.fp16:\n    pass\nelse:\n    optimizer.clip_master_grads(1.0)\n",
+    + "if not smp.state.cfg.fp16:\n    pass\nelse:\n    optimizer.clip_master_grads(1.0)\n"
+    + "assert not (smp.state.cfg.fp16 and optimizer.overflow)\n"
+    + "assert not smp.state.cfg.fp16 or optimizer.overflow\n",
     "words of others": "class Meter:\n    loss_scale = overflow = 1\n"
     + "meter = Meter()\nprint(meter.loss_scale, meter.overflow)\nsmp.init()\n",
     "scalers that are off": "smp.init()\nscaler = smp.amp.GradScaler(enabled=False)\n"

@@ -265,7 +265,8 @@ class _Arguments:
 
 def arguments_of(**values):
     patches = Patches()
-    patch_arguments(SimpleNamespace(TrainingArguments=_Arguments), patches)
+    module = SimpleNamespace(TrainingArguments=_Arguments, is_torch_bf16_gpu_available=bool)
+    patch_arguments(module, patches)
     try:
         made = _Arguments(**values)
         return made, made.place_model_on_device
@@ -277,8 +278,8 @@ def arguments_of(**values):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"bf16": True}, "bf16=True: mpxla trains in float32 so far"),
-        ({"fp16": True}, "fp16=True: mpxla trains in float32 so far"),
+        ({"fp16": True}, "fp16=True: mpxla does not scale losses or cast models for Trainer yet"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True: mpxla does not scale losses or cast mod"),
         ({"torch_compile": True}, "torch_compile=True: steps are captured and compiled by XLA"),
         ({"fsdp": "full_shard"}, "fsdp='full_shard': the pipeline wraps the model already"),
         ({"deepspeed": "ds.json"}, "deepspeed='ds.json': the pipeline wraps the model already"),

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mpxla.tests.compat.test_huggingface import (
     SCRIPTS,
@@ -109,8 +110,6 @@ DROPOUT += ["--save_steps", "3", "--load_best_model_at_end", "True", "--patience
 
 
 def test_resuming_is_bitwise_and_plain_transformers_reads_the_checkpoints(tmp_path):
-    from safetensors.torch import load_file
-
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_launched("text_classification", DROPOUT, whole, **TWO_STAGES)
     shutil.copytree(whole / "checkpoint-3", resumed / "checkpoint-3")
@@ -134,6 +133,27 @@ def test_tensorboard_and_a_batch_that_does_not_divide(tmp_path):
     arguments += ["--per_device_train_batch_size", "8", "--report_to", "tensorboard"]
     folder, _ = compare("text_classification", arguments, tmp_path)
     assert list(folder.glob("runs/*/events*"))
+
+
+def test_bf16_is_autocast_of_the_model(tmp_path):
+    """As in a plain `Trainer`, whose autocast for the host rounds at other places."""
+    arguments = ["--do_train", "--do_predict", "--rows", "24", "--max_steps", "4", *NO_CHECKPOINTS]
+    arguments += ["--per_device_train_batch_size", "8", "--label_smoothing_factor", "0.1"]
+    half = [*arguments, "--bf16", "True"]
+    run_plainly("text_classification", [*half, "--use_cpu", "True"], tmp_path / "plain")
+    run_plainly("text_classification", arguments, tmp_path / "full")
+    run_launched("text_classification", half, tmp_path / "ours", **TWO_STAGES)
+    ours, plain, full = (
+        [entry[2] for entry in history(tmp_path / name)] for name in ("ours", "plain", "full")
+    )
+    np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.005)
+    assert max(abs(np.subtract(ours, full))) > 1e-4, "it has rounded"
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain")]
+    for name, value in weights[1].items():
+        assert weights[0][name].dtype is value.dtype is torch.float32
+    predictions = [np.load(tmp_path / name / "predictions.npy") for name in ("ours", "plain")]
+    assert predictions[0].dtype == np.float32
+    np.testing.assert_allclose(*predictions, rtol=0.05, atol=0.02)
 
 
 EXAMPLE = SCRIPTS.parents[3] / "examples" / "hf_trainer" / "train"

@@ -275,6 +275,23 @@ def test_help(capsys):
         assert "usage: python -m mpxla.compat [OPTIONS] SCRIPT" in capsys.readouterr().err
 
 
+def test_options_of_the_launcher_reach_what_they_change(script, monkeypatch):
+    from mpxla.compat.__main__ import main
+    from mpxla.env import read_environment
+
+    shown = []
+    monkeypatch.setenv("MPXLA_CONFIG", "{}")
+    monkeypatch.setattr("mpxla.compat.launcher.run_script", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        "mpxla.session.show_uncaught", lambda env, is_complete: shown.append(is_complete)
+    )
+    for options in ([], ["--traceback"]):
+        main([*options, str(script)])
+    assert shown == [False, True] and not read_environment().mpxla_config
+    main(["--trust-checkpoints", str(script)])
+    assert read_environment().mpxla_config == {"trust_checkpoints": True}
+
+
 def test_options_of_the_launcher_are_keys_of_the_configuration(monkeypatch):
     from mpxla.compat.settings import configure
     from mpxla.env import read_environment
