@@ -80,13 +80,17 @@ clean: ## remove caches and builds; .venv stays
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@touch $@
 
+# Named first, since pip downloads the newest torch before it reads the extras, where an index has no
+# metadata of its own.
+TORCH := 'torch==2.9.*'
+
 # What the demo imports, and no more.
 $(INSTALLED_DEMO): pyproject.toml | .venv/.python
-	$(BIN)/python -m pip install --editable '.[demo]'
+	$(BIN)/python -m pip install $(TORCH) --editable '.[demo]'
 	@touch $@
 
 $(INSTALLED): pyproject.toml | .venv/.python
-	$(BIN)/python -m pip install --editable '.[test,examples]'
+	$(BIN)/python -m pip install $(TORCH) --editable '.[test,examples]'
 	@touch $@ $(INSTALLED_DEMO)
 
 .venv/.installed-docs: pyproject.toml | .venv/.python

@@ -7,7 +7,7 @@ from mpxla.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-SAMPLE = ["gpt2", "opt"]
+SAMPLE = ["opt"]
 GROUP = 8
 """Architectures for each start of a process, so that a busy machine has time enough for them."""
 

@@ -54,6 +54,7 @@ def is_affected() -> bool:
     return seen == "[1.0, 1.0, 1.0]"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_products_see_weights_that_were_updated_in_place():
     """torch_xla 2.9.0, CPU: from the second step on, gradients came from the weights before.

@@ -244,7 +244,8 @@ def test_rank_0_stopped_while_the_other_is_in_a_step(tmp_path):
     assert "rank 0: a 'control' message from rank 0" in text
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_stopped_at_the_end_of_the_script(tmp_path, stopped):
     """The launcher sees that the other one failed, although it had nothing left to do."""
     check(at_the_end, stopped, tmp_path)

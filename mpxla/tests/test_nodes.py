@@ -42,14 +42,35 @@ smp.shutdown()
 """
 
 
+STAND_INS = {
+    "scontrol": """#!/usr/bin/env bash
+[[ "$*" == "show hostnames nodes-of-the-job" ]] || exit 1
+printf '127.0.0.1\\n127.0.0.1\\n'
+""",
+    "srun": """#!/usr/bin/env bash
+[[ "$1" == --kill-on-bad-exit=1 ]] || exit 1
+shift
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@" & second=$!
+trap 'kill $first $second' TERM
+wait $first || exit 1
+wait $second
+""",
+}
+"""Slurm's programs, with two nodes on this machine."""
+
+
+def environment_of_ranks() -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    return environment | {"PYTHONPATH": str(REPOSITORY)}
+
+
 def launch(script: Path, port: int, node: int, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     command += ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
     return subprocess.Popen(
         [*command, str(script), *arguments],
-        env=environment,
+        env=environment_of_ranks(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,3 +112,33 @@ def test_two_launchers_make_one_job(tmp_path, strategy, pipelines, pp_ranks):
     assert [rank[3] for rank in ranks] == pp_ranks
     assert sorted(map(list, {tuple(group) for group in groups})) == pipelines
     assert all(other == weights[0] for other in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_batch_file_for_slurm_makes_one_job(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = environment_of_ranks()
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{environment['PATH']}"
+    variables = {
+        "PATH": path,
+        "SLURM_JOB_NODELIST": "nodes-of-the-job",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    job = subprocess.run(
+        ["bash", str(REPOSITORY / "examples/clusters/slurm.sbatch"), str(script), "spread"],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert job.returncode == 0, job.stderr[-4000:]
+    lines = [x.removeprefix("FOUND") for x in job.stdout.splitlines() if x.startswith("FOUND")]
+    first, second = map(json.loads, lines)
+    assert first == second
+    assert [ranks[:3] for ranks, _, _ in first] == [[0, 0, 2], [1, 1, 2], [2, 0, 2], [3, 1, 2]]

@@ -278,6 +278,7 @@ def call(function, *args):
     return function(*args)
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_can_be_called_and_passed_and_ranks_die_with_it(tmp_path):
     """One script for both, since it imports torch first, which takes long."""
     script, pids, errors = (tmp_path / name for name in ("script.py", "pids", "errors"))
