@@ -58,6 +58,7 @@ class Found:
     norms: list[float] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
     compilations: int = 0
 
 
@@ -148,6 +149,12 @@ def train(case):
         found.norms.append(norm.item())
         optimizer.step()
     found.compilations += current().backend.num_compilations
+    if case.transport == "xla":
+        (plan,) = model._engine.calls.plans
+        stages = plan.runner.plan.programs.values()
+        programs = [p for s in stages for p in (s.forward, s.backward)]
+        assert {type(program).__name__ for program in programs} == {"FusedExecutable"}
+        found.texts = [program.text() for program in programs]
     found.state = {name: value.cpu() for name, value in model.state_dict().items()}
     found.sizes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return found
@@ -187,6 +194,8 @@ def check(case):
         torch.testing.assert_close(of_rank.norms, expected.norms, rtol=1e-4, atol=1e-6)
         assert_close_by_norm(of_rank.state, expected.state, 1e-5)
         assert of_rank.compilations == 0
+        assert all("all_reduce" in text for text in of_rank.texts)
+    assert bool(found[0].texts) == (case.transport == "xla")
     whole = sum(p.numel() for p in build(case.model).parameters()) * 1.0
     of_group = [
         torch.tensor([torch.Size(s).numel() for s in f.sizes.values()]).sum() for f in found
