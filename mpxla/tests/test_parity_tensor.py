@@ -29,10 +29,12 @@ class Case:
     replicas: int = 1
     backend: str = "torch_xla"
     transport: str = "auto"
+    pipeline: str = "interleaved"
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
-        return sizes if self.transport == "auto" else f"{sizes}-{self.transport}"
+        words = [sizes] + [self.transport] * (self.transport != "auto")
+        return "-".join(words + [self.pipeline] * (self.pipeline != "interleaved"))
 
     @property
     def world_size(self) -> int:
@@ -47,6 +49,7 @@ class Case:
             "microbatches": MICROBATCHES,
             "memory_weight": 0.0,
             "transport": self.transport,
+            "pipeline": self.pipeline,
         }
 
 
@@ -168,6 +171,7 @@ SWEEP = (
     Case("llama", 2, backend="pjrt"),
     Case("llama", 2, transport="xla"),
     Case("llama", 2, stages=2),
+    Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
     Case("gpt2", 4, backend="pjrt"),
     Case("gpt2", 2, replicas=2, backend="pjrt"),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
