@@ -11,6 +11,8 @@ the first two f and g), each with the derivative that a loss equal on all member
     look_up    equal    rows of words that are in  that of the own rows
                         the own part of a table,
                         zeros for all others
+    loss       varying  cross entropy of scores    that of the own scores
+                        that are split by words
 
 In the step they are operators of mpxla, which export sees as one node. `lowered` gives what runs in
 their place where a stage is traced: PyTorch's functional collectives (`_c10d_functional`), which
@@ -27,6 +29,7 @@ from torch import fx
 from mpxla.errors import StepError
 
 __all__ = [
+    "CROSS_ENTROPY",
     "EMBEDDING",
     "GATHER",
     "SUM",
@@ -127,6 +130,39 @@ def _own_rows(
     return torch.where(is_own, found, torch.zeros_like(found))
 
 
+def _reduced(
+    scores: torch.Tensor, labels: torch.Tensor, size: int, index: int, reduction: int, *_: Any
+) -> torch.Tensor:
+    shape = labels.shape if reduction == 0 else ()
+    return torch.empty(shape, dtype=scores.dtype, device=scores.device)
+
+
+def _loss_of_parts(
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    size: int,
+    index: int,
+    reduction: int,
+    ignore_index: int,
+    group: str,
+) -> torch.Tensor:
+    """Cross entropy of scores [tokens, own words] and labels [tokens] among the words of all."""
+    own = scores.shape[1]
+    counts = labels != ignore_index
+    local = labels - index * own
+    is_own = (local >= 0) & (local < own) & counts
+    # Any number near the largest score keeps the exponentials in range; it needs no derivative.
+    largest = _collective.all_reduce.default(scores.detach().amax(1), "max", group)
+    shifted = scores - _collective.wait_tensor.default(largest).unsqueeze(1)
+    picked = shifted.gather(1, local.clamp(0, own - 1).unsqueeze(1)).squeeze(1)
+    picked = torch.where(is_own, picked, torch.zeros_like(picked))
+    total, picked = _Sum.apply(torch.stack([shifted.exp().sum(1), picked]), group).unbind(0)
+    losses = torch.where(counts, total.log() - picked, torch.zeros_like(picked))
+    if reduction == 0:
+        return losses
+    return losses.sum() / counts.sum() if reduction == 1 else losses.sum()
+
+
 def _define(
     schema: str, shape: Callable[..., torch.Tensor], function: Callable[..., torch.Tensor]
 ) -> Any:
@@ -172,6 +208,13 @@ EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
     _embedded,
     _own_rows,
+)
+
+CROSS_ENTROPY = _define(
+    "cross_entropy(Tensor scores, Tensor labels, int size, int index, int reduction, "
+    "int ignore_index, str group) -> Tensor",
+    _reduced,
+    _loss_of_parts,
 )
 
 

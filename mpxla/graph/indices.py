@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from mpxla.graph.collectives import EMBEDDING, is_of_group
+from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
 from mpxla.graph.stepgraph import module_path as path_of
@@ -143,6 +143,10 @@ def _classes(scores: Any, labels: Any, *_: Any) -> list[tuple[Any, int, int]]:
     return [(labels, 0, _size(scores, dim) - 1)]
 
 
+def _classes_of_all(scores: Any, labels: Any, size: int, *_: Any) -> list[tuple[Any, int, int]]:
+    return [(labels, 0, size * _size(scores, 1) - 1)]
+
+
 def _hot(labels: Any, num_classes: int = -1) -> list[tuple[Any, int, int]]:
     return [] if num_classes < 0 else [(labels, 0, num_classes - 1)]
 
@@ -170,6 +174,7 @@ _RANGES: dict[Any, Callable[..., list[tuple[Any, int, int]]]] = {
     _aten.index_put: _bracketed,
     _aten.one_hot: _hot,
     _aten.cross_entropy_loss: _classes,
+    CROSS_ENTROPY.overloadpacket: _classes_of_all,
     _aten.nll_loss: _classes,
     _aten.nll_loss_nd: _classes,
     _aten.nll_loss2d: _classes,

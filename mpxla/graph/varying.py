@@ -25,10 +25,10 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
-from mpxla.graph.collectives import GATHER, SUM, TENSOR_GROUP, VARY
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, TENSOR_GROUP, VARY
+from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
 
-__all__ = ["VARYING", "mark_varying"]
+__all__ = ["VARYING", "draws_for_part", "mark_varying"]
 
 VARYING = "mpxla_varying"
 """Key in the `meta` of nodes whose values vary over a group: (index, size) of the rank in it."""
@@ -58,7 +58,7 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
     for node in list(step.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in (SUM, GATHER):
+        if node.target in (CROSS_ENTROPY, GATHER, SUM):
             _check_varies(node, varying)
             continue
         if node.target is not VARY and not any(n in varying for n in node.all_input_nodes):
@@ -115,3 +115,18 @@ def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
                 f"the module whole (smp.set_tensor_parallelism(module, False)), or do not return "
                 f"what lies inside of it."
             )
+
+
+def draws_for_part(node: fx.Node) -> bool:
+    """Whether a node of a step draws random numbers for a value that varies.
+
+    Operators with a probability of 0, and dropout in evaluation, draw none, whatever their tags.
+    """
+    if VARYING not in node.meta or not is_random(node):
+        return False
+    if node.target is torch.ops.aten.dropout.default:
+        return bool(node.args[1] and node.args[2])
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability)
+    return True

@@ -32,7 +32,7 @@ _TENSOR_PARALLELISM = (
     *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
     *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
 )
-"""Methods of SMP's wrapper that belong to a missing feature."""
+"""Methods of SMP's wrapper that belong to a missing part of a feature."""
 
 
 class PartitionedModule(nn.Module):
@@ -57,7 +57,8 @@ class PartitionedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_PARALLELISM:
             raise AttributeError(
-                f"model.{name} belongs to tensor parallelism, which mpxla does not have yet."
+                f"model.{name} belongs to a part of SMP's tensor parallelism that mpxla does not "
+                f"have yet."
             )
         try:
             return super().__getattr__(name)

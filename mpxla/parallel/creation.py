@@ -48,7 +48,7 @@ def model_creation(
     (SMP API reference, "smp.model_creation".)
 
     Args:
-        tensor_parallelism: not available yet.
+        tensor_parallelism: not available yet; see `smp.set_tensor_parallelism`.
         dtype: of floating point parameters; None keeps torch's default.
         zero_init: belongs to sharded data parallelism, which is not available yet.
         **tensor_parallel_config: settings of tensor parallelism; without it they have no effect.
@@ -58,8 +58,9 @@ def model_creation(
     """
     if tensor_parallelism:
         raise ConfigError(
-            "smp.model_creation(tensor_parallelism=True): tensor parallelism is not available yet; "
-            "leave it False."
+            "smp.model_creation(tensor_parallelism=True): tensor parallelism is not available yet "
+            "for models that are built without values; leave it False, build the model in the "
+            "ordinary way, and call smp.set_tensor_parallelism(model)."
         )
     if zero_init:
         raise ConfigError(

@@ -21,6 +21,7 @@ from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
 from mpxla.graph.varying import mark_varying
+from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
@@ -330,7 +331,7 @@ class StepEngine:
         step, config = self._without_other_models(step), self._session.config
         sharing = self._groups[TENSOR_GROUP].ranks
         place = sharing.index(self._session.rank), len(sharing)
-        step = mark_varying(step, self._split_names(), *place)
+        step = mark_varying(divide_losses(step), self._split_names(), *place)
         if config.check_indices == "all":
             step = with_extremes(step)
         if not (config.auto_partition or config.load_partition):

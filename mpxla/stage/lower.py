@@ -28,8 +28,8 @@ from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph import collectives
 from mpxla.graph.functions import applied
-from mpxla.graph.stepgraph import describe, is_random
-from mpxla.graph.varying import VARYING
+from mpxla.graph.stepgraph import describe
+from mpxla.graph.varying import VARYING, draws_for_part
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import is_view, simplify
 from mpxla.stage.joint import trace_alone, trace_joint
@@ -235,7 +235,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
             own = own or collectives.lowered(node.target)
-            draws = VARYING in node.meta and is_random(node)
+            draws = draws_for_part(node)
             node.target = own or lowering.replacements.get(node.target, node.target)
             if draws:
                 node.target = drawing_own_part(node.target, *node.meta[VARYING])

@@ -29,10 +29,12 @@ class Case:
     replicas: int = 1
     backend: str = "torch_xla"
     transport: str = "auto"
+    pipeline: str = "interleaved"
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
-        return sizes if self.transport == "auto" else f"{sizes}-{self.transport}"
+        words = [sizes] + [self.transport] * (self.transport != "auto")
+        return "-".join(words + [self.pipeline] * (self.pipeline != "interleaved"))
 
     @property
     def world_size(self) -> int:
@@ -47,6 +49,7 @@ class Case:
             "microbatches": MICROBATCHES,
             "memory_weight": 0.0,
             "transport": self.transport,
+            "pipeline": self.pipeline,
         }
 
 
@@ -58,6 +61,7 @@ class Found:
     norms: list[float] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
     compilations: int = 0
 
 
@@ -148,6 +152,12 @@ def train(case):
         found.norms.append(norm.item())
         optimizer.step()
     found.compilations += current().backend.num_compilations
+    if case.transport == "xla":
+        (plan,) = model._engine.calls.plans
+        stages = plan.runner.plan.programs.values()
+        programs = [p for s in stages for p in (s.forward, s.backward)]
+        assert {type(program).__name__ for program in programs} == {"FusedExecutable"}
+        found.texts = [program.text() for program in programs]
     found.state = {name: value.cpu() for name, value in model.state_dict().items()}
     found.sizes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return found
@@ -161,6 +171,7 @@ SWEEP = (
     Case("llama", 2, backend="pjrt"),
     Case("llama", 2, transport="xla"),
     Case("llama", 2, stages=2),
+    Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
     Case("gpt2", 4, backend="pjrt"),
     Case("gpt2", 2, replicas=2, backend="pjrt"),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
@@ -187,6 +198,8 @@ def check(case):
         torch.testing.assert_close(of_rank.norms, expected.norms, rtol=1e-4, atol=1e-6)
         assert_close_by_norm(of_rank.state, expected.state, 1e-5)
         assert of_rank.compilations == 0
+        assert all("all_reduce" in text for text in of_rank.texts)
+    assert bool(found[0].texts) == (case.transport == "xla")
     whole = sum(p.numel() for p in build(case.model).parameters()) * 1.0
     of_group = [
         torch.tensor([torch.Size(s).numel() for s in f.sizes.values()]).sum() for f in found

@@ -21,6 +21,7 @@ from mpxla.graph.collectives import TENSOR_GROUP, is_collective
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.varying import mark_varying
+from mpxla.graph.vocabulary import divide_losses
 from mpxla.nn.distribute import distribute, set_tensor_parallelism
 from mpxla.nn.shards import Shard
 from mpxla.runtime.state import ModelState
@@ -79,7 +80,8 @@ def lower(
     names = ModelState(rank.model).canonical_names
     ranks, transport = rank.group
     place = ranks.index(transport.rank), len(ranks)
-    captured = mark_varying(capture_step(step, rank.model, leaves, names), rank.shards, *place)
+    captured = divide_losses(capture_step(step, rank.model, leaves, names))
+    captured = mark_varying(captured, rank.shards, *place)
     nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
     (stage,) = split_stages(captured, {node: (0,) for node in nodes}, 1)
     return captured, lower_stage(stage, True, plain_lowering())

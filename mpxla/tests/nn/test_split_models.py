@@ -118,11 +118,64 @@ def collectives(module):
 
 
 def test_two_sums_each_way_in_a_block():
-    """In a block; another one of the embedding, and the gather and the crossing of the head."""
+    """In a block; others of the embedding and of the head with its loss, which gathers nothing."""
     (rank, _) = distributed(lambda: built("llama"), 2)
     _, lowered = lower(rank, loss_of, [words()])
-    assert collectives(lowered.forward) == {"all_reduce": 2 + 1, "all_gather_into_tensor": 1}
+    assert collectives(lowered.forward) == {"all_reduce": 2 + 1 + 2}
     assert collectives(lowered.backward) == {"all_reduce": 2 + 1}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_scores_that_are_split(reduction):
+    def of_rows(scores, ids):
+        labels = torch.where(ids[:, 1:] == 5, -100, ids[:, 1:]).flatten()
+        rows = scores[:, :-1].double().reshape(-1, WORDS)
+        return nn.functional.cross_entropy(rows, labels, reduction=reduction).sum()
+
+    class Words(nn.Module):
+        _tp_plan = {"head": "colwise_gather_output"}
+
+        def __init__(self):
+            super().__init__()
+            self.rows, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    def build():
+        torch.manual_seed(5)
+        return Words()
+
+    def scaled(model, ids):
+        return of_rows(model.head(30 * model.rows(ids)), ids)
+
+    whole, ids = build(), words()
+    ids[0, 2] = 5
+    loss = scaled(whole, ids)
+    loss.backward()
+    ranks = distributed(build, 2)
+    programs = [lower(rank, scaled, [ids]) for rank in ranks]
+    assert collectives(programs[0][1].forward) == {"all_reduce": 2}
+    (found, gradients), (_, other) = in_threads(train_once, ranks, programs, [[ids]] * 2)
+    torch.testing.assert_close(found, loss.detach())
+    parts = [gradients["head.weight"], other["head.weight"]]
+    joined = ranks[0].shards["head.weight"].join(parts)
+    torch.testing.assert_close(joined, whole.head.weight.grad)
+    torch.testing.assert_close(gradients["rows.weight"], whole.rows.weight.grad)
+
+
+def test_scores_that_are_used_otherwise_are_gathered():
+    ranks = distributed(lambda: built("llama"), 2)
+
+    def scaled(model, ids):
+        scores = 2 * model(input_ids=ids).logits
+        return nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+    whole = built("llama")
+    programs = [lower(rank, scaled, [words()]) for rank in ranks]
+    assert collectives(programs[0][1].forward)["all_gather_into_tensor"] == 1
+    (found, _), _ = in_threads(train_once, ranks, programs, [[words()]] * 2)
+    torch.testing.assert_close(found, scaled(whole, words()).detach())
 
 
 def test_every_rank_keeps_its_part_of_the_values():

@@ -103,9 +103,9 @@ def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.
 _Groups = list[list[int]]
 
 
-def _sum_in_graph(groups: _Groups, value: torch.Tensor, operation: str) -> torch.Tensor:
-    assert operation == "sum", f"all_reduce by {operation!r} in a program"
-    return _xla_all_reduce("sum", value, 1.0, groups, False)
+def _reduce_in_graph(groups: _Groups, value: torch.Tensor, operation: str) -> torch.Tensor:
+    assert operation in ("sum", "max", "min"), f"all_reduce by {operation!r} in a program"
+    return _xla_all_reduce(operation, value, 1.0, groups, False)
 
 
 def _gather_in_graph(groups: _Groups, value: torch.Tensor, size: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _scatter_in_graph(
 
 _c10d = torch.ops._c10d_functional
 COLLECTIVES: Mapping[Any, Callable[..., torch.Tensor]] = {
-    _c10d.all_reduce.default: _sum_in_graph,
+    _c10d.all_reduce.default: _reduce_in_graph,
     _c10d.all_gather_into_tensor.default: _gather_in_graph,
     _c10d.reduce_scatter_tensor.default: _scatter_in_graph,
     _c10d.wait_tensor.default: lambda groups, value: value,

@@ -1,0 +1,111 @@
+"""Losses over words whose scores are split: each rank sees the scores of its own words only.
+
+A head that is split by words gives its scores to all ranks, and the loss reads them:
+
+    before   product -> gather [tokens, words] -> reshape, casts -> cross entropy
+    after    product -> reshape, casts -> cross entropy of parts    (a maximum and two sums a token)
+
+So no rank has the scores of all words, which are the largest value of a language model. (Megatron-
+LM, arXiv:1909.08053, section 3.) Scores that the step uses otherwise are still gathered.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
+from mpxla.graph.stepgraph import StepGraph
+
+__all__ = ["divide_losses"]
+
+_aten = torch.ops.aten
+_SHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+_CASTS = (
+    *(_aten._to_copy.default, _aten.to.dtype, _aten.clone.default, _aten.contiguous.default),
+    *(_aten.to.dtype_layout, _aten.alias.default),
+)
+
+
+def divide_losses(step: StepGraph) -> StepGraph:
+    """Lets cross entropies read the parts of gathered scores, in place.
+
+    Others than the plain one (weights of classes, smoothed labels, probabilities as labels) and
+    scores that are changed on the way stay as they are.
+    """
+    for node in list(step.graph.nodes):
+        if node.target is not _aten.cross_entropy_loss.default:
+            continue
+        given = dict(zip(("scores", "labels", *_DEFAULTS), node.args, strict=False))
+        options = {**_DEFAULTS, **given, **node.kwargs}
+        scores, labels = node.args[:2]
+        chain = _way_from_gather(scores)
+        if chain is None or not _is_plain(scores, labels, options):
+            continue
+        with step.graph.inserting_before(node):
+            part = _on_parts(step.graph, chain)
+            size, index, group = chain[0].args[2:]
+            arguments = part, labels, size, index, options["reduction"], options["ignore_index"]
+            loss = step.graph.call_function(CROSS_ENTROPY, (*arguments, group))
+        loss.meta = dict(node.meta)
+        node.replace_all_uses_with(loss)
+    step.graph.eliminate_dead_code()
+    return step
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "weight": None,
+    "reduction": 1,
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+}
+
+
+def _is_plain(scores: fx.Node, labels: fx.Node, options: Mapping[str, Any]) -> bool:
+    is_plain = options["weight"] is None and not options["label_smoothing"]
+    is_list = scores.meta["val"].dim() == 2 and labels.meta["val"].dim() == 1
+    return is_plain and is_list and not labels.meta["val"].is_floating_point()
+
+
+def _way_from_gather(node: Any) -> list[fx.Node] | None:
+    """The gather of all words and what is done to its rows, in order; None for other values."""
+    chain = [node]
+    while chain[0].target is not GATHER:
+        node = chain[0]
+        if node.op != "call_function" or not node.all_input_nodes:
+            return None
+        source = node.all_input_nodes[0]
+        before, after = source.meta["val"], node.meta["val"]
+        keeps_rows = before.dim() and after.dim() and before.shape[-1] == after.shape[-1]
+        is_slice = node.target is _aten.slice.Tensor and _dim_of(node) < before.dim() - 1
+        if not keeps_rows or not (node.target in (*_SHAPES, *_CASTS) or is_slice):
+            return None
+        chain.insert(0, source)
+    return chain if chain[0].args[1] == chain[0].meta["val"].dim() - 1 else None
+
+
+def _dim_of(node: fx.Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return dim % node.meta["val"].dim()
+
+
+def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
+    """What is done to gathered rows, done to the own part of each."""
+    part = chain[0].args[0]
+    own = part.meta["val"].shape[-1]
+    for node in chain[1:]:
+        args = (part, *node.args[1:])
+        if node.target in _SHAPES:
+            args = (part, [*node.args[1][:-1], own])
+        copy = graph.call_function(node.target, args, dict(node.kwargs))
+        copy.meta = dict(node.meta)
+        copy.meta["val"] = _like(node.meta["val"], own, part.meta["val"].requires_grad)
+        part = copy
+    return part
+
+
+def _like(value: Any, own: int, requires_grad: bool) -> torch.Tensor:
+    make: Callable[..., torch.Tensor] = torch.empty
+    with value.fake_mode:
+        return make((*value.shape[:-1], own), dtype=value.dtype, requires_grad=requires_grad)
