@@ -179,7 +179,8 @@ def limit_of(number):
 def batch(number, rank, size):
     x, y = (part.chunk(size)[rank] for part in data(number))
     if number == OVERFLOWS_AT and rank == size - 1:
-        x = x * 1e6
+        # Infinite in float16: tanh saturates, and only gradients of the first layer are NaN.
+        x[:, 0] = 1e6
     return x, y
 
 
