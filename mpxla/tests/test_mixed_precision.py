@@ -171,10 +171,16 @@ def test_a_model_in_bfloat16_is_trained_as_with_the_key():
 OVERFLOWS_AT = 2
 
 
+def limit_of(number):
+    """Clips in some steps only: a clipped gradient does not tell how it was scaled."""
+    return 0.3 if number == 1 else 1e3
+
+
 def batch(number, rank, size):
     x, y = (part.chunk(size)[rank] for part in data(number))
     if number == OVERFLOWS_AT and rank == size - 1:
-        x = x * 1e6
+        # Infinite in float16: tanh saturates, and only gradients of the first layer are NaN.
+        x[:, 0] = 1e6
     return x, y
 
 
@@ -186,7 +192,7 @@ def train_scaled(config, uses_key):
     model = smp.DistributedModel(made())
     settings = {"init_scale": 2.0**10, "scale_window": 3}
     optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.SGD(model.parameters(), lr=0.2),
         dynamic_loss_scale=True,
         dynamic_loss_args=settings,
     )
@@ -206,12 +212,12 @@ def train_scaled(config, uses_key):
         step(model, x, y)
         before = state_of(model)
         if uses_key:
-            optimizer.clip_master_grads(0.5)
+            optimizer.clip_master_grads(limit_of(number))
             optimizer.step()
             scales.append(optimizer.loss_scale)
         else:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit_of(number))
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
@@ -228,13 +234,13 @@ def train_scaled(config, uses_key):
 def train_scaled_plainly():
     """In float32, without the batch that overflows: scales must not matter."""
     model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in range(7):
         if number != OVERFLOWS_AT:
             optimizer.zero_grad()
             x, y = data(number)
             F.cross_entropy(model(x), y).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit_of(number))
             optimizer.step()
     return state_of(model)
 

@@ -26,6 +26,9 @@ WORKS = {
     "shard_optimizer_state": True,
     "delayed_parameter_initialization": True,
     "partition_file": "decision.json",
+    "fp16": True,
+    "fp16_params": True,
+    "bf16": True,
 }
 WARNS = {
     "ddp_port": 1234,
@@ -85,6 +88,6 @@ def test_every_key_is_in_the_table():
     from mpxla.tests.test_config import DEFAULTS
 
     own = {"virtual_pipeline_degree", "schedule", "transport", "reduction_dtype", "check_indices"}
-    own |= {"stall_timeout_s", "init_timeout_s", "trust_checkpoints"}
+    own |= {"master_dtype", "stall_timeout_s", "init_timeout_s", "trust_checkpoints"}
     known = {*DEFAULTS, *ALIASES, *IGNORED_KEYS} - own
     assert known == {*WORKS, *WARNS, *REFUSED}
