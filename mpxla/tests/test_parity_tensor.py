@@ -190,7 +190,8 @@ def test_training_in_many_ways(case):
 
 
 def check(case):
-    found = run_ranks(train, case.world_size, case, env={"MPXLA_DEVICE": case.backend})
+    env = {"MPXLA_DEVICE": case.backend}
+    found = run_ranks(train, case.world_size, case, timeout_s=240.0, env=env)
     expected = train_plainly(case)
     losses = torch.tensor([of_rank.losses for of_rank in found])
     torch.testing.assert_close(losses.mean(0), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6)
