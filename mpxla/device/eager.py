@@ -14,11 +14,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from mpxla.comm.transport import Groups
 from mpxla.device.backend import Lowering
 from mpxla.errors import ConfigError, MpxlaError
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
 from mpxla.stage.accumulation import AccumulatingBackward
+from mpxla.stage.collective import CollectiveRunner
+from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, split_graph
+from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
 
@@ -121,6 +126,10 @@ def _mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
+def _kind_of(node: fx.Node) -> type[Piece]:
+    return CollectivePiece if is_collective(node) else ComputePiece
+
+
 @contextlib.contextmanager
 def _seeded(seed: torch.Tensor | None) -> Generator[None]:
     """Random operators draw from a seed, and the user's generator stays as it is."""
@@ -150,6 +159,7 @@ class EagerBackend:
     device = torch.device("cpu")
     is_host = True
     has_doubles = True
+    donates = False
 
     def __init__(self) -> None:
         self.num_compilations = 0
@@ -174,13 +184,23 @@ class EagerBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
-    ) -> EagerExecutable:
-        """Keeps the graph, to be interpreted; nothing is donated."""
+        groups: Groups | None = None,
+    ) -> EagerExecutable | PiecewiseExecutable:
+        """Keeps the graph, to be interpreted, with collectives between pieces; donates nothing."""
         self.num_compilations += 1
         if isinstance(graph, AccumulatingBackward):  # its operators, and the sums around them
             flat = flatten_backward(graph, len(inputs), self.device)
             graph = fx.GraphModule(graph.derivative, flat)
-        return EagerExecutable(name, graph, len(inputs))
+        if not isinstance(graph, fx.GraphModule) or not any(map(is_collective, graph.graph.nodes)):
+            return EagerExecutable(name, graph, len(inputs))
+        plan = split_graph(graph.graph, _kind_of, graph)
+        runners = [
+            CollectiveRunner(name, piece, groups or {}, self.view, self.put)
+            if isinstance(piece, CollectivePiece)
+            else EagerExecutable(name, piece.module, len(piece.input_specs))
+            for piece in plan.pieces
+        ]
+        return PiecewiseExecutable(name, plan, runners, self.view, self.put)
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies: the caller may change what it gave."""
@@ -193,6 +213,10 @@ class EagerBackend:
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor itself, for reading."""
         return buffer.detach().cpu()
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """New tensors."""
+        return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors themselves."""

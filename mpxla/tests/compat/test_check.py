@@ -173,7 +173,6 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "'tensor_parallel_degree': args.tp, 'microbatches': 4})",
             [
                 (2, 'configuration "sharded_data_parallel_degree"', REFUSED),
-                (2, 'configuration "tensor_parallel_degree"', SUPPORTED),
                 (2, "smp.init", SUPPORTED),
             ],
         ),
@@ -181,7 +180,6 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "import mpxla\nconfig = {'tensor_parallel_degree': 2}\nmpxla.init(config)\n"
             "mpxla.init(unknown)",
             [
-                (2, 'configuration "tensor_parallel_degree"', REFUSED),
                 (3, "smp.init", SUPPORTED),
                 (4, "smp.init", SUPPORTED),
             ],

@@ -26,6 +26,7 @@ WORKS = {
     "shard_optimizer_state": True,
     "delayed_parameter_initialization": True,
     "partition_file": "decision.json",
+    "tensor_parallel_degree": 2,
     "fp16": True,
     "fp16_params": True,
     "bf16": True,
@@ -53,7 +54,6 @@ WARNS = {
     "overlapping_allreduce": True,
 }
 REFUSED = {
-    "tensor_parallel_degree": 2,
     "sharded_data_parallel_degree": 2,
     "horovod": True,
     "load_partition": True,
@@ -88,6 +88,7 @@ def test_every_key_is_in_the_table():
     from mpxla.tests.test_config import DEFAULTS
 
     own = {"virtual_pipeline_degree", "schedule", "transport", "reduction_dtype", "check_indices"}
+    own |= {"device", "compile_cache", "activation_memory", "log_metrics_every", "metrics_dir"}
     own |= {"master_dtype", "stall_timeout_s", "init_timeout_s", "trust_checkpoints"}
     known = {*DEFAULTS, *ALIASES, *IGNORED_KEYS} - own
     assert known == {*WORKS, *WARNS, *REFUSED}
