@@ -131,8 +131,8 @@ class Config:
     wins over it."""
     compile_cache: str | None = key(None, text(is_nullable=True))
     """Extension. Folder in which `device: "pjrt"` keeps compiled programs, so that the next start
-    of the job compiles nothing; by default `mpxla/programs` in the user's cache folder, and `""`
-    keeps none. Whoever writes there can run code in the job."""
+    of the job compiles nothing; by default `~/.cache/mpxla/programs`, and `""` keeps
+    none. Whoever writes there can run code in the job."""
     transport: str = key("auto", word("auto", "host", "xla"))
     """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
     inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for

@@ -20,7 +20,7 @@ from torch import nn
 import mpxla
 from mpxla.compat import CompatError
 from mpxla.compat.amp import GradScaler
-from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
+from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, TP_WHILE_BUILT, UNKNOWN, Fate
 from mpxla.patches import checkpoint
 from mpxla.user_lines import at_script_line
 
@@ -156,10 +156,13 @@ def _reader(module: str) -> Callable[[str], Any]:
 # --- switches of missing features ---------------------------------------------------------------
 
 
-def _refuse(call: str, feature: str) -> None:
+_SET_LATER = ", and call smp.set_tensor_parallelism(model) on the finished model"
+
+
+def _refuse(call: str, feature: str, instead: str = "") -> None:
     raise CompatError(
         f"{at_script_line()}: {call} asks for {feature}, which mpxla does not have yet; switch it "
-        f"off."
+        f"off{instead}."
     )
 
 
@@ -167,14 +170,8 @@ def _refuse(call: str, feature: str) -> None:
 def _tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]:
     """`smp.tensor_parallelism`, which may be switched off only."""
     if enabled:
-        _refuse("smp.tensor_parallelism(enabled=True)", "tensor parallelism")
+        _refuse("smp.tensor_parallelism(enabled=True)", TP_WHILE_BUILT, _SET_LATER)
     yield
-
-
-def _set_tensor_parallelism(module: nn.Module, enabled: bool = True, **settings: Any) -> None:
-    """`smp.set_tensor_parallelism`, which may be switched off only."""
-    if enabled:
-        _refuse("smp.set_tensor_parallelism(enabled=True)", "tensor parallelism")
 
 
 @contextlib.contextmanager
@@ -186,7 +183,7 @@ def _model_creation(
 ) -> Generator[None]:
     """`smp.model_creation` without what is missing."""
     if tensor_parallelism:
-        _refuse("smp.model_creation(tensor_parallelism=True)", "tensor parallelism")
+        _refuse("smp.model_creation(tensor_parallelism=True)", TP_WHILE_BUILT, _SET_LATER)
     if zero_init:
         _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
     with mpxla.model_creation(dtype=dtype, **settings):
@@ -199,7 +196,6 @@ def _register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 
 _OWN: dict[tuple[str, str], Any] = {
     ("", "tensor_parallelism"): _tensor_parallelism,
-    ("", "set_tensor_parallelism"): _set_tensor_parallelism,
     ("", "model_creation"): _model_creation,
     ("", "register_parameter"): _register_parameter,
     ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,

@@ -18,6 +18,7 @@ from mpxla.compat.names import (
     METHODS,
     SMP_MODULES,
     SMP_PACKAGE,
+    TP_WHILE_BUILT,
     UNKNOWN,
     Fate,
     Name,
@@ -36,7 +37,6 @@ _MENTIONED = "may be imported and compared with; to use it is an error"
 # Function of SMP -> the argument that asks for tensor parallelism, its place and its default.
 _SWITCHES: dict[str, tuple[str, int, bool]] = {
     "tensor_parallelism": ("enabled", 0, True),
-    "set_tensor_parallelism": ("enabled", 1, True),
     "model_creation": ("tensor_parallelism", 0, False),
 }
 _SHARDING = "sharded data parallelism"
@@ -259,7 +259,7 @@ class _Reader(ast.NodeVisitor):
                 given = call.args[place]
             value = default and not has_others if given is None else getattr(given, "value", None)
             if value in (True, 1) and not isinstance(given, ast.Attribute | ast.Subscript):
-                self._add_missing(call, f"smp.{name}({argument}=True)", "tensor parallelism")
+                self._add_missing(call, f"smp.{name}({argument}=True)", TP_WHILE_BUILT)
         if name == "model_creation":
             if values.get("zero_init") is True:
                 self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)

@@ -58,7 +58,8 @@ def _refused(text: str) -> Name:
 
 # --- SMP --------------------------------------------------------------------------------------
 
-_TP = "tensor parallelism"
+_TP = "tensor parallelism by SMP's own modules"
+TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
 _SHARDING = "sharded data parallelism"
 
 
@@ -72,10 +73,10 @@ _SWITCHES = {
     "optimizers": _supported("a module"),
     "patches": _supported("a module"),
     "model": _supported("a module"),
-    "model_creation": _supported(f"an error with tensor_parallelism=True ({_TP})"),
+    "model_creation": _supported(f"an error with tensor_parallelism=True ({TP_WHILE_BUILT})"),
     "delay_param_initialization": _supported(),
-    "tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
-    "set_tensor_parallelism": _supported(f"an error with enabled=True ({_TP})"),
+    "tensor_parallelism": _supported(f"an error with enabled=True ({TP_WHILE_BUILT})"),
+    "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
     "tp_register": _missing(_TP),
     "tp_register_with_module": _missing(_TP),
     "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),

@@ -201,7 +201,7 @@ def test_reasons_name_the_missing_feature(tmp_path):
     text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer._global_grad_norm\nsmp.sizes"
     reasons = [finding.meaning.text for finding in check(tmp_path, text)]
     assert reasons == [
-        "tensor parallelism, which mpxla does not have yet",
+        "tensor parallelism by SMP's own modules, which mpxla does not have yet",
         "sharded data parallelism, which mpxla does not have yet",
         "mpxla knows no such name of SMP; remove the use, importing it does no harm",
     ]

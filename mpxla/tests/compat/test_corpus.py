@@ -107,10 +107,7 @@ REFUSED = {
     "tensor-parallel creation": "with smp.model_creation(tensor_parallelism=True):\n    pass",
     "sharded creation": "with smp.model_creation(zero_init=True):\n    pass",
     "by position": "with smp.tensor_parallelism(True):\n    pass",
-    "set by position": "smp.set_tensor_parallelism(torch.nn.Linear(1, 1), True)",
     "creation by position": "with smp.model_creation(True):\n    pass",
-    "a marked module": "layer = torch.nn.Linear(1, 1)\n"
-    "smp.set_tensor_parallelism(layer, fused_softmax=False)",
     "a fused optimizer": "from smdistributed.modelparallel.torch.optimizers import FusedLAMB\n"
     "FusedLAMB([])",
     "a graph": "torch.cuda.CUDAGraph()",

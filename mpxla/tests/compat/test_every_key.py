@@ -62,7 +62,9 @@ REFUSED = {
 
 
 def warnings_of(keys, capsys):
-    resolve({"ddp": True, "pipeline_parallel_degree": 2, **keys}, LaunchEnv())
+    # The last one is what tensor parallelism needs.
+    also = {"pipeline_parallel_degree": 2, "prescaled_batch": True}
+    resolve({"ddp": True, **also, **keys}, LaunchEnv())
     return [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
 
 

@@ -62,7 +62,6 @@ def _use_smp():
         "translate": refusal(import_translation),
         "register": refusal(lambda: smp.tp_register_with_module(torch.nn.Linear, None)),
         "context": refusal(lambda: enter(smp.tensor_parallelism())),
-        "set": refusal(lambda: smp.set_tensor_parallelism(linear)),
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "full_state": refusal(import_full_state),
@@ -99,10 +98,11 @@ def _use_smp():
 
 
 FEATURES = {
-    "tensor parallelism": (
+    "tensor parallelism by SMP's own modules": (
         *OF_THE_MODEL,
-        *("nn", "from", "translate", "register", "context", "set", "creation"),
+        *("nn", "from", "translate", "register"),
     ),
+    "tensor parallelism of layers as they are built": ("context", "creation"),
     "sharded data parallelism": ("sharded", "norm", "full_state"),
 }
 
@@ -180,7 +180,6 @@ def test_recomputation_changes_no_results():
 @pytest.mark.parametrize(
     ("key", "value", "feature"),
     [
-        ("tensor_parallel_degree", 2, "tensor parallelism"),
         ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
     ],
 )

@@ -39,7 +39,7 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    stage = _compile_stage(PlannedStage(lowered), open_backend())
+    stage = _compile_stage(PlannedStage(lowered), open_backend().compile)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
