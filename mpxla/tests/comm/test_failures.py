@@ -209,6 +209,8 @@ def fail_before_sending(transport):
     class Broken(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function == torch.Tensor.nbytes.__get__:  # is known before the values are
+                return 8
             raise RuntimeError("device lost")
 
     if transport.rank == 1:
