@@ -73,13 +73,13 @@ def _way_from_gather(node: Any) -> list[fx.Node] | None:
     chain = [node]
     while chain[0].target is not GATHER:
         node = chain[0]
-        if node.op != "call_function" or not node.all_input_nodes:
+        if node.target not in (*_SHAPES, *_CASTS, _aten.slice.Tensor):
             return None
         source = node.all_input_nodes[0]
         before, after = source.meta["val"], node.meta["val"]
         keeps_rows = before.dim() and after.dim() and before.shape[-1] == after.shape[-1]
-        is_slice = node.target is _aten.slice.Tensor and _dim_of(node) < before.dim() - 1
-        if not keeps_rows or not (node.target in (*_SHAPES, *_CASTS) or is_slice):
+        cuts_rows = node.target is _aten.slice.Tensor and _dim_of(node) == before.dim() - 1
+        if not keeps_rows or cuts_rows:
             return None
         chain.insert(0, source)
     return chain if chain[0].args[1] == chain[0].meta["val"].dim() - 1 else None

@@ -57,8 +57,8 @@ class PartitionedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_PARALLELISM:
             raise AttributeError(
-                f"model.{name} belongs to a part of SMP's tensor parallelism that mpxla does not "
-                f"have yet."
+                f"model.{name} belongs to tensor parallelism by SMP's own modules, which mpxla "
+                f"does not have yet."
             )
         try:
             return super().__getattr__(name)

@@ -330,8 +330,9 @@ class StepEngine:
             self.is_tracing = False
         step, config = self._without_other_models(step), self._session.config
         sharing = self._groups[TENSOR_GROUP].ranks
-        place = sharing.index(self._session.rank), len(sharing)
-        step = mark_varying(divide_losses(step), self._split_names(), *place)
+        if len(sharing) > 1:
+            place = sharing.index(self._session.rank), len(sharing)
+            step = mark_varying(divide_losses(step), self._split_names(), *place)
         if config.check_indices == "all":
             step = with_extremes(step)
         if not (config.auto_partition or config.load_partition):

@@ -351,7 +351,7 @@ def compile_stages(
 
     started = time.perf_counter()
     own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]
-    tell(f"lowering of stages {', '.join(str(stage.index) for stage in own)}")
+    tell(f"lowering of stage {', '.join(str(stage.index) for stage in own)}")
     planned = plan_stages(
         own,
         schedule[pp_rank],

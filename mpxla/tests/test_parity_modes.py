@@ -100,7 +100,8 @@ def test_a_second_length_compiles_once_and_says_what_changed():
         optimizer.step()
     for losses, compiled, lines in results:
         assert losses == pytest.approx(expected, rel=LOSS)
-        assert [count > 0 for count in compiled] == [True, False, True, False, False, False]
+        # The first call may find its programs: other tests of this process compile them, too.
+        assert [count > 0 for count in compiled[1:]] == [False, True, False, False, False]
         assert compiled[2] >= 2
         assert len(lines) == 2
         assert "(first call)" in lines[0]

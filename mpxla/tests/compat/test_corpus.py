@@ -122,7 +122,7 @@ REFUSED = {
     "settings": "settings = {'microbatches': 1, 'ddp': True}\nsmp.init(settings)\n"
     "smp.nn.DistributedEmbedding(2, 2)",
     "sharding": "smp.init(dict(ddp=True, sharded_data_parallel_degree=2))",
-    "a configuration": "smp.init({'tensor_parallel_degree': 2})",
+    "a configuration": "smp.init({'sharded_data_parallel_degree': 2, 'ddp': True})",
     "imports below": "def train():\n    layers.DistributedLinear(2, 2)\n"
     "if True:\n    import smdistributed.modelparallel.torch.nn as layers\n    train()",
 }

@@ -249,6 +249,6 @@ def parts_of_a_compilation():
 def test_the_compilation_says_what_it_does():
     for rank, parts in enumerate(run_ranks(parts_of_a_compilation, STAGES)):
         waiting = "done here, waiting for other ranks"
-        programs = [f"stage {rank}, lowering", f"stage {rank} forward", f"stage {rank} backward"]
+        programs = [f"lowering of stage {rank}", f"stage {rank} forward", f"stage {rank} backward"]
         training = ["capture", "partition", waiting, *programs, waiting]
         assert parts[: len(training)] == training
