@@ -156,7 +156,8 @@ def train(case):
         (plan,) = model._engine.calls.plans
         stages = plan.runner.plan.programs.values()
         programs = [p for s in stages for p in (s.forward, s.backward)]
-        assert {type(program).__name__ for program in programs} == {"FusedExecutable"}
+        kinds = {program.name: type(program).__name__ for program in programs}
+        assert set(kinds.values()) == {"FusedExecutable"}, kinds
         found.texts = [program.text() for program in programs]
     found.state = {name: value.cpu() for name, value in model.state_dict().items()}
     found.sizes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}

@@ -40,9 +40,7 @@ def flat_graph(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec])
     """
     if isinstance(module, AccumulatingBackward):
         graph = flatten_backward(module, len(inputs), _CPU)
-        flat = _annotated(graph, inputs, module.derivative)
-        _name_operators(flat.graph)
-        return flat
+        return _annotated(graph, inputs, module.derivative)
     if isinstance(module, fx.GraphModule) and not _mutates(module.graph):
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, val_map={}))
@@ -54,6 +52,7 @@ def _annotated(
     graph: fx.Graph, inputs: Sequence[TensorSpec], root: torch.nn.Module
 ) -> fx.GraphModule:
     annotate(graph, inputs, root)
+    _name_operators(graph)  # parts of a split backward have methods, too
     return fx.GraphModule(root, graph)
 
 

@@ -256,7 +256,9 @@ def _compile_in_pieces(
     root = module.derivative if is_whole else module
     annotate(graph, inputs, root)
     put = functools.partial(to_device, device=device)
-    if is_host_device() and not any(needs_host(node) for node in graph.nodes):
+    # torch_xla has no kernel for the wait of a collective; as a part of the program it needs none.
+    computing = [node for node in graph.nodes if not is_collective(node)]
+    if is_host_device() and not any(map(needs_host, computing)):
         fused = fuse(name, graph, root, inputs, groups, put)
         if fused is not None:
             return fused

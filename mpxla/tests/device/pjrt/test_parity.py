@@ -26,6 +26,12 @@ def test_trains_as_in_one_process(case):
     assert_promises(case, observed)
 
 
+def test_split_backwards_train_as_in_one_process():
+    case = parity.Case("mlp", 2, 4, "zero_bubble")
+    observed = run_ranks(parity.train, case.stages, case, timeout_s=200, env=PJRT)
+    assert_parity(observed, parity.train_plainly(case))
+
+
 def test_replicas_with_divided_updates_train_as_one_process():
     case = test_parity_replicas.Case("mlp", 2, 1, is_sharded=True, max_norm=0.1)
     observed = run_ranks(test_parity_replicas.train, case.world_size, case, env=PJRT)
