@@ -7,7 +7,7 @@ that turns ordinary numbers into NaN is named in a warning. Slow, and good for s
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from mpxla.comm.transport import Groups
+from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.graph.collectives import is_collective
@@ -152,7 +153,7 @@ def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
     return found
 
 
-class EagerBackend:
+class EagerBackend(Alone):
     """See `Backend`. Buffers are ordinary tensors on the host, always computed already."""
 
     name = "eager"
@@ -172,10 +173,6 @@ class EagerBackend:
             lays_out_weights=False,
             disguises_sums=False,
         )
-
-    def keep_programs(self, folder: str) -> bool:
-        """There is nothing to keep."""
-        return False
 
     def compile(
         self,
@@ -234,27 +231,6 @@ class EagerBackend:
         """Whether a tensor lies on the host."""
         return tensor.device == self.device
 
-    def flush(self) -> None:
-        """Nothing is ever pending."""
-
-    def wait(self) -> None:
-        """Nothing is ever under way."""
-
-    def random_state(self) -> int:
-        """There is no generator but PyTorch's."""
-        return 0
-
-    def set_random_state(self, state: int) -> None:
-        """There is no generator but PyTorch's."""
-
-    def memory_counters(self) -> dict[str, int] | None:
-        """Nothing is counted."""
-        return None
-
-    def reaches(self, world_size: int) -> bool:
-        """Whether there is nobody else."""
-        return world_size == 1
-
     def open_runner(self, host: Any, address: str) -> Any:
         """There are no programs between processes.
 
@@ -265,11 +241,3 @@ class EagerBackend:
             'transport: "xla" runs collectives inside programs, and with MPXLA_EAGER=1 (or '
             'MPXLA_DEVICE=eager) nothing is compiled. Set transport: "host".'
         )
-
-    def tell_rank(self, *_: Any) -> Callable[[], None]:
-        """There is no runtime that asks."""
-        return lambda: None
-
-    def join_world(self, *_: Any) -> Callable[[], None]:
-        """Nothing to do: the user's tensors are ordinary ones, which torch.distributed knows."""
-        return lambda: None

@@ -6,7 +6,7 @@ can be tested in milliseconds.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.comm.transport import Groups
+from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
 from mpxla.errors import MpxlaError
 from mpxla.stage.spec import TensorSpec
@@ -112,7 +113,7 @@ class NullExecutable:
 
 
 @dataclass
-class NullBackend:
+class NullBackend(Alone):
     """See `Backend`.
 
     Attributes:
@@ -150,10 +151,6 @@ class NullBackend:
             outputs = [TensorSpec.of(result) for result in graph(*given)]
         self.compiled.append(NullExecutable(self, name, inputs, outputs, donated))
         return self.compiled[-1]
-
-    def keep_programs(self, folder: str) -> bool:
-        """There is nothing to keep."""
-        return False
 
     def zeros(self, specs: Sequence[TensorSpec]) -> list[NullBuffer]:
         """A new buffer for every spec."""
@@ -193,38 +190,9 @@ class NullBackend:
         """True: the host is the device."""
         return True
 
-    def flush(self) -> None:
-        """Nothing is ever pending."""
-
-    def wait(self) -> None:
-        """Nothing is ever under way."""
-
-    def random_state(self) -> int:
-        """There is no generator."""
-        return 0
-
-    def set_random_state(self, state: int) -> None:
-        """There is no generator."""
-
-    def memory_counters(self) -> dict[str, int] | None:
-        """Nothing is counted."""
-        return None
-
-    def reaches(self, world_size: int) -> bool:
-        """Whether there is nobody else."""
-        return world_size == 1
-
     def open_runner(self, host: Any, address: str) -> Any:
         """There are no programs between processes."""
         raise MpxlaError("transport: 'xla' needs a device. Set transport: 'host'.")
-
-    def tell_rank(self, *_: Any) -> Callable[[], None]:
-        """Nothing has to be exchanged."""
-        return lambda: None
-
-    def join_world(self, *_: Any) -> Callable[[], None]:
-        """Nothing has to be exchanged."""
-        return lambda: None
 
     def _buffer(self, value: Any, source: str) -> NullBuffer:
         return value if isinstance(value, NullBuffer) else NullBuffer(self.spec(value), source)

@@ -25,7 +25,7 @@ LAYERS = (
     ("topology",),
     # Graphs are cut into stage specifications, so these two know each other's vocabulary.
     ("schedule", "graph", "comm", "stage.spec"),
-    ("device.backend",),
+    ("device.backend", "device.alone"),
     ("stage", "planning"),
     ("device.torch_xla", "device.pjrt", "device.eager", "device.null"),
     ("device.choice", "device"),
