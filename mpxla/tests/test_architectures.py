@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -21,7 +21,7 @@ from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.lifeline_server import encode
 from mpxla.comm.rollcall import call_roll
 from mpxla.errors import PeerFailure, RankMismatch
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mpxla.errors import PartitionError
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import close, gradients, merged
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import close, host, logged, merged
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import StepError
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import logged
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import (
     BATCH,
     close,
@@ -25,6 +24,7 @@ from mpxla.tests.clients import (
     start,
     train_step,
 )
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

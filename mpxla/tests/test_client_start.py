@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import (
     REPLICAS,
     close,
@@ -22,6 +21,7 @@ from mpxla.tests.clients import (
     start,
     train_step,
 )
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

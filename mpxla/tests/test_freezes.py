@@ -21,7 +21,7 @@ from mpxla import session
 from mpxla.checkpoint import save
 from mpxla.comm import host, lifeline
 from mpxla.runtime.engine import StepEngine
-from mpxla.testing import run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

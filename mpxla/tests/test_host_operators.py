@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.models import classify, labelled, mlp
 from mpxla.tests.parity import Case, Plain, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.stage.single import differences
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import mpxla as smp
 from mpxla import session
 from mpxla.errors import PeerFailure, RankMismatch
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.comm.host import _Collectives
 from mpxla.comm.streams import Outbox
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_training_habits import HABITS, WORLDS, check_against_plain, train_in_all_ways
 
 pytestmark = pytest.mark.ranks

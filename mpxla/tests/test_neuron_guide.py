@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS = 4

@@ -4,7 +4,7 @@ import linecache
 
 import pytest
 
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

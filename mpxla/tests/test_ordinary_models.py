@@ -6,9 +6,9 @@ All run one step in the stages of one process; some train on two ranks as well.
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import merged
 from mpxla.tests.models_ordinary import MODELS, loss_of
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import mpxla as smp
 from mpxla.errors import CaptureError
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import logged
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import check_texts, made, refused
 
 pytestmark = pytest.mark.ranks

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
-from mpxla.testing import run_ranks
 from mpxla.tests.models import SUBJECTS
 from mpxla.tests.parity import Case, Observed, Reference, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity, assert_promises
+from mpxla.tests.ranks.run import run_ranks
 
 NAMES = [*SUBJECTS, "gpt2", "llama", "bert"]
 

@@ -14,7 +14,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.parallel.optimizer_state import MASTER_KEY
 from mpxla.session import current
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 NUM_STEPS = 10
 BF16 = torch.bfloat16

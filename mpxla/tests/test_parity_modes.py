@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.models import (
     NUM_CLASSES,
     Gpt,
@@ -21,6 +20,7 @@ from mpxla.tests.models import (
     tokens,
 )
 from mpxla.tests.parity import Plain
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import (
     GRADIENT,
     LOSS,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests.models import Batch, subject
 from mpxla.tests.parity import Plain, batch_of, build, step_plainly
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import LOSS, PARAMETER, ROUNDING, assert_close_by_norm
 
 NUM_STEPS = 10

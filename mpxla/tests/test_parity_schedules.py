@@ -8,9 +8,9 @@ from mpxla.config import Config
 from mpxla.schedule.choice import custom_schedule, placement_of
 from mpxla.schedule.generate import generate
 from mpxla.schedule.timeline import stage_peaks
-from mpxla.testing import run_ranks
 from mpxla.tests.parity import Case, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
+from mpxla.tests.ranks.run import run_ranks
 
 # Only stage 0 splits its backwards, and finishes them late.
 OWN = """

@@ -16,9 +16,9 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.graph.capture_modes import torchs_recurrences
-from mpxla.testing import run_ranks
 from mpxla.tests.parity import Plain
 from mpxla.tests.parity_checks import merge
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import GRADIENT, LOSS, PARAMETER, ROUNDING, assert_close_by_norm
 
 pytestmark = pytest.mark.ranks

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks

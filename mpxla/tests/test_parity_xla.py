@@ -11,11 +11,11 @@ import torch
 import mpxla as smp
 from mpxla import session
 from mpxla.comm.xla import XlaTransport
-from mpxla.testing import run_ranks
 from mpxla.tests import test_parity_replicas as replicas
 from mpxla.tests.comm.recorder import Kind, Recorder, check
 from mpxla.tests.parity import Case, train
 from mpxla.tests.parity_checks import assert_parity, assert_promises
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity import train_plainly
 
 pytestmark = pytest.mark.ranks

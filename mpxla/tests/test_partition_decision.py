@@ -10,8 +10,8 @@ from torch import nn
 import mpxla as smp
 from mpxla.config import Config
 from mpxla.errors import MpxlaError, PartitionError
-from mpxla.testing import run_ranks
 from mpxla.tests.models import classify, labelled, mlp
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import MpxlaError, StepError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks

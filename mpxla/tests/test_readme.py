@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpxla.config_rules import MISSING_FEATURES
-from mpxla.testing import run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.models import Gpt, predict_tokens, tokens
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 NEED_A_SESSION = (
     *(f"{axis}_{what}" for axis in ("pp", "tp", "dp", "rdp", "mp") for what in ("rank", "size")),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.several import Critic, Generator, RankLab
 
 pytestmark = pytest.mark.ranks

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.several import Critic, Generator
 
 pytestmark = pytest.mark.ranks

@@ -12,7 +12,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.checkpoint import save
 from mpxla.errors import RankMismatch
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -5,10 +5,11 @@ import time
 
 import pytest
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 import mpxla as smp
-from mpxla.testing import run_ranks, run_ranks_unpooled
 from mpxla.tests.models import Gpt, classify, labelled, mlp, predict_tokens, tokens
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 
@@ -136,8 +137,15 @@ def test_saved_activations_are_those_that_the_schedule_promises(pipeline, active
     assert [left for _, _, _, left in results] == [0] * 3
 
 
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_in(thing, tensors):
+    return type(thing) in TENSORS and thing in tensors
+
+
 def _num_bytes_on_device(thing):
-    if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+    if type(thing) not in TENSORS:
         return 0
     try:
         return thing.numel() * thing.itemsize if thing.device.type == "xla" else 0
@@ -149,12 +157,17 @@ def _num_bytes_on_device(thing):
         return 0
 
 
-def settled_bytes(earlier):
-    """Bytes on the device, without what transfers still hold for a moment."""
+def settled_bytes(earlier, others):
+    """Bytes on the device, without what transfers still hold for a moment, and without `others`.
+
+    Args:
+        earlier: the numbers that were found after earlier steps.
+        others: the tensors that tests before this one left in this process.
+    """
 
     def count():
         gc.collect()
-        return sum(_num_bytes_on_device(thing) for thing in gc.get_objects())
+        return sum(_num_bytes_on_device(t) for t in gc.get_objects() if not is_in(t, others))
 
     smp.barrier()  # everything that was sent has arrived
     found = [count()]
@@ -165,7 +178,8 @@ def settled_bytes(earlier):
 
 
 def device_bytes():
-    """Bytes of all tensors that live on the device, after a number of steps."""
+    """Bytes of all tensors that a model has on the device, after a number of steps."""
+    others = WeakIdKeyDictionary({t: None for t in gc.get_objects() if type(t) in TENSORS})
     model = begin(Gpt, 2, 4)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     step = smp.step(predict_tokens)
@@ -175,7 +189,7 @@ def device_bytes():
         step(model, tokens(8))
         optimizer.step()
         if number >= 2:
-            sizes.append(settled_bytes(sizes))
+            sizes.append(settled_bytes(sizes, others))
     owned = sum(p.numel() * p.itemsize for p in model.local_parameters())
     total = sum(p.numel() * p.itemsize for p in model.parameters())
     return sizes, owned, total

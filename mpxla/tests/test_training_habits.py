@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ import mpxla as smp
 from mpxla.comm.quiet import without_gloos_lines
 from mpxla.errors import ConfigError, PeerFailure
 from mpxla.session import show_uncaught
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.uncaught import UncaughtErrors, format_error
 from mpxla.user_lines import at_script_line
 

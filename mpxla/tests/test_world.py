@@ -16,8 +16,8 @@ from torch.distributed import all_reduce as all_reduce_by_name
 from torch_xla.core.xla_model import all_reduce as xm_all_reduce_by_name
 
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import start
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

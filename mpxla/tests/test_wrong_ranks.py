@@ -10,7 +10,7 @@ import mpxla as smp
 from mpxla.errors import (
     RankMismatch,
 )
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import REPLICAS, TWO, Net, batch, check, evaluate, made, refused, train
 
 pytestmark = pytest.mark.ranks

@@ -17,7 +17,7 @@ from mpxla.errors import (
     PartitionError,
     TopologyError,
 )
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import TWO, Net, batch, check, made, refused, train
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,7 @@ from mpxla.errors import (
     RankMismatch,
     StepError,
 )
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import (
     Net,
     batch,

@@ -22,7 +22,7 @@ from mpxla.errors import (
     StepError,
     TopologyError,
 )
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 BATCH = 4
 TWO = {"pipeline_parallel_degree": 2, "microbatches": 2}

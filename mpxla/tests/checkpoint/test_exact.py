@@ -9,8 +9,8 @@ import torch
 import mpxla as smp
 from mpxla.checkpoint import load
 from mpxla.checkpoint.shards import ShardReader
-from mpxla.testing import run_ranks
 from mpxla.tests.checkpoint.worlds import Run, batch
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

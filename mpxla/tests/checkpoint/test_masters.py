@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity_masters import BF16, Case, Net, adamw, masters_of, start, update
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from transformers import GPT2Config
 import mpxla as smp
 from mpxla.checkpoint import files
 from mpxla.errors import CheckpointError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 
 @dataclasses.dataclass

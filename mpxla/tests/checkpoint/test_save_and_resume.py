@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.checkpoint.worlds import WIDTH, Run, TiedNet, batch
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

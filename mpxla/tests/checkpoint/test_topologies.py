@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks, run_ranks_unpooled
 from mpxla.tests.checkpoint.worlds import Run
 from mpxla.tests.parallel.test_creation import Deep, resident_mib, start_anew
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 

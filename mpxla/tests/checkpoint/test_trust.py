@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.checkpoint.worlds import Run
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

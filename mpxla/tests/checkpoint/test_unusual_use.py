@@ -11,8 +11,8 @@ import torch
 
 import mpxla as smp
 from mpxla.log import get_logger
-from mpxla.testing import run_ranks
 from mpxla.tests.checkpoint.worlds import Run, TiedNet
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpxla.testing import run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks  # torch_xla is loaded, in a process of its own
 

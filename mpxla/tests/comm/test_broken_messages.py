@@ -12,7 +12,7 @@ from mpxla.comm.handle import FailureWatch
 from mpxla.comm.host import _Collectives
 from mpxla.errors import PeerFailure
 from mpxla.session import current
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mpxla.comm.objects import Objects
-from mpxla.testing import run_ranks_unpooled
 from mpxla.tests.comm.worlds import (
     await_mark,
     close_transport,
@@ -19,6 +18,7 @@ from mpxla.tests.comm.worlds import (
     run_host,
     run_host_unpooled,
 )
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

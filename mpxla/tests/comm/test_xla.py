@@ -17,10 +17,10 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.device.torch_xla.collectives import cpu_runner
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, TopologyError
-from mpxla.testing import run_ranks, run_ranks_unpooled
 from mpxla.tests.comm.recorder import Kind, check
 from mpxla.tests.comm.test_failures import assert_soon, kill_self, last_error
 from mpxla.tests.comm.worlds import await_mark, mark, on_xla, run_xla
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

@@ -14,8 +14,8 @@ from mpxla.comm.loopback import loopback_world
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
 from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
-from mpxla.testing import run_ranks, run_ranks_unpooled
 from mpxla.tests.comm.recorder import Recorder
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 
 def open_store():

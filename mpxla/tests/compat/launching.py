@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpxla.compat import CompatError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "smp_clients"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpxla.testing import RankError, run_ranks
 from mpxla.tests.compat.launching import EXAMPLES, launch, run_plainly
+from mpxla.tests.ranks.run import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 

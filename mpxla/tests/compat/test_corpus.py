@@ -9,7 +9,7 @@ import pytest
 from mpxla.compat import CompatError
 from mpxla.compat.check import check_script
 from mpxla.errors import ConfigError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

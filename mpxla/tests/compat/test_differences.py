@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

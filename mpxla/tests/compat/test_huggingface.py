@@ -17,8 +17,8 @@ from mpxla.compat.huggingface.batches import cut_batch
 from mpxla.compat.huggingface.patching import Patches, patched_on_import
 from mpxla.compat.huggingface.refusals import patch_arguments
 from mpxla.compat.huggingface.settings import Pipeline, trainer_variables
-from mpxla.testing import run_ranks_unpooled
 from mpxla.tests.compat.launching import inside
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 SCRIPTS = Path(__file__).parent / "trainer_scripts"
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-6}

@@ -13,8 +13,8 @@ import torch
 
 from mpxla.compat import CompatError
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
 from mpxla.tests.compat.launching import inside, refusal
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.user_lines import is_script_code
 
 pytestmark = pytest.mark.ranks

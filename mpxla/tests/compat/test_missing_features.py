@@ -10,8 +10,8 @@ import torch
 
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
-from mpxla.testing import run_ranks
 from mpxla.tests.compat.launching import refusal
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests.compat.launching import forget_files_beside
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ from mpxla.device.eager import EagerBackend
 from mpxla.env import read_environment
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.stage.spec import TensorSpec
-from mpxla.testing import RankError, run_ranks
 from mpxla.tests.parity import Case, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
+from mpxla.tests.ranks.run import RankError, run_ranks
 
 EAGER = {"MPXLA_EAGER": "1"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from mpxla.testing import run_ranks
 from mpxla.tests.examples.running import EXAMPLES, RELATIVE_TOLERANCE, load_beside, run_example
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

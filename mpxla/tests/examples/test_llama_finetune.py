@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

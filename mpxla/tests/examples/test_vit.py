@@ -8,8 +8,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpxla.graph.autocast_lists import LISTS, Policy
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 HALF = torch.bfloat16
 OF_LIBRARIES = {

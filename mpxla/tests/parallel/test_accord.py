@@ -8,7 +8,7 @@ import mpxla as smp
 from mpxla.comm.loopback import loopback_world
 from mpxla.errors import MpxlaError, RankMismatch
 from mpxla.parallel.accord import Accord
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 
 @pytest.mark.unit

@@ -6,7 +6,7 @@ import torch
 from mpxla.device.choice import open_backend
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.stage.spec import TensorSpec
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 F32, F64 = torch.float32, torch.float64
 

@@ -8,7 +8,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.errors import MpxlaError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 NUM_STEPS = 3
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import (
 
 import mpxla as smp
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

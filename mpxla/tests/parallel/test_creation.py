@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks, run_ranks_unpooled
 from mpxla.tests.checkpoint.worlds import Run, TiedNet
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import (
     Net,
     close,
@@ -16,6 +15,7 @@ from mpxla.tests.clients import (
     start,
     train_step,
 )
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

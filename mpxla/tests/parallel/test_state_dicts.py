@@ -9,7 +9,7 @@ from torch import nn
 from mpxla.device.choice import open_backend
 from mpxla.errors import CheckpointError
 from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 Pair = namedtuple("Pair", "left right")
 

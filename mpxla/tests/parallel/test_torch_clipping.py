@@ -10,9 +10,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 import mpxla as smp
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import logged
 from mpxla.tests.parallel.test_norms import Tied, batch, loss_of
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

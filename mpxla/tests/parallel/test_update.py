@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpxla.device.choice import open_backend
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

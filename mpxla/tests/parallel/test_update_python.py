@@ -9,7 +9,7 @@ import torch
 
 from mpxla.device.choice import open_backend
 from mpxla.parallel.update_python import NotTraceableError, described
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 NUM_STEPS = 5
 CALLS = [0]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.testing import RankError, run_ranks
+from mpxla.tests.ranks.run import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 

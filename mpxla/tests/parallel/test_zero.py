@@ -10,7 +10,7 @@ from mpxla.parallel.buckets import Bucket
 from mpxla.parallel.pieces import cut_state, join_states
 from mpxla.parallel.zero import ranges_of
 from mpxla.stage.spec import TensorSpec
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 F32 = torch.float32
 

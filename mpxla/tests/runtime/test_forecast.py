@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.models import Gpt, predict_tokens, tokens
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

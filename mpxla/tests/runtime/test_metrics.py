@@ -18,7 +18,7 @@ from mpxla.errors import MpxlaError
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.metrics_file import MetricsFile
 from mpxla.runtime.sign_of_life import SignOfLife
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 STAGES = 2
 MICROBATCHES = 3

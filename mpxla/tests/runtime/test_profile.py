@@ -9,8 +9,8 @@ import torch
 import mpxla as smp
 from mpxla.cli.main import main
 from mpxla.errors import MpxlaError
-from mpxla.testing import run_ranks
 from mpxla.tests.models import Gpt, predict_tokens, tokens
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mpxla.device.torch_xla.lowering import make_lowering
-from mpxla.testing import run_ranks
 from mpxla.tests.models import Gpt, classify, conv_net, labelled, mlp, predict_tokens, tokens
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

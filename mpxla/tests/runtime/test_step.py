@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla.testing import run_ranks
 from mpxla.tests.clients import BATCH, close, data, raw_model, start
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

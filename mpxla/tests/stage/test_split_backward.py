@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpxla.testing import run_ranks
 from mpxla.tests.models import conv_net
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.stage.middle import middle_stage
 from mpxla.tests.tolerances import ROUNDING, assert_close_by_norm
 

@@ -11,7 +11,7 @@ import pathlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from mpxla.testing import RankError, run_ranks
+from mpxla.tests.ranks.run import RankError, run_ranks
 from mpxla.tests.sweep.operators import Outcome, Status, try_case
 from mpxla.tests.sweep.samples import cases_of, operator_names
 

@@ -8,8 +8,8 @@ from torch import nn
 from mpxla.device.pjrt import cache
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
-from mpxla.testing import run_ranks_unpooled
 from mpxla.tests import parity
+from mpxla.tests.ranks.run import run_ranks_unpooled
 from mpxla.tests.test_parity import case_of
 
 SPECS = [TensorSpec((8,), torch.float32)]

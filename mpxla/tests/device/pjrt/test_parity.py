@@ -6,10 +6,10 @@
 import pytest
 import torch
 
-from mpxla.testing import run_ranks
 from mpxla.tests import parity, test_late_delivery, test_parity_replicas
 from mpxla.tests.checkpoint.worlds import Run
 from mpxla.tests.parity_checks import assert_parity, assert_promises
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_late_delivery import Tied, train_with_late_messages
 from mpxla.tests.test_parity import case_of
 

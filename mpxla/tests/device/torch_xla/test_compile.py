@@ -8,7 +8,7 @@ import mpxla as smp
 from mpxla.device.torch_xla.compile import compile_graph
 from mpxla.device.torch_xla.tensors import current_device, to_device
 from mpxla.stage.spec import TensorSpec
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from mpxla.device.torch_xla.operators.convolution import (
     spread,
     weight_gradient,
 )
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpxla.testing import run_ranks, run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 

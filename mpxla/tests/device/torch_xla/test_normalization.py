@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mpxla.device.torch_xla.operators.normalization import layer_norm
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.stage.middle import middle_stage
 
 CASES = [

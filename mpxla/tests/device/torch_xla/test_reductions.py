@@ -6,7 +6,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpxla.device.torch_xla.operators.reductions import expand_reductions, row_max, row_sum
-from mpxla.testing import run_ranks
+from mpxla.tests.ranks.run import run_ranks
 
 aten = torch.ops.aten
 LENGTHS = [1, 31, 32, 33, 65, 96, 197, 384, 1000, 1024, 1025, 1056, 4096, 5000, 50257]

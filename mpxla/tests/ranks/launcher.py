@@ -38,7 +38,7 @@ _PRELOADED = ("torch", "torch_xla", "mpxla.api", "mpxla.parallel.model", "mpxla.
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
 _MAX_ORDER_BYTES = 1 << 17
-_COMMAND = "from mpxla._rank_worker import main; main()"
+_COMMAND = "from mpxla.tests.ranks.worker import main; main()"
 
 
 class Process(Protocol):
@@ -144,7 +144,7 @@ def fork_process(
 
     Args:
         connection: Descriptor of the process's end of its connection; the caller closes it.
-        mode: `pool` or `once`; see `_rank_worker.main`.
+        mode: `pool` or `once`; see `worker.main`.
         environ: The whole environment.
         files: For standard output and standard error.
     """

@@ -4,7 +4,7 @@ Importing torch and torch_xla takes seconds, so the processes of a world are kep
 fails or takes too long may leave a process in any state: its whole world is killed, and the next
 call starts a new one. Output goes to files, of which an error shows the end.
 
-The public functions and the texts of their errors are in `mpxla.testing`.
+The public functions and the texts of their errors are in `mpxla.tests.ranks.run`.
 """
 
 import atexit
@@ -24,15 +24,15 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from mpxla._rank_launcher import (
+from mpxla.comm.ports import reserved_port
+from mpxla.tests.ranks.launcher import (
     RANK_ENVIRON,
     Process,
     fork_process,
     start_process,
     stop_zygote,
 )
-from mpxla._rank_worker import Failed, Finished, FunctionRef, Request, Started
-from mpxla.comm.ports import reserved_port
+from mpxla.tests.ranks.worker import Failed, Finished, FunctionRef, Request, Started
 
 __all__ = ["Call", "Outcome", "RankPool", "borrow_pool", "discard_pool", "make_call"]
 
@@ -107,7 +107,7 @@ class RankProcess:
             rank: Its rank.
             world_size: Number of ranks.
             folder: For its output.
-            mode: `pool` or `once`; see `_rank_worker.main`.
+            mode: `pool` or `once`; see `worker.main`.
             env: Environment variables on top of this process's.
         """
         self.rank = rank

@@ -1,7 +1,7 @@
-"""What runs in a process that `mpxla.testing` starts: one rank, ready to call functions.
+"""What runs in a process that `mpxla.tests.ranks.run` starts: one rank, ready to call functions.
 
 Talks to the test process over one inherited connection. How such a process comes to be, and what
-it has imported by then, is the business of `_rank_launcher`.
+it has imported by then, is the business of `launcher`.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mpxla._rank_launcher import become_zygote
+from mpxla.tests.ranks.launcher import become_zygote
 
 __all__ = ["Failed", "Finished", "FunctionRef", "Request", "Started", "main"]
 

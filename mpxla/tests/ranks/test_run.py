@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpxla.testing import RankError, run_ranks, run_ranks_unpooled
+from mpxla.tests.ranks.run import RankError, run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 
@@ -159,7 +159,7 @@ def test_first_failing_rank_is_named_and_all_output_is_shown():
     assert lines[2] == "  rank 1: KeyError: 'lost'"
     assert lines.count("before the failure") == 2
     assert lines.count("on the error stream") == 2
-    assert any("in fail_on" in line and "test_testing.py" in line for line in lines)
+    assert any("in fail_on" in line and "test_run.py" in line for line in lines)
     assert not set(before) & set(run_ranks(process_id, 2)), "the failed processes were used again"
     assert not any(_is_alive(pid) for pid in before)
 
@@ -256,8 +256,8 @@ def test_unpooled_late_process_is_an_error_with_stacks():
 
 _SCRIPT = """
 import os, time
-from mpxla.testing import run_ranks
-from mpxla.tests.test_testing import call
+from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.ranks.test_run import call
 
 def double(x):
     return 2 * x

@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpxla._rank_pool import (
+from mpxla.errors import MpxlaError
+from mpxla.tests.ranks.pool import (
     Outcome,
     RankPool,
     borrow_pool,
     discard_pool,
     make_call,
 )
-from mpxla._rank_worker import Failed, Finished
-from mpxla.errors import MpxlaError
+from mpxla.tests.ranks.worker import Failed, Finished
 
 __all__ = ["RankError", "RankResult", "run_ranks", "run_ranks_unpooled"]
 
