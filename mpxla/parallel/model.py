@@ -221,9 +221,9 @@ class DistributedModel(PartitionedModule):
         return scales.pop() if scales else 1.0
 
     def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":  # type: ignore[override]
-        """As `Module.to` for dtypes; a device is ignored with a warning, since stages decide."""
+        """As `Module.to` for dtypes. A device has no effect, since stages decide."""
         device, dtype, _, memory_format = _parse_to(*args, **kwargs)
-        if device is not None:
+        if device is not None and device.type != self._backend.device.type:
             warn_once(
                 "model.to",
                 "model.to(device) is ignored: the first step places every parameter on its rank's "

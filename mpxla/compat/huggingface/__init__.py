@@ -34,6 +34,7 @@ def speaks_trainer() -> Generator[None]:
             "accelerate.state": processes.patch_state,
             "accelerate.utils.operations": processes.patch_operations,
             "accelerate.accelerator": processes.patch_accelerator,
+            "accelerate.optimizer": processes.patch_optimizer,
             "transformers.modeling_utils": saving.patch_models,
             "transformers.training_args": refusals.patch_arguments,
             "transformers.trainer": patch_trainer,

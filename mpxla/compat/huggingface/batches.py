@@ -1,13 +1,13 @@
 """Cuts one batch of a `Trainer` into microbatches whose weighted losses add up to its loss.
 
 A loss over a batch is a mean over what counts: rows, or labels other than -100; or, given the
-number of items of all accumulated batches, a sum divided by it. Microbatch i of M with n_i of the n
-items that count in the batch gets the weight w_i = M n_i / n and, of the given number N, the share
-N n_i / n. Then the mean over microbatches of w_i loss_i is the batch's loss in both cases,
+number of items of all accumulated batches, a sum divided by it. Microbatch i with n_i of the n
+items that count in the batch gets the weight w_i = n_i / n and, of the given number N, the share
+N n_i / n. Then the sum over microbatches of w_i loss_i is the batch's loss in both cases,
 whichever of them the model's loss is:
 
-    mean loss:  1/M sum_i (M n_i / n) (S_i / n_i)          = sum_i S_i / n
-    sum / N:    1/M sum_i (M n_i / n) (S_i / (N n_i / n))  = sum_i S_i / N
+    mean loss:  sum_i (n_i / n) (S_i / n_i)          = sum_i S_i / n
+    sum / N:    sum_i (n_i / n) (S_i / (N n_i / n))  = sum_i S_i / N
 
 Programs have a fixed number of microbatches of one shape. A batch that does not divide (the last
 of an epoch) is cut into fewer of equal size; the rest repeat rows, with weight 0.
@@ -91,7 +91,7 @@ def cut_batch(
     return Batch(
         inputs,
         rows[sources],
-        (shares * num_microbatches).float(),
+        shares.float(),
         # Of a microbatch without weight it is divided by as well, and 0 x inf would be no number.
         torch.where(shares > 0, shares * total, total).float(),
         num_rows,

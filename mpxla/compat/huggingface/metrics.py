@@ -26,19 +26,20 @@ class Recording:
 
     Args:
         model: the model.
-        is_mixed: whether it computes in bfloat16, as `bf16=True` asks of a plain `Trainer`: its
-            forward is under autocast and gives float32; parameters, gradients and what follows the
-            model stay float32.
+        args: the `TrainingArguments`. With `bf16` or `fp16`, its forward is under autocast and
+            gives float32, as in a plain `Trainer`: parameters, gradients and what follows the model
+            stay float32.
     """
 
-    def __init__(self, model: Any, is_mixed: bool):
+    def __init__(self, model: Any, args: Any):
         self._model = model
-        self._is_mixed = is_mixed
+        self._is_mixed = args.bf16 or args.fp16
+        self._half = torch.float16 if args.fp16 else torch.bfloat16
         self.outputs: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        with Autocast(self._is_mixed, torch.bfloat16):
+        with Autocast(self._is_mixed, self._half):
             found = self._model(*args, **kwargs)
         if self._is_mixed:
             found = pytree.tree_map(_widened, found)
@@ -126,7 +127,7 @@ def _copied(value: Any, depth: int) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value
 
 

@@ -14,7 +14,7 @@ from mpxla.compat.devices import device_backend
 from mpxla.compat.huggingface.patching import Patches
 from mpxla.parallel.model import DistributedModel
 
-__all__ = ["patch_accelerator", "patch_operations", "patch_state"]
+__all__ = ["patch_accelerator", "patch_operations", "patch_optimizer", "patch_state"]
 
 
 def patch_state(module: ModuleType, patches: Patches) -> None:
@@ -55,6 +55,19 @@ def patch_operations(module: ModuleType, patches: Patches) -> None:
 
     patches.replace(module, "_gpu_gather", gather)
     patches.replace(module, "_gpu_gather_object", gather_object)
+
+
+def patch_optimizer(module: ModuleType, patches: Patches) -> None:
+    """`accelerate.optimizer`: of updates that torch's fused optimizers skip, it does not know.
+
+    So the learning rate moves on there, and has to here.
+    """
+    is_skipped = property(
+        lambda self: (
+            self._is_overflow and not getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        )
+    )
+    patches.replace(module.AcceleratedOptimizer, "step_was_skipped", is_skipped)
 
 
 def patch_accelerator(module: ModuleType, patches: Patches) -> None:

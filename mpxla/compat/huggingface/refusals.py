@@ -10,12 +10,8 @@ from mpxla.user_lines import at_script_line
 
 __all__ = ["patch_arguments"]
 
-_HALF = "mpxla does not scale losses or cast models for Trainer yet; use bf16, or leave it out"
 _OTHER_WRAPPER = "the pipeline wraps the model already; leave it out, --stages divides the model"
 _REFUSED = {
-    "fp16": _HALF,
-    "bf16_full_eval": _HALF,
-    "fp16_full_eval": _HALF,
     "torch_compile": "steps are captured and compiled by XLA anyway; leave it out",
     "fsdp": _OTHER_WRAPPER,
     "deepspeed": _OTHER_WRAPPER,

@@ -24,11 +24,12 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
         Weighted loss, and what the model gave if `compute_loss` takes metrics of it.
     """
     shadow, accelerator = shadow_of(trainer)
-    recording = Recording(model, trainer.args.bf16)
+    recording = Recording(model, trainer.args)
     num_items = batch["num_items"] if has_count else None
     loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
     loss = loss * batch["weight"]
-    model.backward(loss)
+    scaler = trainer.accelerator.scaler  # with fp16
+    model.backward(loss if scaler is None else scaler.scale(loss))
     return loss.detach(), recording.outputs if accelerator.was_asked else []
 
 
@@ -49,7 +50,7 @@ def evaluate(
         Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.
     """
     shadow, accelerator = shadow_of(trainer)
-    recording = Recording(model, trainer.args.bf16)
+    recording = Recording(model, trainer.args)
     num_items, outputs = batch["num_items"] if has_count else None, ()
     if ignored is None:
         loss = shadow.compute_loss(recording, batch["inputs"], num_items_in_batch=num_items)
@@ -67,7 +68,7 @@ def evaluate(
 @mpxla.step(non_split_inputs=["trainer", "ignored"])
 def predict(model: Any, trainer: Any, batch: Any, ignored: tuple[str, ...]) -> Any:
     """Forward without a loss. Returns the outputs."""
-    outputs = Recording(model, trainer.args.bf16)(**batch["inputs"])
+    outputs = Recording(model, trainer.args)(**batch["inputs"])
     return picked(outputs, ignored) if isinstance(outputs, dict) else outputs
 
 

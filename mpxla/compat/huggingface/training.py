@@ -17,6 +17,7 @@ from mpxla.compat.huggingface import steps
 from mpxla.compat.huggingface.batches import Batch, cut_batch
 from mpxla.compat.huggingface.metrics import Played
 from mpxla.compat.huggingface.patching import Patches
+from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.parallel.state_dicts import to_host
@@ -54,7 +55,11 @@ def _make_accelerator(trainer: Any, make: Any) -> None:
         make(trainer)  # it would refuse half precision on this device; steps have it by themselves
     finally:
         trainer.args.mixed_precision = precision
-    trainer.accelerator.device_placement = False  # a step moves its inputs
+    accelerator = trainer.accelerator
+    accelerator.device_placement = False  # a step moves its inputs
+    if trainer.args.fp16:  # what it does on CUDA: with these, it unscales, skips and saves
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        accelerator.scaler = GradScaler()
 
 
 def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -64,7 +69,9 @@ def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = 
         return model
     if not isinstance(wrapped, DistributedModel) or wrapped.module is not model:
         passes = self.args.gradient_accumulation_steps
-        wrapped = self.model_wrapped = DistributedModel(model, backward_passes_per_step=passes)
+        wrapped = self.model_wrapped = DistributedModel(
+            model, backward_passes_per_step=passes, average_grads_across_microbatches=False
+        )
     return wrapped
 
 
@@ -83,6 +90,7 @@ def _prepare_for_training(
     if resume_from_checkpoint is not None:
         self._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._load_scaler(resume_from_checkpoint)
     for name in ("model", "optimizer", "lr_scheduler"):
         setattr(self.callback_handler, name, getattr(self, name))
     self.callback_handler.train_dataloader = train_dataloader
@@ -108,7 +116,7 @@ def _training_step(
         model.reduce_next_step()  # the last batches of an epoch may be fewer than accumulated
     loss, recorded = steps.train(model, self, batch, num_items_in_batch is not None)
     _take_metrics(self, recorded, batch, num_items_in_batch)
-    return loss.reduce_mean().to(self.args.device)
+    return loss.reduce_sum().to(self.args.device)
 
 
 def _cut(trainer: Any, inputs: dict[str, Any], num_items: Any, *, is_training: bool) -> Batch:
@@ -147,7 +155,7 @@ def _prediction_step(
             kept = None if prediction_loss_only else ignored
             losses, outputs, recorded = steps.evaluate(model, self, batch, count is not None, kept)
             _take_metrics(self, recorded, batch, count)
-            loss = to_host(losses.reduce_mean(), device_backend())
+            loss = to_host(losses.reduce_sum(), device_backend())
         else:
             batch = _cut(self, inputs, None, is_training=False)
             outputs, loss = steps.predict(model, self, batch, ignored), None

@@ -48,12 +48,25 @@ def run_without_launcher(script, arguments):
     os.environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    scale_losses_on_the_host()
     runpy.run_path(script, run_name="__main__")
+
+
+def scale_losses_on_the_host():
+    """With `fp16`, accelerate does what it does on CUDA devices; else it would do nothing."""
+    from accelerate import Accelerator
+
+    def make(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.state.mixed_precision == "fp16":
+            self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu")
+
+    original, Accelerator.__init__ = Accelerator.__init__, make
 
 
 def run_plainly(name, arguments, folder):
     """The script without the launcher."""
-    arguments = ["--output_dir", str(folder), *ALWAYS, *arguments]
+    arguments = ["--output_dir", str(folder), "--use_cpu", "True", *ALWAYS, *arguments]
     script = str(SCRIPTS / f"{name}.py")
     (result,) = run_ranks_unpooled(run_without_launcher, 1, script, arguments, timeout_s=400)
     assert result.exit_code == 0, result.stderr[-3000:]
@@ -170,9 +183,7 @@ def test_weighted_microbatches_have_the_loss_of_the_batch(num_rows, is_counted):
         for part in parts
     ]
     assert all(torch.isfinite(value) for value in losses)
-    torch.testing.assert_close(
-        sum(losses) / 4, loss(values, labels, num_items), rtol=1e-6, atol=1e-7
-    )
+    torch.testing.assert_close(sum(losses), loss(values, labels, num_items), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.unit
@@ -278,8 +289,6 @@ def arguments_of(**values):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"fp16": True}, "fp16=True: mpxla does not scale losses or cast models for Trainer yet"),
-        ({"bf16_full_eval": True}, "bf16_full_eval=True: mpxla does not scale losses or cast mod"),
         ({"torch_compile": True}, "torch_compile=True: steps are captured and compiled by XLA"),
         ({"fsdp": "full_shard"}, "fsdp='full_shard': the pipeline wraps the model already"),
         ({"deepspeed": "ds.json"}, "deepspeed='ds.json': the pipeline wraps the model already"),

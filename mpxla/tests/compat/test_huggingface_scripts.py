@@ -135,25 +135,83 @@ def test_tensorboard_and_a_batch_that_does_not_divide(tmp_path):
     assert list(folder.glob("runs/*/events*"))
 
 
+HALF = ["--do_train", "--do_predict", "--rows", "24", "--label_smoothing_factor", "0.1"]
+
+
+def logged(folder):
+    """Numbers of the log, and what is finite among them (norms of gradients may overflow)."""
+    values = np.array([entry[2] for entry in history(folder)])
+    return np.where(np.isfinite(values), values, 0), np.isfinite(values)
+
+
 def test_bf16_is_autocast_of_the_model(tmp_path):
     """As in a plain `Trainer`, whose autocast for the host rounds at other places."""
-    arguments = ["--do_train", "--do_predict", "--rows", "24", "--max_steps", "4", *NO_CHECKPOINTS]
-    arguments += ["--per_device_train_batch_size", "8", "--label_smoothing_factor", "0.1"]
-    half = [*arguments, "--bf16", "True"]
-    run_plainly("text_classification", [*half, "--use_cpu", "True"], tmp_path / "plain")
+    arguments = [*HALF, *STEPS, *NO_CHECKPOINTS, "--per_device_train_batch_size", "8"]
     run_plainly("text_classification", arguments, tmp_path / "full")
-    run_launched("text_classification", half, tmp_path / "ours", **TWO_STAGES)
-    ours, plain, full = (
-        [entry[2] for entry in history(tmp_path / name)] for name in ("ours", "plain", "full")
-    )
-    np.testing.assert_allclose(ours, plain, rtol=0.02, atol=0.005)
-    assert max(abs(np.subtract(ours, full))) > 1e-4, "it has rounded"
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain")]
+    arguments += ["--bf16", "True"]
+    run_plainly("text_classification", arguments, tmp_path / "plain")
+    run_launched("text_classification", arguments, tmp_path / "ours", **TWO_STAGES)
+    ours, full = (logged(tmp_path / name)[0] for name in ("ours", "full"))
+    assert_equal_in_half_precision(tmp_path, 0.02)
+    assert max(abs(ours - full)) > 1e-4, "it has rounded"
+
+
+def assert_equal_in_half_precision(folder, tolerance):
+    """Equal logs and predictions, models in float32."""
+    ours, plain = (logged(folder / name) for name in ("ours", "plain"))
+    assert np.array_equal(ours[1], plain[1])
+    np.testing.assert_allclose(ours[0], plain[0], rtol=tolerance, atol=tolerance / 4)
+    weights = [load_file(folder / name / "model.safetensors") for name in ("ours", "plain")]
     for name, value in weights[1].items():
         assert weights[0][name].dtype is value.dtype is torch.float32
-    predictions = [np.load(tmp_path / name / "predictions.npy") for name in ("ours", "plain")]
+    predictions = [np.load(folder / name / "predictions.npy") for name in ("ours", "plain")]
     assert predictions[0].dtype == np.float32
-    np.testing.assert_allclose(*predictions, rtol=0.05, atol=0.02)
+    np.testing.assert_allclose(*predictions, rtol=2.5 * tolerance, atol=tolerance)
+
+
+FP16 = [*HALF, "--fp16", "True", "--loss_scale", str(2**23), "--max_steps", "8"]
+
+
+def test_fp16_scales_losses_skips_updates_and_resumes(tmp_path):
+    """As accelerate does it on CUDA devices; learning rates go on where updates are skipped, since
+    fused AdamW skips them by itself.
+    """
+    arguments = [*FP16, "--per_device_train_batch_size", "8", "--save_steps", "5"]
+    run_plainly("text_classification", arguments, tmp_path / "plain")
+    run_launched("text_classification", arguments, tmp_path / "ours", **TWO_STAGES)
+    assert_equal_in_half_precision(tmp_path, 0.002)
+    assert np.sum(~logged(tmp_path / "ours")[1]) > 2, "some updates were skipped"
+    ours, plain = (
+        torch.load(tmp_path / name / "checkpoint-8" / "scaler.pt") for name in ("ours", "plain")
+    )
+    assert ours == plain and ours["scale"] < 2**20
+    arguments += ["--resume_from_checkpoint", str(tmp_path / "ours" / "checkpoint-5")]
+    run_launched("text_classification", arguments, tmp_path / "resumed", **TWO_STAGES)
+    assert str(history(tmp_path / "resumed")[:-1]) == str(history(tmp_path / "ours")[:-1])
+
+
+def test_fp16_over_replicas_with_accumulation(tmp_path):
+    """Optimizers that are not fused keep their learning rate where an update is skipped."""
+    arguments = [*FP16, *NO_CHECKPOINTS, "--optim", "adamw_torch"]
+    arguments += ["--gradient_accumulation_steps", "2"]
+    plain = ["--per_device_train_batch_size", "8"]
+    run_plainly("text_classification", [*arguments, *plain], tmp_path / "plain")
+    ours = ["--per_device_train_batch_size", "4"]
+    options = {"stages": "1", "microbatches": "2"}
+    run_launched("text_classification", [*arguments, *ours], tmp_path / "ours", **options)
+    assert_equal_in_half_precision(tmp_path, 0.002)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_full_eval_casts_the_model(half, tmp_path):
+    arguments = [*HALF, *NO_CHECKPOINTS, "--max_steps", "1", "--per_device_train_batch_size", "8"]
+    arguments += [f"--{half}_full_eval", "True"]
+    folder, other = compare("text_classification", arguments, tmp_path)
+    found, expected = (np.load(path / "predictions.npy") for path in (folder, other))
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found.astype(float), expected, rtol=0.02, atol=0.002)
+    rounded = torch.from_numpy(found).to(torch.bfloat16 if half == "bf16" else torch.float16)
+    assert np.array_equal(rounded.double().numpy(), found.astype(float))
 
 
 EXAMPLE = SCRIPTS.parents[3] / "examples" / "hf_trainer" / "train"

@@ -22,6 +22,7 @@ class ModelArguments:
     dropout: float = 0.0
     rows: int = 32
     patience: int = 0
+    loss_scale: float = 0.0
 
 
 def examples(count, seed):
@@ -57,6 +58,9 @@ def main():
     )
     if model_args.patience:
         trainer.add_callback(EarlyStoppingCallback(model_args.patience))
+    if model_args.loss_scale:
+        scaler = trainer.accelerator.scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": model_args.loss_scale})
     if args.do_train:
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         trainer.save_model()
