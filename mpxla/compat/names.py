@@ -63,9 +63,17 @@ TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
 _SHARDING = "sharded data parallelism"
 
 
-def _missing(feature: str) -> Name:
-    return _refused(f"{feature}, which mpxla does not have yet")
+def _missing(feature: str, instead: str) -> Name:
+    return _refused(f"{feature}, which mpxla does not have yet; {instead}")
 
+
+_LAYER = _missing(
+    _TP,
+    "write the plain layer of torch or transformers, and call smp.set_tensor_parallelism(model) on "
+    "the finished model",
+)
+_OF_LAYERS = _missing(_TP, "without such layers there are none of these: remove the call")
+_TRANSLATION = _missing(_TP, "remove the call: state dicts have the names of the plain model")
 
 _SWITCHES = {
     "amp": _supported("a module"),
@@ -77,8 +85,8 @@ _SWITCHES = {
     "delay_param_initialization": _supported(),
     "tensor_parallelism": _supported(f"an error with enabled=True ({TP_WHILE_BUILT})"),
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
-    "tp_register": _missing(_TP),
-    "tp_register_with_module": _missing(_TP),
+    "tp_register": _LAYER,
+    "tp_register_with_module": _LAYER,
     "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
@@ -110,26 +118,34 @@ _TRANSLATIONS = {
         "translate_hf_state_dict_to_smdistributed_gptneo",
     ),
 }
-# Apex's LAMB takes the norm of all gradients, of every stage, before each update; neither it nor
-# NovoGrad runs on a host, so that a copy could not be compared with them. torch has no such ones.
-_FUSED = "a fused CUDA kernel of apex; give a plain optimizer, whose update XLA fuses by itself"
+# Torch has none of them, and apex's own do not run on a host, where a copy could be compared.
+_FUSED = "a fused CUDA kernel of apex; write torch.optim.AdamW(parameters, ...), or timm.optim."
+_LAMB = _refused(
+    f"{_FUSED}Lamb(parameters, ..., max_grad_norm=None) with torch.nn.utils.clip_grad_norm_(...)"
+)
 UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing it does no harm")
 """What becomes of a name below SMP's package that no table lists."""
 
 SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
     "amp": {"GradScaler": _SCALER},
-    "nn": {name: _missing(_TP) for name in _LAYERS}
+    "nn": dict.fromkeys(_LAYERS, _LAYER)
     | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
     "model": {"DistributedModel": _supported()},
     "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
     **{
-        f"nn.huggingface.{family}": {name: _missing(_TP) for name in names}
+        f"nn.huggingface.{family}": dict.fromkeys(names, _TRANSLATION)
         for family, names in _TRANSLATIONS.items()
     },
-    "optimizers": {name: _refused(_FUSED) for name in ("FusedNovoGrad", "FusedLamb", "FusedLAMB")},
+    "optimizers": {
+        "FusedNovoGrad": _refused(f"{_FUSED}NvNovoGrad(parameters, ...)"),
+        "FusedLamb": _LAMB,
+        "FusedLAMB": _LAMB,
+    },
     "sharded_data_parallel_checkpoint": {
-        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(_SHARDING)
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(
+            _SHARDING, "its checkpoints are files of SMP: take the state of a plain one"
+        )
     },
     "patches": {"checkpoint": _supported("a module")},
     "patches.checkpoint": {name: _supported() for name in ("checkpoint", "checkpoint_sequential")},
@@ -149,14 +165,17 @@ METHODS: dict[str, Name] = {
     },
     "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
-    "_global_grad_norm": _missing(_SHARDING),
-    "distributed_modules": _missing(_TP),
-    "is_distributed_parameter": _missing(_TP),
-    "is_distributed_buffer": _missing(_TP),
-    "is_scaled_batch_parameter": _missing(_TP),
-    "is_scaled_batch_buffer": _missing(_TP),
-    "default_reducer_named_parameters": _missing(_TP),
-    "scaled_batch_reducer_named_parameters": _missing(_TP),
+    "_global_grad_norm": _missing(
+        _SHARDING, "use what torch.nn.utils.clip_grad_norm_(...) returns"
+    ),
+    **{
+        name: _OF_LAYERS
+        for name in (
+            *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
+            *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
+            *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
+        )
+    },
 }
 """Methods and attributes of `DistributedModel`, `DistributedOptimizer` and `StepOutput` whose names
 are theirs alone."""

@@ -201,8 +201,11 @@ def test_reasons_name_the_missing_feature(tmp_path):
     text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer._global_grad_norm\nsmp.sizes"
     reasons = [finding.meaning.text for finding in check(tmp_path, text)]
     assert reasons == [
-        "tensor parallelism by SMP's own modules, which mpxla does not have yet",
-        "sharded data parallelism, which mpxla does not have yet",
+        "tensor parallelism by SMP's own modules, which mpxla does not have yet; write the plain "
+        "layer of torch or transformers, and call smp.set_tensor_parallelism(model) on the "
+        "finished model",
+        "sharded data parallelism, which mpxla does not have yet; use what "
+        "torch.nn.utils.clip_grad_norm_(...) returns",
         "mpxla knows no such name of SMP; remove the use, importing it does no harm",
     ]
 

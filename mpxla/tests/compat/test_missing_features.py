@@ -51,6 +51,11 @@ def _use_smp():
 
         gpt2.translate_state_dict_to_hf_gpt2({})
 
+    def import_helper():
+        from smdistributed.modelparallel.torch.state_mod import helper
+
+        helper()
+
     def import_full_state():
         from smdistributed.modelparallel.torch import sharded_data_parallel_checkpoint as merging
 
@@ -68,7 +73,9 @@ def _use_smp():
         "no module": refusal(
             lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
         ),
-        "fused": refusal(lambda: smp.optimizers.FusedLAMB([])),
+        "lamb": refusal(lambda: smp.optimizers.FusedLAMB([])),
+        "novograd": refusal(lambda: smp.optimizers.FusedNovoGrad([])),
+        "helper": refusal(import_helper),
     }
     # Switched off, they do nothing, and a default dtype is put back.
     with (
@@ -107,6 +114,16 @@ FEATURES = {
 }
 
 
+WRITTEN_INSTEAD = {
+    "nn": "write the plain layer of torch or transformers",
+    "translate": "remove the call: state dicts have the names of the plain model",
+    "full_state": "take the state of a plain one",
+    "lamb": "write torch.optim.AdamW(parameters, ...), or timm.optim.Lamb(parameters, ..., max_",
+    "novograd": "or timm.optim.NvNovoGrad(parameters, ...)",
+    "helper": "remove the use, importing it does no harm",
+}
+
+
 def test_18_missing_features_are_named_with_the_line():
     (texts,) = run_ranks(use_smp, 1)
     for feature, names in FEATURES.items():
@@ -121,7 +138,8 @@ def test_18_missing_features_are_named_with_the_line():
     )
     assert texts["unknown of optimizer"].endswith("did you mean save_optimizer_backcompat?")
     assert "nor has the SGD that it wraps" in texts["unknown of optimizer"]
-    assert "a fused CUDA kernel of apex" in texts["fused"]
+    for name, instead in WRITTEN_INSTEAD.items():
+        assert instead in texts[name], texts[name]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
     for name in ("nn", "context", "no module"):
         assert "test_missing_features.py:" in texts[name]
