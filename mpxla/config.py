@@ -28,7 +28,7 @@ from mpxla.config_keys import (
     word,
 )
 from mpxla.config_rules import broken_rules, idle_keys, missing_features
-from mpxla.env import LaunchEnv
+from mpxla.env import ROUNDING_VARIABLE, LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
 
@@ -144,6 +144,13 @@ class Config:
     """Extension. In what 16-bit parameters are updated, also those of a model that is in bfloat16
     by itself: on float32 copies (`float32`), or in their own type (`same`), which saves 4 bytes per
     parameter and half of the optimizer's state, and loses updates below half an ulp."""
+    stochastic_rounding: bool = key(False, boolean())
+    """Extension. Update bfloat16 parameters without float32 masters, and round what an update
+    changes (parameters and the optimizer's state in bfloat16) up or down by chance, so that its
+    mean is exact: alike on all replicas, and again from the same seed (`torch.manual_seed` of
+    rank 0).
+    `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` with `master_dtype: "same"` means it too, except on Neuron,
+    whose hardware rounds then."""
     stall_timeout_s: float = key(300.0, number(above=0))
     """Extension. A rank that gives no sign of life for so many seconds (its process is stopped)
     ends the job, and so do ranks that wait so long for others that make no progress, with a table
@@ -309,6 +316,7 @@ def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
         ("MPXLA_CONFIG", "launcher", env.mpxla_config),
         ("smp.init", "init", user),
         (env.downcast, "launcher", _meaning_of_downcast(env, user)),
+        (ROUNDING_VARIABLE, "launcher", _meaning_of_rounding(env, user)),
     ):
         given = given or {}
         ignored |= {
@@ -454,6 +462,18 @@ def _meaning_of_downcast(env: LaunchEnv, user: Any) -> dict[str, Any]:
     layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
     is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
     return {"bf16": True} if env.downcast and not is_half else {}
+
+
+def _meaning_of_rounding(env: LaunchEnv, user: Any) -> dict[str, Any]:
+    """The key that Neuron's variable stands for, where nothing else keeps small updates.
+
+    Scripts set it beside float32 masters as well, which need no rounding.
+    """
+    layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
+    is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
+    has_none = any(layer.get("master_dtype") == "same" for layer in layers)
+    is_meant = env.rounds_stochastically and has_none and not is_half
+    return {"stochastic_rounding": True} if is_meant else {}
 
 
 def _log(

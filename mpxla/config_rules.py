@@ -173,6 +173,22 @@ _RULES = (
         lambda v, given: v["bf16"] and v["fp16_params"],
         "bf16: True and fp16_params: True exclude each other; remove one",
     ),
+    *(
+        Rule(
+            ("stochastic_rounding", precision),
+            lambda v, given, key=precision: v["stochastic_rounding"] and v[key],
+            f"stochastic_rounding: True is for bfloat16; {precision}: True keeps float32 masters, "
+            "which lose no update; remove one",
+        )
+        for precision in ("fp16", "fp16_params")
+    ),
+    Rule(
+        ("stochastic_rounding", "master_dtype"),
+        lambda v, given: (
+            v["stochastic_rounding"] and "master_dtype" in given and v["master_dtype"] == "float32"
+        ),
+        "stochastic_rounding: True trains without masters; remove it or master_dtype: float32",
+    ),
 )
 
 _SHARDING_KEYS = (

@@ -17,6 +17,7 @@ from typing import Any
 from mpxla.errors import ConfigError
 
 __all__ = [
+    "ROUNDING_VARIABLE",
     "LaunchEnv",
     "cores_per_process",
     "prepare_gloo",
@@ -29,6 +30,8 @@ XLA_FLAG = "--xla_cpu_use_xnnpack=false"
 """See `prepare_xla`."""
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 """Deprecated variables of torch_xla: every float32 tensor is bfloat16 on the device."""
+ROUNDING_VARIABLE = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+"""Tells Neuron's runtime to round stochastically."""
 _DOWNCAST_KEPT = "MPXLA_DOWNCAST"
 """Where `prepare_xla` leaves the name of the one that was set."""
 _DEFAULT_MASTER_PORT = 29500
@@ -93,6 +96,9 @@ class LaunchEnv:
     """Whether the launcher serves the store at the master's port (torchrun does)."""
     downcast: str | None = None
     """`XLA_USE_BF16` or `XLA_DOWNCAST_BF16`, if it is switched on: means `bf16: True`."""
+    rounds_stochastically: bool = False
+    """`NEURON_RT_STOCHASTIC_ROUNDING_EN` is on, and the device is none of Neuron, whose runtime
+    reads it."""
     log_level: str = "INFO"
     """Level for `mpxla.log.set_level`."""
 
@@ -124,6 +130,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         runtime_dir=environ.get("XDG_RUNTIME_DIR"),
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         downcast=_read_downcast(environ),
+        rounds_stochastically=_reads_rounding(environ),
         log_level=_read_log_level(environ),
     )
 
@@ -164,6 +171,11 @@ def _read_downcast(environ: Mapping[str, str]) -> str | None:
     """The variable that asks for bfloat16, now or before `prepare_xla`."""
     found = [name for name in _DOWNCASTS if environ.get(name, "0").lower() in ("1", "true")]
     return found[0] if found else environ.get(_DOWNCAST_KEPT)
+
+
+def _reads_rounding(environ: Mapping[str, str]) -> bool:
+    is_on = environ.get(ROUNDING_VARIABLE, "0").lower() in ("1", "true")
+    return is_on and (environ.get("PJRT_DEVICE") or _default_device()) != "NEURON"
 
 
 def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ the files of a large model. They are mapped: a rank reads what it needs of them.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from mpxla.checkpoint.files import check_zip, load_object, remove_stale, replace
 from mpxla.checkpoint.layout import full_file, full_user_content
 from mpxla.checkpoint.together import Exchange, together
 from mpxla.errors import CheckpointError
+from mpxla.parallel.compute_dtype import in_dtype
 from mpxla.parallel.model import DistributedModel
 from mpxla.session import Session
 
@@ -29,8 +31,18 @@ def save_full(
     tag: str,
     model: DistributedModel | None,
     user_content: Any,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Writes a full checkpoint; every rank must call it. Rank 0 gathers the model.
+
+    Args:
+        session: of this process.
+        exchange: tells ranks of each other's errors.
+        path: folder of the checkpoints.
+        tag: name of this one.
+        model: what is saved.
+        user_content: of rank 0.
+        dtype: of floating values, see `save_checkpoint`.
 
     Raises:
         CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay.
@@ -39,6 +51,8 @@ def save_full(
         raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
     first_replica = session.topology.pp_group(0)
     state = model.state_dict(gather_to_rank0=True) if session.rank in first_replica else {}
+    if dtype is not None:
+        state = in_dtype(model.module, {**state, **_gather_masters(session, model)}, dtype)
 
     def write() -> None:
         if session.rank != 0:
@@ -58,6 +72,33 @@ def save_full(
         record_newest(path, tag)
 
     together(exchange, f"saving full checkpoint {tag!r} in {path}", write)
+
+
+def _gather_masters(session: Session, model: DistributedModel) -> dict[str, torch.Tensor]:
+    """What 16-bit parameters round, whole, by every name of theirs; on rank 0, {} elsewhere.
+
+    All ranks call it: with ZeRO-1 the pieces of a master are on all replicas.
+    """
+    store, topology = model.store, session.topology
+    if not store.has_copies:
+        return {}
+    ranks = topology.world_group() if store.is_divided else topology.pp_group(0)
+    if session.rank not in ranks:
+        return {}
+    copies = list(store.copies())
+    store.renew([copy.name for copy in copies])
+    values = session.backend.get(session.backend.adopt([copy.parameter for copy in copies]))
+    own = [(c.name, c.shape, c.extent, v) for c, v in zip(copies, values, strict=True)]
+    if session.rank != 0:
+        session.state_objects.send(own, 0)
+        return {}
+    others = (session.state_objects.recv_from(rank) for rank in ranks if rank != 0)
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, extent, value in chain(own, *others):
+        target = whole.setdefault(name, torch.empty(shape, dtype=value.dtype))
+        target.view(-1)[slice(*extent) if extent else slice(None)] = value.reshape(-1)
+    names = model.canonical_names.items()
+    return {name: whole[canonical] for name, canonical in names if canonical in whole}
 
 
 class StateSource(Protocol):

@@ -96,6 +96,7 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
     asynchronous: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PendingCheckpoint | None:
     """Saves a checkpoint; every rank must call it, after the first step.
 
@@ -120,6 +121,9 @@ def save_checkpoint(
         num_kept_partial_checkpoints: older partial checkpoints beyond this number are deleted.
         asynchronous: return when values have been copied to the host, and write in the background.
             Waits for an earlier one that is still being written. Extension of SMP's API.
+        dtype: of a full checkpoint: float32 gives the masters of 16-bit parameters, to the last
+            bit; bfloat16 or float16 rounds what `bf16: True` would convert; None is the type that
+            the model computes in. Extension of SMP's API.
 
     Returns:
         With `asynchronous`, the checkpoint under way; otherwise None.
@@ -150,12 +154,22 @@ def save_checkpoint(
             )
         if asynchronous and not partial:
             raise CheckpointError("asynchronous=True goes with partial=True only.")
+        if dtype is not None and partial:
+            raise CheckpointError(
+                f"dtype={dtype} goes with partial=False only: a partial checkpoint keeps masters "
+                f"beside 16-bit parameters, and resumes in either type."
+            )
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(
+                f"dtype is {dtype}; give torch.float32, torch.bfloat16 or torch.float16, or None."
+            )
         if partial:
             is_first = session.topology.rdp_rank(session.rank) == 0
             inventory = local_inventory(model, optimizer, is_first)
         request: dict[str, Any] = {"path": str(folder), "tag": text, "partial": partial}
         request["model"], request["optimizer"] = model is not None, optimizer is not None
         request["num_kept"], request["asynchronous"] = num_kept_partial_checkpoints, asynchronous
+        request["dtype"] = str(dtype)
         return {"request": request, "slots": list(inventory.values), "token": secrets.token_hex(8)}
 
     if session.models is not None and session.models.is_any_placed:
@@ -166,7 +180,7 @@ def save_checkpoint(
     _check_equal([b["request"] for b in begun])
     tag, token = begun[0]["request"]["tag"], begun[0]["token"]
     if not partial:
-        return save_full(session, exchange, folder, tag, model, user_content)
+        return save_full(session, exchange, folder, tag, model, user_content, dtype)
     shares = assign_writers([[Slot(*_tuples(slot)) for slot in b["slots"]] for b in begun])
     part = _Part(session, inventory, shares[session.rank])
 

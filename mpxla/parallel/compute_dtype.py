@@ -6,6 +6,7 @@ As the wrappers of SMP and Megatron do it. Batch norms stay in float32: their ru
 move by less than half an ulp of 16 bits.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpxla.config import Config
 from mpxla.errors import ConfigError
 
-__all__ = ["compute_dtype", "convert", "narrowed", "widened", "with_scaled_gradients"]
+__all__ = ["compute_dtype", "convert", "in_dtype", "narrowed", "widened", "with_scaled_gradients"]
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -56,6 +57,31 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
+
+
+def in_dtype(
+    module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A state dict as `convert` would leave it; float32 widens what was 16 bits.
+
+    Args:
+        module: whose state it is.
+        state: may have values that are no tensors, which stay.
+        dtype: of the floating tensors.
+    """
+    kept = tuple(
+        f"{path}." if path else ""
+        for path, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and dtype is not torch.float32
+    )
+    return {
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not (kept and name.startswith(kept))
+        else value
+        for name, value in state.items()
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

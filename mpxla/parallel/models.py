@@ -271,7 +271,9 @@ class Models:
 
 def _master_dtype(session: Session) -> torch.dtype | None:
     """In what 16-bit parameters are updated, if not in their own type."""
-    return torch.float32 if session.config.master_dtype == "float32" else None
+    config = session.config
+    is_wide = config.master_dtype == "float32" and not config.stochastic_rounding
+    return torch.float32 if is_wide else None
 
 
 def cut_report(cut: CutStep) -> str:

@@ -24,10 +24,13 @@ from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
 from mpxla.parallel.names import no_such_attribute
 from mpxla.parallel.norms import clip_grad_norm_
-from mpxla.parallel.optimizer_state import OptimizerState, parameters_of
+from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
 from mpxla.parallel.pieces import SHARD_KEY, join_shards
+from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
+from mpxla.parallel.stochastic_rounding import StochasticRounding, check_parameters
 from mpxla.parallel.update import CompiledUpdate
+from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.session import current
 
 __all__ = ["DistributedOptimizer"]
@@ -37,8 +40,6 @@ _MISSING = {"_global_grad_norm": "sharded data parallelism"}
 """Attribute of SMP's wrapper -> the missing feature that it belongs to."""
 _OF_FP16 = ("overflow", "loss_scale")
 """Attributes that are there with `fp16: True` only."""
-_SCALE_KEY = "loss_scale"
-"""In state dicts: where the loss scale is."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -127,9 +128,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._deferred: dict[str, Any] | None = None
         # Parameters by group, from the placement of the first model until that of the last one.
         self._unplaced: list[list[torch.nn.Parameter]] | None = None
-        self.contents = OptimizerState(optimizer, self._models, session.backend, self._scale)
+        numbers: dict[str, Numbers] = {}
+        if self._scale is not None:
+            numbers["loss_scale"] = self._scale
+        self._rounding: StochasticRounding | None = None
+        if session.config.stochastic_rounding:
+            check_parameters(parameters_of(optimizer))
+            self._rounding = numbers["stochastic_rounding"] = StochasticRounding()
+        self.contents = OptimizerState(optimizer, self._models, session.backend, numbers)
         self._pieces = self.contents.pieces
-        self._update = CompiledUpdate(optimizer, session.backend, self._pieces)
+        programs = Programs(session.backend)
+        rounding = self._rounding and UpdateRounding(
+            optimizer, self._rounding, self.contents.origins, programs
+        )
+        self._update = CompiledUpdate(optimizer, session.backend, self._pieces, rounding)
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -196,6 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._scale.update(self.overflow)
             if self.overflow:
                 return None
+        if self._rounding is not None:
+            self._rounding.advance()
         self._pieces.renew_divided()
         if any(group["params"] for group in self.optimizer.param_groups):
             self._update.step()
@@ -269,7 +283,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 ranks must call it then); else the state is that of this rank's share alone.
         """
         self._notice_groups()
-        partial = self._with_scale(self.contents.of_rank(self._are_divided))
+        partial = self.contents.with_numbers(self.contents.of_rank(self._are_divided))
         return self._join(partial) if self._are_divided and gather_if_shard else partial
 
     @property
@@ -299,10 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         what = "optimizer.state_dict"
         with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
-        return self._with_scale(merge_optimizer_states(parts))
-
-    def _with_scale(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self._scale is None else {**state, _SCALE_KEY: self._scale.state_dict()}
+        return self.contents.with_numbers(merge_optimizer_states(parts))
 
     def save_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
         """Saves as `smp.save(optimizer.local_state_dict(), f)` does; all ranks call it.
@@ -337,8 +348,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the dict has other param groups.
         """
-        scale = state_dict.get(_SCALE_KEY)
-        state_dict = {key: value for key, value in state_dict.items() if key != _SCALE_KEY}
+        given, state_dict = state_dict, self.contents.without_numbers(state_dict)
         if PARTIAL_KEY not in state_dict:
             refuse_with_shards("optimizer.load_state_dict() with a full state")
         else:
@@ -351,8 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parts = session.state_objects.allgather(dict(state_dict), group)
             state_dict = merge_optimizer_states(parts)
         self.contents.check_groups(state_dict)
-        if self._scale is not None and scale is not None:
-            self._scale.load_state_dict(scale)
+        self.contents.load_numbers(given)
         if self.is_placed:
             self.contents.load(state_dict)
         else:
@@ -369,6 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         own = self.local_state_dict() if session.rank == group[source] else None
         state = session.state_objects.allgather(own, group)[source]
         if own is None:
+            self.contents.load_numbers(state)
             self.contents.load(state)
 
     @property
@@ -422,9 +432,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
             self._take_along(before)
+            self._agree_on_seed()
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
             self.contents.load(deferred)
+
+    def _agree_on_seed(self) -> None:
+        """The noise of rounding is that of rank 0, whatever seeds other processes have."""
+        if self._rounding is not None and not self._rounding.has_seed:
+            session = current()
+            world = session.topology.world_group()
+            self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]
 
     def _take_along(self, before: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """What the optimizer keeps of its parameters outside of its state follows them."""

@@ -16,7 +16,6 @@ from torch import nn
 
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
-from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -26,14 +25,17 @@ from mpxla.parallel.state_dicts import (
     pick_optimizer_state,
     to_host,
 )
+from mpxla.parallel.stochastic_rounding import Origin
 from mpxla.parallel.store import ParameterStore
 
-__all__ = ["MASTER_KEY", "OptimizerState", "parameters_of"]
+__all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
 
+_NUMBERS = ("loss_scale", "stochastic_rounding")
+"""Names of what is saved for an optimizer as a whole, also as keys of its state dict."""
 MASTER_KEY = "master_param"
 """State key of a parameter's wider copy."""
-_SCALE_KEY = "_mpxla_loss_scale"
-"""In the settings of the first group: the loss scale."""
+_PREFIX = "_mpxla_"
+"""Of keys in the settings of the first group that belong to no group: the loss scale."""
 _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
 
@@ -48,6 +50,13 @@ class _Model(Protocol):
     def store(self) -> ParameterStore: ...
 
 
+class Numbers(Protocol):
+    """Numbers that change from step to step and belong to a whole optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+
+
 class OptimizerState:
     """State and settings of an inner optimizer, numbered and named as in the plain one.
 
@@ -55,7 +64,8 @@ class OptimizerState:
         optimizer: the inner optimizer, with all parameters.
         models: whose parameters it holds; may become more.
         backend: of this rank's device.
-        loss_scale: of `fp16: True`, which is saved with the settings; None without.
+        numbers: what is saved with the settings as well, by name: the loss scale of `fp16: True`,
+            seed and count of stochastic rounding.
 
     Attributes:
         pieces: the update copies that it holds in the place of parameters.
@@ -67,9 +77,9 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer,
         models: Sequence[_Model],
         backend: Backend,
-        loss_scale: LossScale | None = None,
+        numbers: Mapping[str, Numbers] | None = None,
     ):
-        self._loss_scale = loss_scale
+        self._numbers = dict(numbers or {})
         self._optimizer = optimizer
         self._models = models
         self._backend = backend
@@ -178,6 +188,29 @@ class OptimizerState:
             found.setdefault(position, names.get(ident, f"parameter {position} of the optimizer"))
         return found
 
+    def origins(self) -> dict[int, Origin]:
+        """Id of everything in the groups -> where its elements are in the model."""
+        names, ranges = self._names(), self.pieces.ranges()
+        places = {id(p): self._positions[id(p)] for p in parameters_of(self._optimizer)}
+        return {
+            ident: Origin(names[place], ranges[place][0][0] if place in ranges else 0)
+            for ident, place in places.items()
+        }
+
+    def with_numbers(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with what belongs to the whole optimizer."""
+        return {**state, **{name: held.state_dict() for name, held in self._numbers.items()}}
+
+    def without_numbers(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict as torch's."""
+        return {key: value for key, value in state.items() if key not in _NUMBERS}
+
+    def load_numbers(self, state: Mapping[str, Any]) -> None:
+        """Takes what `with_numbers` added, if it is there."""
+        for name, held in self._numbers.items():
+            if name in state:
+                held.load_state_dict(state[name])
+
     def _range_of(self, parameter: nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
         """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
         found = self.pieces.ranges().get(self._positions[id(parameter)])
@@ -233,8 +266,7 @@ class OptimizerState:
             | {"params": [next(names) for _ in range(size)]}
             for group, size in zip(self._optimizer.param_groups, self.group_sizes, strict=True)
         ]
-        if self._loss_scale is not None:
-            settings[0][_SCALE_KEY] = self._loss_scale.state_dict()
+        settings[0].update({f"{_PREFIX}{k}": v.state_dict() for k, v in self._numbers.items()})
         return settings
 
     def load_group_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -253,10 +285,11 @@ class OptimizerState:
                     f"optimizer as it was, or pass load_optimizer=False."
                 )
         for group, other in zip(self._optimizer.param_groups, saved, strict=True):
-            group.update({k: v for k, v in other.items() if k not in (*_OF_RANK, _SCALE_KEY)})
-        scale = saved[0].get(_SCALE_KEY) if saved else None
-        if self._loss_scale is not None and scale is not None:
-            self._loss_scale.load_state_dict(scale)
+            own_keys = (k for k in other if k not in _OF_RANK and not k.startswith(_PREFIX))
+            group.update({k: other[k] for k in own_keys})
+        for name, numbers in self._numbers.items():
+            if saved and f"{_PREFIX}{name}" in saved[0]:
+                numbers.load_state_dict(saved[0][f"{_PREFIX}{name}"])
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

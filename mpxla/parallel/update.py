@@ -26,6 +26,7 @@ from mpxla.errors import LoweringError
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.update_python import NotTraceableError
+from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import StartEntry, share_counters, starts_from_zeros
 from mpxla.parallel.update_trace import UpdateTracer, wide_dtype
@@ -45,6 +46,7 @@ class CompiledUpdate:
         backend: compiles and runs the update.
         pieces: update copies that the optimizer holds. A compiled update renews and publishes its
             masters as well; before others, they are renewed here.
+        rounding: rounds results stochastically; None to the nearest.
 
     Attributes:
         num_programs: programs compiled so far.
@@ -57,15 +59,17 @@ class CompiledUpdate:
         optimizer: torch.optim.Optimizer,
         backend: Backend,
         pieces: OptimizerPieces | None = None,
+        rounding: UpdateRounding | None = None,
     ):
         self._backend = backend
+        self._rounding = rounding
         self._pieces = OptimizerPieces(optimizer, {}) if pieces is None else pieces
         self._optimizer = optimizer
         self._programs: dict[Any, Executable] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._slots: Slots | None = None
         self._rates: dict[float, torch.Tensor] = {}
-        self._starts_from_zeros: dict[str, StartEntry] | None = None
+        self._starts: dict[torch.dtype, dict[str, StartEntry] | None] = {}
         self.reason: str | None = None
         self.was_compiled = False
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
@@ -83,13 +87,19 @@ class CompiledUpdate:
         """
         self._optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
         self._optimizer._optimizer_step_post_hooks.move_to_end(self._post_hook.id, last=False)
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        finally:
+            if self._rounding is not None and not self.was_compiled:
+                self._rounding.narrow()
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         self.was_compiled = not has_closure and self._runs(optimizer)
         if not self.was_compiled:
             self._pieces.renew_masters()
+            if self._rounding is not None:
+                self._rounding.widen()
 
     def _runs(self, optimizer: Any) -> bool:
         """Runs the update, if it is one that can be compiled."""
@@ -113,12 +123,17 @@ class CompiledUpdate:
         if program is None:
             return False
         arguments = [*self._backend.adopt(slots.tensors), *self._upload_rates(slots)]
+        if self._rounding is not None:
+            arguments.append(self._rounding.key())
         try:
             slots.let_go()
             results = program(arguments)
-        except BaseException:  # it did not start, and has taken nothing
+        except BaseException as error:  # it did not start, and has taken nothing
             slots.take_back(self._backend.publish([arguments[i] for i in slots.donated]))
-            raise
+            if not isinstance(error, NotTraceableError):
+                raise
+            self._give_up(str(error))  # found out late by a backend that traces nothing
+            return False
         slots.store(self._backend.publish(results))
         self._slots = slots
         self._hidden = [(p, p.grad) for group in trained for p in group]
@@ -159,14 +174,18 @@ class CompiledUpdate:
     def _compile(self, slots: Slots) -> Executable:
         rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
+        origins = None
+        if self._rounding is not None:
+            inputs.append(TensorSpec((2,), torch.int32))
+            origins = self._rounding.origins()
         # Not the parameters: their arrays may be results of a step that returned a weight as it is.
         # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
         donated = slots.donated if self._backend.is_host else ()
         try:
-            tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype)
+            tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype, origins)
             return self._backend.compile("optimizer update", tracer, inputs, donated)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
-            tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype)
+            tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype, origins)
             return self._backend.compile("optimizer update", tracer, inputs, donated)
 
     def _give_up(self, reason: str) -> None:
@@ -204,17 +223,17 @@ class CompiledUpdate:
         if not new:
             share_counters(states, (), self._backend)
             return True
-        if self._starts_from_zeros is None:
-            self._starts_from_zeros = starts_from_zeros(self._optimizer)
-        if self._starts_from_zeros is None:
+        for dtype in {parameter.dtype for parameter in new} - self._starts.keys():
+            self._starts[dtype] = starts_from_zeros(self._optimizer, dtype)
+        if any(self._starts[parameter.dtype] is None for parameter in new):
             return False  # the inner optimizer makes the state in a step of its own
-        if not self._starts_from_zeros:
-            return True
         for parameter in new:
             like = {
                 key: torch.zeros(start.shape_for(parameter), dtype=start.dtype_for(parameter))
-                for key, start in self._starts_from_zeros.items()
+                for key, start in (self._starts[parameter.dtype] or {}).items()
             }
+            if not like:
+                continue
             uploaded = self._backend.publish(self._backend.put(list(like.values())))
             states[parameter] = dict(zip(like, uploaded, strict=True))
         share_counters(states, new, self._backend)

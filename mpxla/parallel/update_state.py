@@ -10,7 +10,7 @@ from mpxla.device.backend import Backend
 from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
 
-__all__ = ["StartEntry", "share_counters", "starts_from_zeros"]
+__all__ = ["StartEntry", "dtypes_of_start", "share_counters", "starts_from_zeros"]
 
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
@@ -53,28 +53,78 @@ class StartEntry:
         return self._dtype or parameter.dtype
 
 
-def starts_from_zeros(optimizer: torch.optim.Optimizer) -> dict[str, StartEntry] | None:
+def dtypes_of_start(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Types of the state that a fresh optimizer makes; nothing if it does not run on the host.
+
+    Args:
+        optimizer: stays as it is.
+        dtype: of the parameters.
+    """
+    try:
+        states = [_tried(optimizer, shape, dtype, None)[1] for shape in ((3,), (3, 2))]
+    except Exception:  # an optimizer may raise anything on what it was not written for
+        return {}
+    return {
+        key: value.dtype
+        for state in states  # Adafactor has other state for a matrix than for a vector
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def starts_from_zeros(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32
+) -> dict[str, StartEntry] | None:
     """What state a fresh optimizer makes, if it might as well have started from zeros.
 
     None as well if a matrix has other state than a vector (Adafactor).
+
+    Args:
+        optimizer: stays as it is.
+        dtype: of the parameters; some optimizers keep state of a type of its own.
     """
-    vector, matrix = (_start_of(optimizer, shape) for shape in ((3,), (3, 2)))
+    vector, matrix = (_start_of(optimizer, shape, dtype) for shape in ((3,), (3, 2)))
     if vector is None or matrix is None or vector.keys() != matrix.keys():
         return None
     return vector
 
 
 def _start_of(
-    optimizer: torch.optim.Optimizer, shape: tuple[int, ...]
+    optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, StartEntry] | None:
     """Steps a copy of the optimizer on a few numbers, once from nothing and once from zeros."""
+    try:
+        plain, state = _tried(optimizer, shape, dtype, None)
+        is_like = [isinstance(v, torch.Tensor) and v.shape in ((), shape) for v in state.values()]
+        if not all(is_like):
+            return None
+        zeroed, zeroed_state = _tried(optimizer, shape, dtype, state)
+    except Exception:  # an optimizer that does not run on the host, or needs more than gradients
+        return None
+    is_same = all(torch.equal(a, b) for a, b in zip(plain, zeroed, strict=True)) and all(
+        torch.equal(state[key], zeroed_state[key]) for key in state
+    )
+    return {k: StartEntry(v, plain[0]) for k, v in state.items()} if is_same else None
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    zeros: Mapping[str, torch.Tensor] | None,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Parameters and state after two steps of a copy, which starts from zeros like those given."""
 
     def numbers(*values: float) -> torch.Tensor:
-        return torch.tensor(values[: math.prod(shape)]).view(shape)
+        return torch.tensor(values[: math.prod(shape)], dtype=dtype).view(shape)
 
-    def run(zeros: Mapping[str, torch.Tensor] | None) -> tuple[list[Any], dict[str, Any]]:
-        parameters = [torch.nn.Parameter(numbers(0.3, -0.7, 1.1, 0.9, -0.2, 0.4)) for _ in groups]
-        state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
+    groups = [
+        {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]
+    parameters = [torch.nn.Parameter(numbers(0.3, -0.7, 1.1, 0.9, -0.2, 0.4)) for _ in groups]
+    state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
+    with python_random_kept(), torch.random.fork_rng(devices=()):
         clone = clone_optimizer(
             optimizer,
             [{**g, "params": [p]} for g, p in zip(groups, parameters, strict=True)],
@@ -84,24 +134,4 @@ def _start_of(
             for parameter in parameters:
                 parameter.grad = numbers(0.5, 0.25, -2.0, 1.5, -0.75, 0.125) * scale
             type(optimizer).step(clone)
-        return [p.detach() for p in parameters], clone.state[parameters[0]]
-
-    groups = [
-        {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
-        for group in optimizer.param_groups
-    ]
-    try:
-        with python_random_kept(), torch.random.fork_rng(devices=()):
-            plain, state = run(None)
-            is_like = [
-                isinstance(v, torch.Tensor) and v.shape in ((), shape) for v in state.values()
-            ]
-            if not all(is_like):
-                return None
-            zeroed, zeroed_state = run(state)
-    except Exception:  # an optimizer that does not run on the host, or needs more than gradients
-        return None
-    is_same = all(torch.equal(a, b) for a, b in zip(plain, zeroed, strict=True)) and all(
-        torch.equal(state[key], zeroed_state[key]) for key in state
-    )
-    return {k: StartEntry(v, plain[0]) for k, v in state.items()} if is_same else None
+    return [p.detach() for p in parameters], clone.state[parameters[0]]

@@ -15,6 +15,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpxla.device.backend import Backend
+from mpxla.parallel.stochastic_rounding import (
+    Noise,
+    Origin,
+    is_narrow,
+    origin_of_state,
+    rounded,
+)
 from mpxla.parallel.update_copy import renewed
 from mpxla.parallel.update_python import (
     NotTraceableError,
@@ -69,17 +76,28 @@ def clone_optimizer(
 class UpdateTracer(torch.nn.Module):
     """(parameters, gradients, state, learning rates) -> (new parameters, new state).
 
-    Masters take what was written to their compute copies first; these are results too.
+    Masters take what was written to their compute copies first; these are results too. With
+    stochastic rounding, narrow arguments are computed with in float32, and the key of the update is
+    one more argument, the last one.
 
     Args:
         slots: what the arguments are.
         optimizer: the optimizer.
         is_capturable: whether to have it compute with its count of steps on the device.
         wide: dtype of counts and rates, see `wide_dtype`.
+        origins: id of a parameter -> where it is in the model; None to round to the nearest.
     """
 
-    def __init__(self, slots: Slots, optimizer: Any, is_capturable: bool, wide: torch.dtype):
+    def __init__(
+        self,
+        slots: Slots,
+        optimizer: Any,
+        is_capturable: bool,
+        wide: torch.dtype,
+        origins: Mapping[int, Origin] | None = None,
+    ):
         super().__init__()
+        self._origins = origins
         self._is_capturable = is_capturable
         self._wide = wide
         self._slots = slots
@@ -88,21 +106,24 @@ class UpdateTracer(torch.nn.Module):
     def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
         """New parameters and state, in the order of `Slots.changed`."""
         slots, optimizer = self._slots, self._optimizer
-        rates = arguments[len(slots.tensors) :]
+        rates = arguments[len(slots.tensors) :][: len(slots.rates)]
+        noise = None if self._origins is None else Noise(arguments[-1])
         groups: list[dict[str, Any]] = []
         state: dict[torch.Tensor, dict[str, Any]] = {}
         of_place: dict[int, tuple[torch.Tensor, str | None]] = {}
+        original_of: dict[torch.Tensor, torch.Tensor] = {}
         for group, places, originals, rate in zip(
             optimizer.param_groups, slots.places, slots.trained, slots.rate_of, strict=True
         ):
             stand_ins = []
             for held, original in zip(places, originals, strict=True):
                 # Updates change their operands in place; arguments have to stay.
-                value = arguments[held.parameter].clone()
+                value = self._copied(arguments[held.parameter])
                 if held.source is not None:
                     value = renewed(arguments[held.source], value)
                 stand_in = torch.nn.Parameter(value)
-                stand_in.grad = arguments[held.gradient].clone()
+                stand_in.grad = self._copied(arguments[held.gradient])
+                original_of[stand_in] = original
                 state[stand_in] = {
                     key: None if key in held.state else copy.deepcopy(value)
                     for key, value in optimizer.state.get(original, {}).items()
@@ -111,7 +132,8 @@ class UpdateTracer(torch.nn.Module):
                 if held.source is not None:
                     of_place[held.source] = (stand_in, None)  # it is rounded below
                 for key, state_place in held.state.items():
-                    state[stand_in][key] = _widened(arguments[state_place], self._wide).clone()
+                    argument = _widened(arguments[state_place], self._wide)
+                    state[stand_in][key] = self._copied(argument)
                     of_place.setdefault(state_place, (stand_in, key))
                 stand_ins.append(stand_in)
             settings = {**group, "params": stand_ins, "foreach": False, "fused": False}
@@ -126,8 +148,23 @@ class UpdateTracer(torch.nn.Module):
         for place in slots.changed:
             stand_in, key = of_place[place]
             value = stand_in.detach() if key is None else clone.state[stand_in][key]
-            results.append(value.to(arguments[place].dtype))
+            if noise is not None and is_narrow(arguments[place]):
+                origin = self._origin(original_of[stand_in], key, value, stand_in)
+                results.append(rounded(value, noise.of(origin, value.shape)))
+            else:
+                results.append(value.to(arguments[place].dtype))
         return results
+
+    def _copied(self, argument: torch.Tensor) -> torch.Tensor:
+        is_rounded = self._origins is not None and is_narrow(argument)
+        return argument.float() if is_rounded else argument.clone()
+
+    def _origin(
+        self, original: torch.Tensor, key: str | None, value: torch.Tensor, parameter: torch.Tensor
+    ) -> Origin:
+        assert self._origins is not None
+        origin = self._origins[id(original)]
+        return origin if key is None else origin_of_state(origin, key, value, parameter)
 
     def _run(self, clone: Any) -> None:
         """One step of the copy, which has to change tensors only."""

@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "transport": "auto",
     "reduction_dtype": "same",
     "master_dtype": "float32",
+    "stochastic_rounding": False,
     "stall_timeout_s": 300.0,
     "trust_checkpoints": False,
     "check_indices": "inputs",

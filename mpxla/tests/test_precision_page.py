@@ -50,7 +50,7 @@ def measured_alone():
     return [
         measured({}),
         measured({"bf16": True}),
-        measured({"master_dtype": "same"}, torch.bfloat16),
+        measured({"stochastic_rounding": True}, torch.bfloat16),
     ]
 
 
@@ -63,7 +63,7 @@ def test_memory_is_that_of_the_page():
     together = run_ranks(measured_together, 2)[0]
     page = PAGE.read_text()
     names = ["float32, autocast", "`bf16: True`, `fp16: True`",
-             'bfloat16, `master_dtype: "same"`',
+             'bfloat16, `master_dtype: "same"` or `stochastic_rounding`',
              "the same, `shard_optimizer_state`, 2 replicas"]  # fmt: skip
     for name, sizes in zip(names, [*alone, together], strict=True):
         row = " | ".join(f"{round(size)}" for size in [*sizes, sum(sizes)])

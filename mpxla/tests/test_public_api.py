@@ -71,7 +71,7 @@ SIGNATURES = {
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "
     "weights_only=None, **pickle_load_args",
     "save_checkpoint": "path, tag, partial=True, model=None, optimizer=None, user_content=None, "
-    "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False",
+    "translate_if_full=True, num_kept_partial_checkpoints=None, asynchronous=False, dtype=None",
     "resume_from_checkpoint": "path, tag=None, partial=True, strict=True, load_optimizer=True, "
     "load_sharded_optimizer_state=True, translate_function=None, load_optimizer_states=None, "
     "weights_only=None, model=None",
@@ -135,7 +135,7 @@ CONFIG_KEYS = {
     # Extensions.
     *("device", "compile_cache"),
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
-    *("trust_checkpoints", "master_dtype"),
+    *("trust_checkpoints", "master_dtype", "stochastic_rounding"),
     *("check_indices", "activation_memory"),
     *("log_metrics_every", "metrics_dir"),
     *("virtual_pipeline_degree", "schedule"),

@@ -13,6 +13,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.errors import (
     CaptureError,
+    CheckpointError,
     ConfigError,
     LoweringError,
     MpxlaError,
@@ -73,7 +74,15 @@ def refused(use: Callable[[], Any]) -> tuple[str, str]:
 
 
 _KINDS = (
-    *(CaptureError, ConfigError, LoweringError, PartitionError, PeerFailure, RankMismatch),
+    *(
+        CaptureError,
+        CheckpointError,
+        ConfigError,
+        LoweringError,
+        PartitionError,
+        PeerFailure,
+        RankMismatch,
+    ),
     *(StepError, TopologyError, MpxlaError),
 )
 

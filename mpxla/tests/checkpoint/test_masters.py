@@ -7,6 +7,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity_masters import BF16, Case, Net, adamw, masters_of, start, update
+from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks
 ZERO, PIPELINE = Case(Net, 2, 1, is_sharded=True), Case(Net, 1, 2)
@@ -74,6 +75,73 @@ def test_what_is_updated_is_loaded_to_the_last_bit(tmp_path, saved, loaded):
             assert torch.equal(state[name], value.to(loaded[1])), name
             if saved == loaded:
                 assert torch.equal(after[name], expected[1][name]), name
+
+
+def save_full(path, case, dtype, file_dtypes):
+    """Trains 3 steps, and saves full checkpoints in several types."""
+    model, optimizer = begin(case, dtype)
+    for number in range(3):
+        update(case, model, optimizer, number)
+    for number, file_dtype in enumerate(file_dtypes):
+        smp.save_checkpoint(path, str(number), partial=False, model=model, dtype=file_dtype)
+    return exact(model, optimizer), model.state_dict()
+
+
+def resume_full(path, case, dtype, tag):
+    model, optimizer = begin(case, dtype)
+    smp.resume_from_checkpoint(path, tag, partial=False)
+    evaluate(model, torch.ones(2, 24, dtype=dtype))  # partitions, and loads
+    return exact(model, optimizer), model.state_dict()
+
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((ZERO, BF16), (PIPELINE, F32)),
+        pytest.param((PIPELINE, BF16), (ZERO, BF16), marks=pytest.mark.slow),
+        pytest.param((PIPELINE, F32), (ZERO, BF16), marks=pytest.mark.slow),
+    ],
+    ids=["zero1-to-float32", "stages-to-zero1", "float32-to-zero1"],
+)
+def test_full_checkpoints_in_either_type(tmp_path, saved, loaded):
+    results = run_ranks(save_full, 2, str(tmp_path), *saved, (None, F32, BF16))
+    masters, state = results[0]
+    own, wide, narrow = (torch.load(tmp_path / tag) for tag in "012")
+    assert list(own) == list(wide) == list(narrow) == list(state)
+    for name, master in masters.items():
+        assert torch.equal(own[name], state[name]) and own[name].dtype is saved[1]
+        assert torch.equal(wide[name], master) and wide[name].dtype is F32
+        assert torch.equal(narrow[name], master.to(BF16)) and narrow[name].dtype is BF16
+    assert any(not torch.equal(wide[name], narrow[name].float()) for name in masters)
+    for tag, source in (("1", wide), ("2", narrow)):
+        for found, values in run_ranks(resume_full, 2, str(tmp_path), *loaded, tag):
+            for name, value in source.items():
+                assert torch.equal(found[name], value.float()), (tag, name)
+                assert torch.equal(values[name], value.to(loaded[1])), (tag, name)
+
+
+def ask_wrongly(path, partial, dtype):
+    model, _ = begin(Case(Net))
+    evaluate(model, torch.ones(2, 24, dtype=BF16))
+    return refused(
+        lambda: smp.save_checkpoint(path, "x", partial=partial, model=model, dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize(
+    ("partial", "dtype", "text"),
+    [
+        (True, F32, "dtype=torch.float32 goes with partial=False only: a partial checkpoint keeps"),
+        (False, torch.int8, "dtype is torch.int8; give torch.float32, torch.bfloat16 or"),
+    ],
+    ids=["partial", "integers"],
+)
+def test_types_that_no_checkpoint_has(tmp_path, partial, dtype, text):
+    results = run_ranks(ask_wrongly, 1, str(tmp_path), partial, dtype)
+    check_texts(results, smp.CheckpointError, text)
 
 
 class Tower(nn.Module):
