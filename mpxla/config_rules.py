@@ -120,21 +120,6 @@ _RULES = (
         "every rank of a tensor-parallel group gets the same batch, that of its rdp_rank",
     ),
     Rule(
-        ("tensor_parallel_degree", "shard_optimizer_state"),
-        lambda v, given: v["tensor_parallel_degree"] > 1 and v["shard_optimizer_state"],
-        "tensor_parallel_degree: {tensor_parallel_degree} does not go with shard_optimizer_state: "
-        "True yet; remove one of them",
-    ),
-    *(
-        Rule(
-            ("tensor_parallel_degree", precision),
-            lambda v, given, key=precision: v["tensor_parallel_degree"] > 1 and v[key],
-            "tensor_parallel_degree: {tensor_parallel_degree} does not go with "
-            f"{precision}: True yet; remove one of them",
-        )
-        for precision in ("bf16", "fp16")
-    ),
-    Rule(
         ("sharded_data_parallel_degree", "ddp"),
         lambda v, given: v["sharded_data_parallel_degree"] > 1 and not v["ddp"],
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} needs ddp: True",

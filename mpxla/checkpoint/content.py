@@ -10,6 +10,7 @@ import torch
 
 from mpxla.checkpoint.shards import Slot
 from mpxla.errors import CheckpointError
+from mpxla.nn.shards import Shard
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 
@@ -61,7 +62,8 @@ def local_inventory(
     if model is not None:
         names = model_names(model)
         for name, parameter in model.local_named_parameters():
-            values[_slot("model", name, "", parameter)] = parameter
+            shard = model.shards_of_tensors.get(name)
+            values[_slot("model", name, "", parameter, shard=shard)] = parameter
         for name, buffer in model.local_named_buffers():
             if name not in names:
                 continue
@@ -72,8 +74,7 @@ def local_inventory(
     numbers: list[tuple[str, str, Any]] = []
     for piece in optimizer.contents.entries() if optimizer is not None else ():
         if isinstance(piece.value, torch.Tensor):
-            slot = _slot("optimizer", piece.name, piece.key, piece.value, piece.shape, piece.offset)
-            values[slot] = piece.value
+            values[_slot("optimizer", *piece)] = piece.value
         elif piece.value is None or isinstance(piece.value, bool | int | float):
             numbers.append((piece.name, piece.key, piece.value))
         else:
@@ -92,8 +93,11 @@ def _slot(
     value: torch.Tensor,
     shape: Sequence[int] | None = None,
     offset: int = 0,
+    shard: Shard | None = None,
 ) -> Slot:
     dtype = str(value.dtype).removeprefix("torch.")
+    if shard is not None:
+        return Slot(kind, name, key, dtype, shard.whole, offset, value.numel(), shard.place)
     whole = tuple(value.shape if shape is None else shape)
     return Slot(kind, name, key, dtype, whole, offset, value.numel())
 

@@ -49,7 +49,7 @@ def save_full(
     """
     if model is None:
         raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
-    first_replica = session.topology.pp_group(0)
+    first_replica = session.topology.mp_group(0)
     state = model.state_dict(gather_to_rank0=True) if session.rank in first_replica else {}
     if dtype is not None:
         state = in_dtype(model.module, {**state, **_gather_masters(session, model)}, dtype)

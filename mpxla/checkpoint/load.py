@@ -38,7 +38,7 @@ from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.shards import Shard
 from mpxla.parallel.model import DistributedModel
 from mpxla.session import Session, current
 
@@ -94,7 +94,6 @@ def resume_from_checkpoint(
         MpxlaError: there are several models, and `model` does not say which.
     """
     session = current()
-    refuse_with_shards("smp.resume_from_checkpoint()")
     if session.models is None:
         raise CheckpointError(
             "smp.resume_from_checkpoint was called before smp.DistributedModel; wrap model and "
@@ -173,6 +172,8 @@ def _check_fit(
         CheckpointError: listing what is missing, unexpected or of another shape.
     """
     state = model.get_module().state_dict(keep_vars=True)
+    own_shapes = {name: tuple(value.shape) for name, value in state.items()}
+    own_shapes |= {name: shard.whole for name, shard in model.shards_of_tensors.items()}
     saved = {name: find(every) for name, every in model_names(model).items()}
     problems = []
     missing = [name for name, other in saved.items() if other is None]
@@ -183,9 +184,9 @@ def _check_fit(
     if strict and unexpected:
         problems.append(f"it has {_some(unexpected)}, which the model does not have")
     for name, other in saved.items():
-        if other is not None and tuple(state[name].shape) != shapes[other]:
+        if other is not None and own_shapes[name] != shapes[other]:
             problems.append(
-                f"{name} is {list(shapes[other])} in it and {list(state[name].shape)} in the model"
+                f"{name} is {list(shapes[other])} in it and {list(own_shapes[name])} in the model"
             )
     if problems:
         raise CheckpointError(
@@ -200,12 +201,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _copy_into(
-    model: DistributedModel, names: Mapping[str, str], read: Callable[[str], Any]
+    model: DistributedModel, names: Mapping[str, str], read: Callable[[str, Shard | None], Any]
 ) -> None:
-    """Loads what this rank holds, and reads nothing else."""
+    """Loads what this rank holds, and reads nothing else (of formats that allow it)."""
     local = {name for name, _ in model.local_named_parameters()}
     local |= {name for name, _ in model.local_named_buffers()}
-    values = {name: read(saved) for name, saved in names.items() if name in local}
+    shards = model.shards_of_tensors
+    values = {n: read(saved, shards.get(n)) for n, saved in names.items() if n in local}
     model.load_state_dict(values, strict=False)
 
 
@@ -251,8 +253,9 @@ class _FullLoader:
 
     def load(self, load_optimizer: bool) -> Any:
         """Loads the model, now or when it is partitioned; returns the user content."""
-        model = self._model
-        model.load_when_placed(lambda: _copy_into(model, self._names, self._source.read))
+        model, read = self._model, self._source.read
+        # The model takes its parts of whole tensors itself.
+        model.load_when_placed(lambda: _copy_into(model, self._names, lambda name, _: read(name)))
         if not self._user_file.exists():
             return None
         return load_object(self._user_file, self._weights_only)
@@ -318,7 +321,7 @@ class _PartialLoader:
         def load_values() -> None:
             before = self._reader.num_bytes_read
             if self._manifest["has_model"]:
-                _copy_into(model, self._names, lambda n: self._reader.whole("model", n))
+                _copy_into(model, self._names, lambda n, s: self._reader.whole("model", n, "", s))
                 self._load_own_buffers()
             if load_optimizer and optimizer is not None:
                 optimizer.contents.load_entries(_SavedOptimizer(self._reader, self._names))
@@ -341,9 +344,8 @@ class _PartialLoader:
                 f"the optimizer as it was, or pass load_optimizer=False to start it anew."
             )
 
-    def _own_file(self, rdp_rank: int, pp_rank: int) -> dict[str, Any] | None:
-        topology, rank = self._session.topology, self._session.rank
-        name = rank_file("rank", rank_info(pp_rank, topology.tp_rank(rank), rdp_rank))
+    def _own_file(self, rdp_rank: int, pp_rank: int, tp_rank: int) -> dict[str, Any] | None:
+        name = rank_file("rank", rank_info(pp_rank, tp_rank, rdp_rank))
         if name not in self._manifest["files"]:
             return None
         return load_object(self._folder / name)
@@ -362,11 +364,11 @@ class _PartialLoader:
         topology, rank = self._session.topology, self._session.rank
         replica = topology.rdp_rank(rank)
         if self._is_same_topology():
-            own = self._own_file(replica, topology.pp_rank(rank))
+            own = self._own_file(replica, topology.pp_rank(rank), topology.tp_rank(rank))
             assert own is not None, "every rank wrote its file"
             set_random_states(own["random"], self._session.backend)
             return
-        own = self._own_file(replica, 0) or self._own_file(0, 0)
+        own = self._own_file(replica, 0, 0) or self._own_file(0, 0, 0)
         if own is not None:
             set_random_states_of_another_rank(own["random"])
 
@@ -375,7 +377,8 @@ class _PartialLoader:
         topology, rank = self._session.topology, self._session.rank
         if topology.rdp_rank(rank) == 0 or not self._is_same_topology():
             return
-        own = self._own_file(topology.rdp_rank(rank), topology.pp_rank(rank))
+        place = topology.rdp_rank(rank), topology.pp_rank(rank), topology.tp_rank(rank)
+        own = self._own_file(*place)
         local = {name for name, _ in self._model.local_named_buffers()}
         if own is not None and own["buffers"].keys() <= local:
             self._model.load_state_dict(own["buffers"], strict=False)
@@ -403,13 +406,15 @@ class _SavedOptimizer:
         """See `SavedState`."""
         return self._reader.index.shape("optimizer", self._saved(name), key)
 
-    def whole(self, name: str, key: str) -> torch.Tensor:
+    def whole(self, name: str, key: str, shard: Shard | None = None) -> torch.Tensor:
         """See `SavedState`."""
-        return self._reader.whole("optimizer", self._saved(name), key)
+        return self._reader.whole("optimizer", self._saved(name), key, shard)
 
-    def flat(self, name: str, key: str, offset: int, count: int) -> torch.Tensor:
+    def flat(
+        self, name: str, key: str, offset: int, count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
         """See `SavedState`."""
-        return self._reader.flat("optimizer", self._saved(name), key, offset, count)
+        return self._reader.flat("optimizer", self._saved(name), key, offset, count, shard)
 
 
 def _index(manifest: Mapping[str, Any]) -> ShardIndex:
@@ -417,8 +422,10 @@ def _index(manifest: Mapping[str, Any]) -> ShardIndex:
     numbers: dict[str, dict[str, Any]] = {}
     for part in manifest["parts"]:
         for *fields, file in part["slots"]:
-            kind, name, key, dtype, shape, offset, count = fields
-            entries.append((Slot(kind, name, key, dtype, tuple(shape), offset, count), file))
+            kind, name, key, dtype, shape, offset, count, *place = fields
+            places = map(tuple, place)  # older checkpoints have none
+            slot = Slot(kind, name, key, dtype, tuple(shape), offset, count, *places)
+            entries.append((slot, file))
         for name, key, value in part["numbers"]:
             numbers.setdefault(name, {})[key] = value
     return ShardIndex(entries, manifest["aliases"], numbers)

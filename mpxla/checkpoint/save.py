@@ -34,7 +34,6 @@ from mpxla.checkpoint.shards import Slot, assign_writers
 from mpxla.checkpoint.together import Exchange, ObjectExchange, StoreExchange, together
 from mpxla.comm.handle import FailureWatch
 from mpxla.errors import CheckpointError
-from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 from mpxla.session import Session, current
@@ -133,7 +132,6 @@ def save_checkpoint(
             cannot be written on some rank.
     """
     session = current()
-    refuse_with_shards("smp.save_checkpoint()")
     finish_pending(session)
     folder = Path(os.path.abspath(path))
     world = session.env.world_size

@@ -3,13 +3,15 @@
 Tensors are named by what they are (`model`, parameter name; `optimizer`, state key and parameter
 name), not by who had them, so a checkpoint of one topology is read under any other. A *slot* is a
 run of elements of one flattened tensor; a rank may hold a whole tensor or a slot of it (sharded
-optimizer state). Ranks that hold the same slot share the work of writing.
+optimizer state), and the tensor may be one part of several (tensor parallelism). Ranks that hold
+the same slot share the work of writing.
 
 `torch.distributed.checkpoint` was not taken for this: it unpickles its `.metadata` file without
 `weights_only`, its collectives do not notice a dead rank, and it neither keeps checksums nor SMP's
 layout (`benchmarks/checkpoint.py` compares the speed).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ import torch
 from mpxla.checkpoint.files import load_object
 from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
+from mpxla.nn.shards import Shard
 
 __all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers"]
 
@@ -41,15 +44,22 @@ class Slot(NamedTuple):
     """Position of the first element."""
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] -- hides `tuple.count`
     """Number of elements."""
+    part: tuple[int, ...] = ()
+    """`Shard.place` of the part in which positions count; empty where they do in the whole."""
+
+    @property
+    def shard(self) -> Shard | None:
+        """The part in which positions count; None for the whole tensor."""
+        return Shard(self.shape, *self.part) if self.part else None
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
-        return _product(self.shape)
+        """Elements of the tensor in which positions count."""
+        return math.prod(self.shape) // (self.part[2] if self.part else 1)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """Whether it is all of the tensor in which positions count."""
         return self.offset == 0 and self.count == self.num_elements
 
     @property
@@ -61,14 +71,9 @@ class Slot(NamedTuple):
     def title(self) -> str:
         """Its key in the file that holds it."""
         title = f"{self.key}/{self.name}" if self.key else self.name
+        if self.part:
+            title += f"@{self.part[1]}/{self.part[2]}"
         return title if self.is_whole else f"{title}[{self.offset}:{self.offset + self.count}]"
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def assign_writers(held: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
@@ -119,7 +124,7 @@ class ShardIndex:
                 self._keys.setdefault(place[:2], []).append(slot.key)
             self._slots.setdefault(place, []).append((slot, file))
         for found in self._slots.values():
-            found.sort(key=lambda entry: entry[0].offset)
+            found.sort(key=lambda entry: (entry[0].part, entry[0].offset))
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of everything of a kind."""
@@ -137,9 +142,14 @@ class ShardIndex:
         """State keys that were saved as tensors for a name."""
         return self._keys.get((kind, name), [])
 
-    def slots(self, kind: str, name: str, key: str) -> list[tuple[Slot, str]]:
-        """Where a tensor is, in order of position."""
-        return self._slots.get((kind, name, key), [])
+    def parts(
+        self, kind: str, name: str, key: str
+    ) -> dict[tuple[int, ...], list[tuple[Slot, str]]]:
+        """Where a tensor is, part by part, each in order of position; `()` is the whole."""
+        found: dict[tuple[int, ...], list[tuple[Slot, str]]] = {}
+        for slot, file in self._slots.get((kind, name, key), []):
+            found.setdefault(slot.part, []).append((slot, file))
+        return found
 
     def shape(self, kind: str, name: str, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
@@ -162,19 +172,69 @@ class ShardReader:
         self._folder = folder
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
-    def whole(self, kind: str, name: str, key: str = "") -> torch.Tensor:
-        """A tensor with its shape; may be mapped from the file, so copy before writing to it."""
-        return self.flat(kind, name, key).view(self.index.shape(kind, name, key))
+    def whole(
+        self, kind: str, name: str, key: str = "", shard: Shard | None = None
+    ) -> torch.Tensor:
+        """A tensor, or a part of it, with its shape; may be mapped from the file, so copy it."""
+        shape = self.index.shape(kind, name, key) if shard is None else shard.shape
+        return self.flat(kind, name, key, shard=shard).view(shape)
 
     def flat(
-        self, kind: str, name: str, key: str = "", offset: int = 0, count: int | None = None
+        self,
+        kind: str,
+        name: str,
+        key: str = "",
+        offset: int = 0,
+        count: int | None = None,
+        shard: Shard | None = None,
     ) -> torch.Tensor:
         """Elements `offset` to `offset + count` of the flattened tensor, on the host.
+
+        Args:
+            kind: "model" or "optimizer".
+            name: under which it was saved.
+            key: state key of the optimizer.
+            offset: position of the first element.
+            count: number of elements; None for all that follow.
+            shard: positions count in this part of the tensor, in whatever parts it was saved.
 
         Raises:
             CheckpointError: the checkpoint does not hold all of them.
         """
-        slots = self.index.slots(kind, name, key)
+        parts = self.index.parts(kind, name, key)
+        wanted = () if shard is None else shard.place
+        if wanted in parts or not parts:
+            return self._run(parts.get(wanted, []), (kind, name, key), offset, count)
+        pieces = {p: self._run(slots, (kind, name, key)) for p, slots in parts.items()}
+        whole = self._joined(parts, pieces, (kind, name, key))
+        values = (whole if shard is None else shard.take(whole)).reshape(-1)
+        return values[offset:] if count is None else values[offset : offset + count]
+
+    def _joined(
+        self,
+        parts: Mapping[tuple[int, ...], Sequence[tuple[Slot, str]]],
+        pieces: Mapping[tuple[int, ...], torch.Tensor],
+        what: tuple[str, str, str],
+    ) -> torch.Tensor:
+        """The whole tensor of all parts that were saved."""
+        shards = [slots[0][0].shard for slots in parts.values()]
+        first = shards[0]
+        if first is None:
+            return pieces[()].view(self.index.shape(*what))
+        missing = set(range(first.size)) - {s.index for s in shards if s is not None}
+        if missing:
+            raise self._incomplete(f"part {min(missing)} of {first.size}", *what)
+        ordered = sorted((s for s in shards if s is not None), key=lambda s: s.index)
+        return first.join([pieces[s.place].view(s.shape) for s in ordered])
+
+    def _run(
+        self,
+        slots: Sequence[tuple[Slot, str]],
+        what: tuple[str, str, str],
+        offset: int = 0,
+        count: int | None = None,
+    ) -> torch.Tensor:
+        """Consecutive elements out of the slots of one part."""
         whole = slots[0][0].num_elements if slots else 0
         end = whole if count is None else offset + count
         parts, position = [], offset
@@ -185,14 +245,17 @@ class ShardReader:
                 parts.append(values[position - slot.offset : last - slot.offset])
                 position = last
         if position < end or not slots:
-            raise CheckpointError(
-                f"{self._folder} does not hold elements {position} to {end} of {kind} {key or ''} "
-                f"{name}; it may come from another model. Use another checkpoint."
-            )
+            raise self._incomplete(f"elements {position} to {end}", *what)
         self.num_bytes_read += sum(part.nbytes for part in parts)
         if not parts:
             return torch.empty(0, dtype=getattr(torch, slots[0][0].dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _incomplete(self, missing: str, kind: str, name: str, key: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder} does not hold {missing} of {kind} {key or ''} {name}; it may come "
+            f"from another model. Use another checkpoint."
+        )
 
     def _open(self, file: str) -> dict[str, torch.Tensor]:
         if file not in self._files:

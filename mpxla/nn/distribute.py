@@ -14,7 +14,7 @@ from torch import nn
 from mpxla.comm.transport import Members
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
-from mpxla.nn.layers import find_shards, split
+from mpxla.nn.layers import divide_size, find_shards, split
 from mpxla.nn.plans import Unit, units_of
 from mpxla.nn.shards import Shard
 from mpxla.stage.delayed import is_delayed
@@ -83,7 +83,7 @@ def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
             for entry in unit.entries:
                 split(entry.module, entry.style, index, size, entry.blocks, known)
             for module, name in {(id(m), n): (m, n) for m, n in unit.sizes}.values():
-                setattr(module, name, getattr(module, name) // size)
+                divide_size(module, name, size)
     _report(model, chosen, size, index)
     names = {id(p): n for n, p in model.named_parameters()}
     return find_shards(model, names)

@@ -24,9 +24,18 @@ from torch.nn import functional
 from mpxla.graph.collectives import gather_parts, look_up, sum_over
 from mpxla.nn.shards import Shard
 
-__all__ = ["Style", "can_split", "find_shards", "shards_of", "split"]
+__all__ = [
+    "Style",
+    "can_split",
+    "divide_size",
+    "find_shards",
+    "make_whole",
+    "shards_of",
+    "split",
+]
 
 _SHARDS = "_mpxla_shards"
+_BEFORE = "_mpxla_before_split"
 
 
 class Style(Enum):
@@ -127,8 +136,34 @@ def split(
     setattr(module, _SHARDS, shards)
     if style is Style.ITSELF:
         return
+    _before(module)["__class__"] = type(module)
     module.__class__ = _kind(type(module), style)
     _tell_sizes(module, style, size)
+
+
+def _before(module: nn.Module) -> dict[str, Any]:
+    """What `make_whole` gives back: attributes as they were."""
+    return vars(module).setdefault(_BEFORE, {})
+
+
+def divide_size(module: nn.Module, name: str, size: int) -> None:
+    """Lets an attribute of a module count what one rank has.
+
+    Args:
+        module: the module.
+        name: of the attribute, a multiple of `size`.
+        size: ranks of the group.
+    """
+    _before(module).setdefault(name, getattr(module, name))
+    setattr(module, name, getattr(module, name) // size)
+
+
+def make_whole(model: nn.Module) -> None:
+    """Undoes `split` and `divide_size` in a model whose parameters are whole again, in place."""
+    for module in model.modules():
+        for name, value in vars(module).pop(_BEFORE, {}).items():
+            setattr(module, name, value)
+        vars(module).pop(_SHARDS, None)
 
 
 def _tell_sizes(module: Any, style: Style, size: int) -> None:
@@ -139,7 +174,7 @@ def _tell_sizes(module: Any, style: Style, size: int) -> None:
     names = ("out_features", "nf") if outputs else ("in_features", "nx")
     for name in names:
         if name in vars(module):
-            setattr(module, name, vars(module)[name] // size)
+            divide_size(module, name, size)
 
 
 @functools.cache

@@ -34,6 +34,11 @@ class Shard:
     blocks: int = 1
 
     @property
+    def place(self) -> tuple[int, int, int, int]:
+        """(dim, index, size, blocks), which tell parts of one tensor apart."""
+        return self.dim, self.index, self.size, self.blocks
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
         return tuple(s // self.size if d == self.dim else s for d, s in enumerate(self.whole))

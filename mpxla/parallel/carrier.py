@@ -96,7 +96,7 @@ def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
         session: the session.
         tensors: what an optimizer keeps beside its parameters; those on a device stay.
     """
-    group = session.topology.dp_group(session.rank)
+    group = session.topology.rdp_group(session.rank)
     hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
     if len(group) == 1 or not hosted:
         return

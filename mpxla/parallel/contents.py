@@ -14,7 +14,7 @@ from torch import nn
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.layers import make_whole
 from mpxla.nn.shards import Shard
 from mpxla.parallel.names import no_such_attribute
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
@@ -186,20 +186,20 @@ class PartitionedModule(nn.Module):
                     f"model.state_dict was called before the first step, and {delayed[0]} has no "
                     f"values yet (smp.delay_param_initialization); call it after the first step."
                 )
-            return self._with_whole_tensors(to_host(own, self._backend))
+            return self.with_whole_tensors(to_host(own, self._backend))
         session = current()
         group = session.topology.pp_group(session.rank)
         on_first = gather_to_rank0 and not self.shards_of_tensors
         gather = gather_on_first if on_first else gather_full
         with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
             full = gather(session.state_objects, group, self.local_state_dict(), list(own))
-        full = self._with_whole_tensors(full)
+        full = self.with_whole_tensors(full)
         # Names of one tensor share it, as in torch: those who save files write it once.
         names = self._state.canonical_names
         full = {name: full.get(names.get(name, name), value) for name, value in full.items()}
         return {} if gather_to_rank0 and session.rank else full
 
-    def _with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:
+    def with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values with split parameters put together. All ranks of the group call it."""
         if not self.shards_of_tensors:
             return values
@@ -222,7 +222,8 @@ class PartitionedModule(nn.Module):
 
         All ranks of a replica must call it; training cannot go on afterwards.
         """
-        refuse_with_shards("model.cpu()")
         full = self.state_dict()
         self._state.gather_on_host(full)
+        self.shards_of_tensors.clear()
+        make_whole(self.module)
         return self

@@ -25,7 +25,7 @@ from mpxla.comm.transport import Group
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.distribute import without_shards
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.runtime.state import load_into
 from mpxla.stage.delayed import is_delayed
@@ -54,8 +54,8 @@ class DistributedCopy(PartitionedModule):
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
-        refuse_with_shards("copy.deepcopy(model)")
-        super().__init__(copy.deepcopy(source.module, memo), source._backend)
+        module = copy.deepcopy(source.module, memo)
+        super().__init__(module, source._backend, source.shards_of_tensors)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source
         # A reference that is no submodule.
@@ -126,7 +126,8 @@ class DistributedCopy(PartitionedModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads a full state dict of the plain model."""
-        result = load_into(self.module, state_dict, strict)
+        parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
+        result = load_into(self.module, parts, strict)
         self.settle()
         return result
 
@@ -135,7 +136,8 @@ class DistributedCopy(PartitionedModule):
         own = self.module.state_dict(keep_vars=True)
         for name, target in own.items():
             if prefix + name in state_dict:
-                value = state_dict.pop(prefix + name)
+                given = {name: state_dict.pop(prefix + name)}
+                value = without_shards(given, self.shards_of_tensors, self.canonical_names)[name]
                 absent = target.is_meta and value.shape == target.shape
                 state_dict[f"{prefix}module.{name}"] = torch.empty_like(target) if absent else value
 

@@ -464,7 +464,6 @@ class DistributedModel(PartitionedModule):
         Raises:
             ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        refuse_with_shards("model.join()")
         if current().topology.rdp_size == 1:
             yield
             return

@@ -294,7 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _join(self, partial: Mapping[str, Any]) -> dict[str, Any]:
         """States of whole parameters from the shares of all replicas."""
         session = current()
-        group = session.topology.dp_group(session.rank)
+        group = session.topology.rdp_group(session.rank)
         return join_shards(session.state_objects.allgather(dict(partial), group))
 
     def orig_state_dict(self) -> dict[str, Any]:
@@ -306,14 +306,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
-        refuse_with_shards("optimizer.state_dict()")
         session = current()
         group = session.topology.pp_group(session.rank)
         ranks = session.topology.world_group() if self._are_divided else group
         what = "optimizer.state_dict"
         with self._session_models.together(f"{what}()", ranks), session.gathering(what, group):
             parts = session.state_objects.allgather(self.local_state_dict(), group)
-        return self.contents.with_numbers(merge_optimizer_states(parts))
+            full = merge_optimizer_states(parts)
+            if session.topology.tp_size > 1:
+                sharing, objects = session.topology.tp_group(session.rank), session.state_objects
+                full["state"] = self.contents.with_whole_tensors(
+                    full["state"], lambda parts: objects.allgather(parts, sharing)
+                )
+        return self.contents.with_numbers(full)
 
     def save_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
         """Saves as `smp.save(optimizer.local_state_dict(), f)` does; all ranks call it.
@@ -349,9 +354,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: the dict has other param groups.
         """
         given, state_dict = state_dict, self.contents.without_numbers(state_dict)
-        if PARTIAL_KEY not in state_dict:
-            refuse_with_shards("optimizer.load_state_dict() with a full state")
-        else:
+        if PARTIAL_KEY in state_dict:
             session = current()
             group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
             ranks = session.topology.world_group() if is_divided else group
@@ -374,7 +377,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             source: index of that replica.
         """
         session = current()
-        group = session.topology.dp_group(session.rank)
+        group = session.topology.rdp_group(session.rank)
         own = self.local_state_dict() if session.rank == group[source] else None
         state = session.state_objects.allgather(own, group)[source]
         if own is None:

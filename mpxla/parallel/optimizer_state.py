@@ -16,6 +16,7 @@ from torch import nn
 
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
+from mpxla.nn.shards import Shard
 from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
@@ -45,6 +46,8 @@ class _Model(Protocol):
 
     label: str
     module: nn.Module
+
+    shards_of_tensors: dict[str, Shard]
 
     @property
     def store(self) -> ParameterStore: ...
@@ -139,7 +142,12 @@ class OptimizerState:
             )
 
     def load(self, full: Mapping[str, Any]) -> None:
-        """Loads this rank's part of a full state dict. After partitioning."""
+        """Loads this rank's part of a full state dict. After partitioning.
+
+        Args:
+            full: of whole parameters, or of this rank's parts of those that are split.
+        """
+        full = {**full, "state": self._taken(full["state"])}
         masters = {
             position: entry[MASTER_KEY]
             for position, entry in full["state"].items()
@@ -147,6 +155,46 @@ class OptimizerState:
         }
         self._load_masters(masters.get)
         self._load_picked(self.pieces.cut(full))
+
+    def _taken(self, state: Mapping[int, Any]) -> dict[int, Any]:
+        """The state with this rank's parts in the place of whole tensors."""
+        found = dict(state)
+        for position, shard in self.shards().items():
+            if isinstance(found.get(position), Mapping):
+                entry = found[position]
+                found[position] = {
+                    key: shard.take(value)
+                    if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.whole
+                    else value
+                    for key, value in entry.items()
+                }
+        return found
+
+    def with_whole_tensors(
+        self, state: Mapping[int, Any], gather: Callable[[Any], Sequence[Any]]
+    ) -> dict[int, Any]:
+        """A state of this rank's parts with those of all ranks put together. Collective.
+
+        Args:
+            state: by position, of whole parameters or of the parts that this rank has.
+            gather: brings the values of all ranks that share tensors, in order.
+        """
+        shards = self.shards()
+        own = {
+            position: {
+                key: value
+                for key, value in state[position].items()
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == shard.shape
+            }
+            for position, shard in shards.items()
+            if isinstance(state.get(position), Mapping)
+        }
+        everyone, found = gather(own), dict(state)
+        for position, entry in own.items():
+            join = shards[position].join
+            whole = {key: join([other[position][key] for other in everyone]) for key in entry}
+            found[position] = {**state[position], **whole}
+        return found
 
     def _load_picked(self, full: Mapping[str, Any]) -> None:
         """Loads the states of what this rank updates, which are cut as it is."""
@@ -211,6 +259,17 @@ class OptimizerState:
             if name in state:
                 held.load_state_dict(state[name])
 
+    def shards(self) -> dict[int, Shard]:
+        """Position of a parameter that is split over ranks -> the part that this rank has."""
+        of_ids = {
+            id(parameter): model.shards_of_tensors[name]
+            for model in self._models
+            for name, parameter in model.store.state.parameters.items()
+            if name in model.shards_of_tensors
+        }
+        found = ((position, of_ids.get(i)) for i, position in self._positions.items())
+        return {position: shard for position, shard in found if shard is not None}
+
     def _range_of(self, parameter: nn.Parameter) -> tuple[int, int, tuple[int, ...]] | None:
         """(start, stop, shape of the whole) of a piece of a parameter; None for a whole one."""
         found = self.pieces.ranges().get(self._positions[id(parameter)])
@@ -219,26 +278,31 @@ class OptimizerState:
     def entries(self) -> Iterator[StatePiece]:
         """State that this rank holds, by parameter name. Values are not copied."""
         self.pieces.renew()
-        names = self._names()
+        names, shards = self._names(), self.shards()
         for parameter in parameters_of(self._optimizer):
-            name, part = names[self._positions[id(parameter)]], self._range_of(parameter)
+            position, part = self._positions[id(parameter)], self._range_of(parameter)
+            name, shard = names[position], shards.get(position)
             state = dict(self._optimizer.state.get(parameter, {}))
             if self.pieces.is_wide(parameter):
                 state[MASTER_KEY] = parameter
             for key, value in state.items():
                 is_tensor = isinstance(value, torch.Tensor)
                 if part is not None and is_tensor and value.shape == parameter.shape:
-                    yield StatePiece(name, key, value, part[2], part[0])
+                    yield StatePiece(name, key, value, part[2], part[0], shard)
+                elif is_tensor and value.shape == parameter.shape:
+                    yield StatePiece(name, key, value, shard=shard)
                 else:
                     yield StatePiece(name, key, value)
 
     def load_entries(self, saved: SavedState) -> None:
         """Loads the state of this rank's parameters. After partitioning."""
-        names = self._names()
+        names, shards = self._names(), self.shards()
 
         def master_of(position: int) -> torch.Tensor | None:
             name = names[position]
-            return saved.whole(name, MASTER_KEY) if MASTER_KEY in saved.keys(name) else None
+            if MASTER_KEY not in saved.keys(name):
+                return None
+            return saved.whole(name, MASTER_KEY, shards.get(position))
 
         self._load_masters(master_of)
         state: dict[int, Any] = {}
@@ -249,10 +313,15 @@ class OptimizerState:
             for key in saved.keys(name):
                 if key == MASTER_KEY:
                     continue
-                if part is not None and saved.shape(name, key) == part[2] != ():
-                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0])
+                shape, shard = saved.shape(name, key), shards.get(position)
+                if shard is not None and shape == shard.whole:
+                    shape = shard.shape
                 else:
-                    entry[key] = saved.whole(name, key)
+                    shard = None  # a number of steps
+                if part is not None and shape == part[2] != ():
+                    entry[key] = saved.flat(name, key, part[0], part[1] - part[0], shard)
+                else:
+                    entry[key] = saved.whole(name, key, shard)
             entry.update(saved.numbers(name))
             if entry:
                 state[position] = entry

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from mpxla.comm.objects import Objects
 from mpxla.device.backend import Backend
 from mpxla.errors import CheckpointError
+from mpxla.nn.shards import Shard
 
 __all__ = [
     "HELD_KEY",
@@ -49,6 +50,8 @@ class StatePiece(NamedTuple):
     """Of the whole tensor; None if `value` is the whole."""
     offset: int = 0
     """Position of the first element of a part in the flattened tensor."""
+    shard: Shard | None = None
+    """Which part of a split tensor `shape` and `offset` are about, if it is split."""
 
 
 class SavedState(Protocol):
@@ -66,12 +69,14 @@ class SavedState(Protocol):
         """Shape of a whole tensor."""
         ...
 
-    def whole(self, name: str, key: str) -> torch.Tensor:
-        """A tensor, on the host; to be copied, not to be written to."""
+    def whole(self, name: str, key: str, shard: Shard | None = None) -> torch.Tensor:
+        """A tensor or a part of it, on the host; to be copied, not to be written to."""
         ...
 
-    def flat(self, name: str, key: str, offset: int, count: int) -> torch.Tensor:
-        """A part of the flattened tensor, likewise."""
+    def flat(
+        self, name: str, key: str, offset: int, count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """Some elements of the flattened tensor, or of a part of it, likewise."""
         ...
 
 

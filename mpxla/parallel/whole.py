@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpxla.graph.user_code import at_user_line
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.layers import make_whole
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.session import current, is_initialized
 
@@ -75,7 +75,6 @@ def save_whole(model: "DistributedModel") -> None:
 
 def whole_copy(model: "DistributedModel") -> nn.Module:
     """A plain copy of the module on the host, without gradients. All ranks of a replica call it."""
-    refuse_with_shards("saving the model as a whole (torch.save)")
     state = model.tensors
     tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     values = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -90,10 +89,13 @@ def whole_copy(model: "DistributedModel") -> nn.Module:
             values = gather_full(
                 session.state_objects, group, {**local, PARTIAL_KEY: True}, list(values)
             )
+    values = model.with_whole_tensors(values)
     memo: dict[int, Any] = {}
     for name, tensor in tensors.items():
         value = values[name].clone()
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = value
-    return copy.deepcopy(model.module, memo)
+    whole = copy.deepcopy(model.module, memo)
+    make_whole(whole)
+    return whole

@@ -114,7 +114,7 @@ class StepEngine:
         self.last_used: tuple[str, ...] = ()
         self.is_tracing = False
         backend, transport = session.backend, session.transport
-        num_replicas = len(session.topology.dp_group(session.rank))
+        num_replicas = len(session.topology.rdp_group(session.rank))
         self.meter = Meter(backend, transport, num_replicas)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
