@@ -27,6 +27,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.contents import PartitionedModule
+from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.runtime.state import load_into
 from mpxla.stage.delayed import is_delayed
 
@@ -55,6 +56,7 @@ class DistributedCopy(PartitionedModule):
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
         refuse_with_shards("copy.deepcopy(model)")
+        refuse_with_parts("copy.deepcopy(model)", source.tensors)
         super().__init__(copy.deepcopy(source.module, memo), source._backend)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source
