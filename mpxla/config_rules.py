@@ -11,9 +11,7 @@ __all__ = ["MISSING_FEATURES", "broken_rules", "idle_keys", "missing_features"]
 
 Values = Mapping[str, Any]
 
-MISSING_FEATURES = {
-    "sharded_data_parallel_degree": "sharded data parallelism",
-}
+MISSING_FEATURES: dict[str, str] = {}
 """Key -> the feature that any value but the default asks for. A finished feature loses its row."""
 
 
@@ -125,28 +123,16 @@ _RULES = (
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} needs ddp: True",
     ),
     Rule(
-        ("sharded_data_parallel_degree", "pipeline_parallel_degree"),
-        lambda v, given: (
-            v["sharded_data_parallel_degree"] > 1 and v["pipeline_parallel_degree"] > 1
-        ),
-        "sharded_data_parallel_degree: {sharded_data_parallel_degree} cannot be combined with "
-        "pipeline_parallel_degree: {pipeline_parallel_degree}; set one of them to 1",
-    ),
-    Rule(
         ("sharded_data_parallel_degree", "shard_optimizer_state"),
         lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["shard_optimizer_state"],
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} already shards the optimizer "
         "state; remove shard_optimizer_state: True",
     ),
     Rule(
-        ("sharded_data_parallel_degree", "tensor_parallel_degree", "prescaled_batch"),
-        lambda v, given: (
-            v["sharded_data_parallel_degree"] > 1
-            and v["tensor_parallel_degree"] > 1
-            and not v["prescaled_batch"]
-        ),
-        "sharded_data_parallel_degree: {sharded_data_parallel_degree} with tensor_parallel_degree: "
-        "{tensor_parallel_degree} needs prescaled_batch: True",
+        ("sharded_data_parallel_degree", "tensor_parallel_degree"),
+        lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1,
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} does not go with "
+        "tensor_parallel_degree: {tensor_parallel_degree} yet; set one of them to 1",
     ),
     Rule(
         ("bf16", "fp16"),

@@ -199,6 +199,7 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.pipeline_parallel_degree,
         resolved.tensor_parallel_degree,
         resolved.placement_strategy,
+        resolved.sharded_data_parallel_degree,
     )
     with log.root_logger_kept():
         backend = _open_device(resolved, env)
@@ -370,7 +371,7 @@ def _connect(
         transport = _open_transport(config, carrier, lifeline, topology, backend)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
-    transport.make_groups(list(unique))
+    transport.make_groups(list(dict.fromkeys((*unique, *topology.sdp_groups()))))
     session = Session(
         config,
         env,

@@ -105,6 +105,8 @@ class Topology:
     """Tensor-parallel degree."""
     placement_strategy: str = "cluster"
     """`"cluster"`, `"spread"` or a permutation of `D`, `P`, `T`."""
+    sdp: int = 1
+    """Ranks of a reduced-data-parallel group that divide parameters among them."""
 
     def __post_init__(self) -> None:
         """Checks that the processes fill the grid.
@@ -132,6 +134,11 @@ class Topology:
                 f"{self.size} processes cannot be divided into replicas of {self.mp_size} "
                 f"(pipeline_parallel_degree {self.pp} x tensor_parallel_degree {self.tp}): start "
                 f"{advice} processes, or change the degrees"
+            )
+        if self.sdp < 1 or self.rdp_size % self.sdp:
+            raise TopologyError(
+                f"sharded_data_parallel_degree: {self.sdp} must divide the number of replicas, "
+                f"which is {self.rdp_size}"
             )
 
     @property
@@ -296,6 +303,25 @@ class Topology:
     def rdp_group(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that hold the same tensors."""
         return self.group(CommGroup.RDP_GROUP, rank)
+
+    def sdp_group(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that hold the parameters of a rank together, a part each.
+
+        They are consecutive chunks of the reduced-data-parallel groups.
+        """
+        replicas = self.rdp_group(rank)
+        first = replicas.index(rank) // self.sdp * self.sdp
+        return replicas[first : first + self.sdp]
+
+    def sdp_replicas(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that hold the same part of the parameters as a rank."""
+        replicas = self.rdp_group(rank)
+        return replicas[replicas.index(rank) % self.sdp :: self.sdp]
+
+    def sdp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Returns all groups of both kinds, ordered by their first rank."""
+        ranks = range(self.size)
+        return tuple(sorted({g for r in ranks for g in (self.sdp_group(r), self.sdp_replicas(r))}))
 
     def _grid(self) -> list[tuple[str, int, int]]:
         """Axes with their lengths and strides in global ranks, slowest first."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpxla.comm.handle import Handle
+from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
 from mpxla.errors import StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
@@ -135,21 +136,33 @@ class BucketedReduction:
         capacity = self._reducer.options.capacity_bytes
         shared = self._flow.shared
         is_shared = {name for names in shared.values() for name in names}
-        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]] = {}
-        if self._reducer.transfers:
-            # Backwards come to the last stage first.
-            for name, sources in sorted(self._sources.items(), key=lambda item: -item[1][0][0]):
-                if name not in is_shared:
-                    stages = tuple(stage for stage, _ in sources)
-                    key = stages, (self._replica.pp_rank,)
-                    groups[key] = [*groups.get(key, ()), name]
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sequence[str]] = {}
+        # Backwards come to the last stage first.
+        for name, sources in sorted(self._sources.items(), key=lambda item: -item[1][0][0]):
+            if name not in is_shared and self._transfers(name):
+                stages = tuple(stage for stage, _ in sources)
+                key = stages, (self._replica.pp_rank,), self._is_part(name)
+                groups[key] = [*groups.get(key, ()), name]
         for holders, names in sorted(shared.items()):
-            groups[(), holders] = names
+            for name in names:
+                key = (), holders, self._is_part(name)
+                groups[key] = [*groups.get(key, ()), name]
         buckets: list[Bucket] = []
-        for (_, holders), names in groups.items():
+        for (_, holders, _), names in groups.items():
             specs = {name: store.gradient_spec(name) for name in names}
             buckets += fill_buckets(specs, holders, capacity)
         return buckets
+
+    def _is_part(self, name: str) -> bool:
+        return name in self._replica.state.shards
+
+    def _group_of(self, name: str) -> Group:
+        """Ranks whose gradients of a parameter are still to be averaged."""
+        return self._replica.part_group if self._is_part(name) else self._replica.group
+
+    def _transfers(self, name: str) -> bool:
+        """Whether gradients of a parameter leave this rank at all."""
+        return len(self._group_of(name)) > 1 or self._reducer.hook is not None
 
     def _make_packer(self, bucket: Bucket) -> Packer | None:
         present = self._present(bucket)
@@ -218,7 +231,8 @@ class BucketedReduction:
                 self._launch(index, gradients)
         self._reducer.rounds.check_accord()
         buffers = self._start_buffers()
-        self._accumulate(self._direct, self._sums(self._direct, gradients), is_total=True)
+        direct = self._sums(self._direct, gradients, earlier=True)
+        self._accumulate(self._direct, direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
         for index, bucket in enumerate(self._buckets):
             flat = self._reducer.rounds.wait(self._under_way[index])
@@ -242,7 +256,8 @@ class BucketedReduction:
         self._reducer.rounds.check_accord()
         bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
         present = self._present(bucket)
-        scale = 1.0 if hook is not None else 1.0 / self._replica.count
+        group = self._group_of(bucket.names[0])
+        scale = 1.0 if hook is not None else 1.0 / len(group)
         if packer is None:
             flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
         else:
@@ -257,8 +272,8 @@ class BucketedReduction:
         elif self._is_sharded:
             transport = self._replica.transport
             self._under_way[index] = transport.reduce_scatter(flat, self._replica.group)
-        elif self._replica.count > 1:
-            self._under_way[index] = self._replica.transport.all_reduce(flat, self._replica.group)
+        elif len(group) > 1:
+            self._under_way[index] = self._replica.transport.all_reduce(flat, group)
         else:
             self._under_way[index] = _done(self._replica, flat)
 

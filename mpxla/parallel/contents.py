@@ -17,6 +17,7 @@ from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole
 from mpxla.nn.shards import Shard
 from mpxla.parallel.names import no_such_attribute
+from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
 from mpxla.session import current
@@ -136,7 +137,19 @@ class PartitionedModule(nn.Module):
         return (module for _, module in self.local_named_modules())
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's parameters and buffers by name, marked as partial. After partitioning."""
+        """This rank's parameters and buffers by name, marked as partial. After partitioning.
+
+        Divided parameters (`sharded_data_parallel_degree`) are whole here; all ranks call it then.
+        """
+        session = current()
+        if not self._state.shards:
+            return self._local_values()
+        world = session.topology.world_group()
+        with self.together("model.local_state_dict()", world):
+            return self._local_values()
+
+    def _local_values(self) -> dict[str, Any]:
+        """As `local_state_dict`; of divided parameters all ranks of the group call it."""
         held = self._require_partition("local_state_dict")
         names = self._state.canonical_names
         local = {
@@ -144,7 +157,20 @@ class PartitionedModule(nn.Module):
             for name, value in self.module.state_dict(keep_vars=True).items()
             if names.get(name, name) in held or name not in names
         }
-        return {**to_host(local, self._backend), PARTIAL_KEY: True}
+        whole = {name: self._whole(names[name]) for name in local if names.get(name) in self._parts}
+        local = {name: value for name, value in local.items() if name not in whole}
+        return {**to_host(local, self._backend), **whole, PARTIAL_KEY: True}
+
+    @property
+    def _parts(self) -> Mapping[str, nn.Parameter]:
+        return self._state.parts
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A divided parameter on the host. All ranks of the sharding group call it."""
+        session, shard = current(), self._state.shards[name]
+        group = session.topology.sdp_group(session.rank)
+        (own,) = self._backend.get([self._parts[name]])
+        return shard.join(session.transport.all_gather(shard.padded(own), group).result())
 
     def state_dict(
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
@@ -191,8 +217,9 @@ class PartitionedModule(nn.Module):
         group = session.topology.pp_group(session.rank)
         on_first = gather_to_rank0 and not self.shards_of_tensors
         gather = gather_on_first if on_first else gather_full
-        with self.together("model.state_dict()", group), session.gathering(_GATHER, group):
-            full = gather(session.state_objects, group, self.local_state_dict(), list(own))
+        together = session.topology.world_group() if self._state.shards else group
+        with self.together("model.state_dict()", together), session.gathering(_GATHER, group):
+            full = gather(session.state_objects, group, self._local_values(), list(own))
         full = self.with_whole_tensors(full)
         # Names of one tensor share it, as in torch: those who save files write it once.
         names = self._state.canonical_names
@@ -222,6 +249,7 @@ class PartitionedModule(nn.Module):
 
         All ranks of a replica must call it; training cannot go on afterwards.
         """
+        refuse_with_parts("model.cpu()", self._state)
         full = self.state_dict()
         self._state.gather_on_host(full)
         self.shards_of_tensors.clear()

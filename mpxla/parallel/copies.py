@@ -27,6 +27,7 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.distribute import without_shards
 from mpxla.parallel.contents import PartitionedModule
+from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.runtime.state import load_into
 from mpxla.stage.delayed import is_delayed
 
@@ -54,6 +55,7 @@ class DistributedCopy(PartitionedModule):
                 f"the model was copied{at_user_line()} before it had values "
                 f"(smp.delay_param_initialization): copy it after the first step."
             )
+        refuse_with_parts("copy.deepcopy(model)", source.tensors)
         module = copy.deepcopy(source.module, memo)
         super().__init__(module, source._backend, source.shards_of_tensors)
         self.training = source.training

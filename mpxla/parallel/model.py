@@ -33,6 +33,7 @@ from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
+from mpxla.parallel.sharded import check_whole, refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
@@ -112,6 +113,9 @@ class DistributedModel(PartitionedModule):
         sharing = session.topology.tp_group(session.rank)
         shards = distribute(module, Members(sharing, session.transport))
         super().__init__(module, session.backend, shards)
+        place = session.topology.sdp_group(session.rank).index(session.rank)
+        threshold = session.config.sdp_param_persistence_threshold
+        self._state.divide(place, session.topology.sdp, threshold)
         self._optimizers: list[Any] = []
         self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
@@ -137,7 +141,7 @@ class DistributedModel(PartitionedModule):
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
             self._engine.adopt_single_stage(self.label)
-            if session.topology.rdp_size > 1:
+            if session.topology.rdp_size > 1 and not self._state.shards:
                 self._plain_backward = PlainBackward(self._reducer)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -173,6 +177,8 @@ class DistributedModel(PartitionedModule):
                 "the model was called outside a step function. With pipeline_parallel_degree > 1 "
                 "its parts live on different ranks: call it in a function decorated with @smp.step."
             )
+        if current_recorder() is None:
+            check_whole(self._state)
         if current_recorder() is None and self._plain_backward is not None:
             self._plain_backward.watch()
         if self._compute_dtype is None:
@@ -304,12 +310,13 @@ class DistributedModel(PartitionedModule):
         return result
 
     def _load_masters(self, values: Mapping[str, Any]) -> None:
-        """Masters take values that are wider than their parameters, before they are rounded."""
+        """What is not the parameter itself takes values: parts, and masters before rounding."""
         store, exact = self.store, {}
         for alias, value in values.items():
             copy = store.copy_of(name := self._state.canonical_names.get(alias, ""))
             is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
-            if is_exact and value.dtype != self._state.parameters[name].dtype:
+            is_part = name in self._state.parts
+            if is_part or (is_exact and value.dtype != self._state.parameters[name].dtype):
                 exact[name] = value
         if exact:
             store.load(exact)
@@ -419,7 +426,7 @@ class DistributedModel(PartitionedModule):
     @property
     def divides_updates(self) -> bool:
         """Whether replicas share the work of optimizers."""
-        return self._reducer.options.is_sharded
+        return self._reducer.options.is_sharded or bool(self._state.shards)
 
     @property
     def store(self) -> ParameterStore:
@@ -464,6 +471,7 @@ class DistributedModel(PartitionedModule):
         Raises:
             ConfigError: with `shard_optimizer_state` or a comm hook.
         """
+        refuse_with_parts("model.join()", self._state)
         if current().topology.rdp_size == 1:
             yield
             return

@@ -87,8 +87,11 @@ class Models:
 
     def _counts(self, label: str, name: str) -> bool:
         """Whether this rank counts a parameter: its own part, or a whole one once per group."""
-        topology, rank = self._session.topology, self._session.rank
-        return topology.tp_rank(rank) == 0 or name in self._members[label].shards_of_tensors
+        topology, rank, model = self._session.topology, self._session.rank, self._members[label]
+        if topology.sdp > 1:  # all ranks clip together
+            is_part = name in model.tensors.shards
+            return topology.rdp_rank(rank) < (topology.sdp if is_part else 1)
+        return topology.tp_rank(rank) == 0 or name in model.shards_of_tensors
 
     def __iter__(self) -> Iterator["DistributedModel"]:
         return iter(self._members.values())
@@ -112,6 +115,7 @@ class Models:
             session.transport,
             session.objects,
             session.topology.rdp_group(session.rank),
+            session.topology.sdp_replicas(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
             ParameterStore(member.state, session.backend, _master_dtype(session)),

@@ -5,7 +5,7 @@ LR schedulers stay as they are; what other ranks own is taken out of the groups.
 are in `update`, what is updated in `store`, the forms of the state in `optimizer_state`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from mpxla.session import current
 __all__ = ["DistributedOptimizer"]
 
 
-_MISSING = {"_global_grad_norm": "sharded data parallelism"}
-"""Attribute of SMP's wrapper -> the missing feature that it belongs to."""
+_NORM = "_global_grad_norm"
+"""Attribute that is there with sharded data parallelism only."""
 _OF_FP16 = ("overflow", "loss_scale")
 """Attributes that are there with `fp16: True` only."""
 _PLAIN = (bool, int, float, str)
@@ -63,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             inf or nan on some rank.
         loss_scale: with `fp16: True`, what losses of the next step are multiplied by.
         contents: its state, as checkpoints hold it.
+        _global_grad_norm: with sharded data parallelism, the norm of all gradients in the last
+            `step`, before it clipped them; a scalar on the device. (The name is SMP's.)
 
     Raises:
         MpxlaError: there is no `DistributedModel` yet, it is not a torch optimizer, or it holds
@@ -118,6 +120,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the inner one.
         self.optimizer = optimizer
         self._backend = session.backend
+        self._max_norm: float | None = None
+        if session.topology.sdp > 1:
+            self._max_norm = session.config.sdp_gradient_clipping
+            self._global_grad_norm: torch.Tensor | None = None
         self._scale: LossScale | None = None
         if session.config.fp16:
             given = {**(dynamic_loss_args or {}), **settings}
@@ -154,9 +160,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(
                 f"optimizer.{name} belongs to loss scaling, which the key fp16: True switches on."
             )
-        if name in _MISSING:
+        if name == _NORM:
             raise AttributeError(
-                f"optimizer.{name} belongs to {_MISSING[name]}, which mpxla does not have yet."
+                f"optimizer.{name} belongs to sharded data parallelism, which the key "
+                f"sharded_data_parallel_degree switches on."
             )
         try:
             return getattr(self.optimizer, name)
@@ -185,6 +192,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Updates this rank's parameters from their gradients; call outside `smp.step` functions.
 
         With `shard_optimizer_state`, every replica updates its share, and all ranks must call it.
+        So they do with `sharded_data_parallel_degree`, where gradients are clipped first, by their
+        norm over all ranks (`sdp_gradient_clipping`).
 
         Raises:
             MpxlaError: a closure was given (it would have to run the step function).
@@ -208,6 +217,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._scale.update(self.overflow)
             if self.overflow:
                 return None
+        if self._max_norm is not None:
+            given = parameters_of(self.optimizer)
+            self._global_grad_norm = clip_grad_norm_(given, self._max_norm)
         if self._rounding is not None:
             self._rounding.advance()
         self._pieces.renew_divided()
@@ -419,6 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._unplaced = [list(group["params"]) for group in self.optimizer.param_groups]
         unplaced = (model for model in self._models if not model.partitioned)
         waiting = {ident for model in unplaced for ident in model.parameter_ids()}
+        waiting |= {id(p) for model in self._models for p in _divided(model)}
         for group in self.optimizer.param_groups:
             elsewhere = {
                 p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
@@ -482,6 +495,11 @@ def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[Distrib
             f"it is to train."
         )
     return found or known
+
+
+def _divided(model: DistributedModel) -> Iterator[torch.nn.Parameter]:
+    """Parameters of which this rank has a part; they have no storage."""
+    return (model.tensors.parameters[name] for name in model.tensors.parts)
 
 
 def _is_plain_tuple(value: Any) -> bool:

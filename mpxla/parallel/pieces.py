@@ -182,17 +182,22 @@ def join_states(
 
     Args:
         parts: for every replica, by position of the parameter: the state of its piece, and
-            (range of the piece, shape of the parameter).
+            (range of the piece, shape of the parameter). Others are whole on every replica.
 
     Raises:
         CheckpointError: pieces of a parameter are missing.
     """
     found: dict[int, list[tuple[Range, Mapping[str, Any], tuple[int, ...]]]] = {}
+    whole: dict[int, Any] = {}
     for states, ranges in parts:
         for position, state in states.items():
+            if position not in ranges:
+                whole[position] = dict(state)
+                continue
             extent, shape = ranges[position]
             found.setdefault(position, []).append((extent, state, shape))
-    return {position: _joined(position, pieces) for position, pieces in sorted(found.items())}
+    joined = {position: _joined(position, pieces) for position, pieces in found.items()}
+    return dict(sorted({**whole, **joined}.items()))
 
 
 def _joined(

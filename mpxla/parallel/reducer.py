@@ -14,6 +14,7 @@ from mpxla.errors import ConfigError
 from mpxla.parallel.comm_hook import CommHook
 from mpxla.parallel.replica import Replica, equalize
 from mpxla.parallel.rounds import Rounds
+from mpxla.parallel.sharded import divide_over_group, refuse_with_parts
 
 __all__ = ["TRANSFER_DTYPES", "GradientReducer", "ReductionOptions"]
 
@@ -86,6 +87,7 @@ class GradientReducer:
 
     def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:
         """Lets a user's function communicate; see `DistributedModel.register_comm_hook`."""
+        refuse_with_parts("model.register_comm_hook()", self.replica.state)
         problems = {
             "needs ddp: True": not has_ddp,
             "needs DistributedModel(overlapping_allreduce=True)": not self.options.is_overlapping,
@@ -108,7 +110,10 @@ class GradientReducer:
         replica, own = self.replica, self.names.values()
         replica.store.ranks = parameter_ranks
         equalize(replica, 0)
-        if self.options.is_sharded:
+        if replica.state.shards:
+            divide_over_group(replica)
+            replica.store.widen(own)
+        elif self.options.is_sharded:
             capacity = self.options.capacity_bytes
             replica.store.divide(own, capacity, replica.transport, replica.group)
         else:
@@ -132,8 +137,3 @@ class GradientReducer:
     def reduce_next(self) -> None:
         """Makes the step call that comes next the last before an update."""
         self._pass += -(self._pass + 1) % self.options.backward_passes_per_step
-
-    @property
-    def transfers(self) -> bool:
-        """Whether gradients leave this rank at all."""
-        return self.replica.count > 1 or self.hook is not None

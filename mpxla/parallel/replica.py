@@ -26,6 +26,7 @@ class Replica:
         transport: the session's transport.
         objects: the session's object communication.
         group: global ranks that hold the same parameters, by dp_rank.
+        part_group: those of them that hold the same parts of divided parameters.
         pp_rank: this rank's place in its pipeline.
         link: messages to the other ranks of the pipeline.
         store: the model's parameters.
@@ -34,6 +35,7 @@ class Replica:
     transport: Transport
     objects: Objects
     group: tuple[int, ...]
+    part_group: tuple[int, ...]
     pp_rank: int
     link: PipelineLink
     store: ParameterStore
@@ -65,7 +67,7 @@ class Replica:
 
 
 def equalize(replica: Replica, source: int) -> None:
-    """Gives all replicas, and all holders of a shared tensor, the same values.
+    """Gives all replicas, and all holders of a shared tensor, the same values of what is whole.
 
     All ranks must call it.
 
@@ -89,7 +91,7 @@ def _equalize_shared(replica: Replica) -> None:
     local, ranks = replica.store.local_tensors(), replica.store.ranks
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(ranks):
-        if len(ranks[name]) > 1:
+        if len(ranks[name]) > 1 and name not in replica.state.shards:
             groups.setdefault(ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):
         if replica.pp_rank == first:

@@ -23,6 +23,7 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.parallel.buckets import Bucket, fill_buckets
+from mpxla.parallel.parts import Parts
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.sums import GradientPrograms
 from mpxla.parallel.update_copy import Masters, UpdateCopy
@@ -75,21 +76,22 @@ class ParameterStore:
         self.shards: dict[Bucket, Shard] = {}
         self._programs = Programs(backend)
         self.gradients = GradientPrograms(self._programs)
-        self._parts: list[Shard | Masters] = []
-        self._part_of: dict[str, Shard | Masters] = {}
+        self._parts: list[Shard | Masters | Parts] = []
+        self._part_of: dict[str, Shard | Masters | Parts] = {}
         self._waiting: dict[str, Buffer] = {}
 
     # --- entries --------------------------------------------------------------------------------
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this rank, by name."""
+        """Parameters and buffers that are whole on this rank, by name."""
         local = self.state.local_names or frozenset()
         buffers = {n: b for n, b in self.state.buffers.items() if n in local}
-        return {**dict(self.state.local_parameters()), **buffers}
+        whole = {n: p for n, p in self.state.local_parameters() if n not in self.state.shards}
+        return {**whole, **buffers}
 
     def gradient_spec(self, name: str) -> TensorSpec:
-        """What a parameter's gradient is summed and reduced in."""
-        return accumulator_spec(TensorSpec.of(self.state.parameters[name]))
+        """What a parameter's gradient is summed and reduced in; that of its part, if it has one."""
+        return accumulator_spec(TensorSpec.of(self.state.held(name)))
 
     def _update_dtype(self, name: str) -> torch.dtype:
         """What a parameter is updated in."""
@@ -141,7 +143,8 @@ class ParameterStore:
         return {
             name: parameter
             for name, parameter in self.state.local_parameters()
-            if name in wanted and parameter.requires_grad and name not in self._part_of
+            if name in wanted and parameter.requires_grad
+            if name not in self._part_of and name not in self.state.shards
         }
 
     def divide(
@@ -174,7 +177,7 @@ class ParameterStore:
         Args:
             names: of the parameters; those that are frozen, elsewhere or have one are left out.
         """
-        if self.is_divided:
+        if self.shards:
             return  # what is not divided was frozen then, and cannot be trained
         narrow = {
             name: parameter
@@ -185,11 +188,25 @@ class ParameterStore:
             assert self.master_dtype is not None, "only masters are wider"
             self._add(Masters(narrow, self.master_dtype, self._programs))
 
-    def _add(self, part: Shard | Masters) -> None:
+    def set_part(self, name: str, value: torch.Tensor) -> None:
+        """Holds this rank's part of a parameter, of which the value on the host is the whole."""
+        (part,) = self.backend.publish(self.backend.put([self.state.shards[name].take(value)]))
+        requires_grad = self.state.parameters[name].requires_grad
+        self.state.set_part(name, nn.Parameter(part, requires_grad=requires_grad))
+
+    def update_parts(self) -> None:
+        """Lets optimizers update the parts of parameters that are new here."""
+        names = [name for name in self.state.parts if name not in self._part_of]
+        if self.state.shards:
+            self.is_divided = True
+        if names:
+            self._add(Parts(self.state, names, self._update_dtype, self._programs))
+
+    def _add(self, part: "Shard | Masters | Parts") -> None:
         self._parts.append(part)
         self._part_of.update(dict.fromkeys(part.names, part))
 
-    def _concerned(self, names: Iterable[str]) -> list[Shard | Masters]:
+    def _concerned(self, names: Iterable[str]) -> list[Shard | Masters | Parts]:
         found = {id(self._part_of[name]) for name in names if name in self._part_of}
         return [part for part in self._parts if id(part) in found]
 
@@ -200,17 +217,30 @@ class ParameterStore:
 
     def publish(self, names: Iterable[str]) -> None:
         """The parameters named take the values of their update copies. Collective if divided."""
-        started = [(part.names, part.publish()) for part in self._concerned(names)]
-        for held, values in started:
-            self.write(held, values())
+        started = [(part, part.publish()) for part in self._concerned(names)]
+        for part, values in started:
+            if isinstance(part, Parts):
+                values()
+            else:
+                self.write(part.names, values())
 
     # --- contents -------------------------------------------------------------------------------
 
     def write(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
-        """Replaces parameters and buffers of this rank, by tensors on the host or on the device."""
-        published = self.backend.publish(self.backend.put(values))
+        """Replaces parameters and buffers of this rank, by tensors on the host or on the device.
+
+        Those of which it has a part take that of a whole value.
+        """
+        parts = self.state.parts
+        cut = [
+            self.state.shards[name].take(value) if name in parts else value
+            for name, value in zip(names, values, strict=True)
+        ]
+        published = self.backend.publish(self.backend.put(cut))
         for name, value in zip(names, published, strict=True):
-            if name in self.state.parameters:
+            if name in parts:
+                set_values([parts[name]], [value])
+            elif name in self.state.parameters:
                 set_values([self.state.parameters[name]], [value])
             else:
                 self.state.set_buffer(name, value)
@@ -235,9 +265,11 @@ class ParameterStore:
     # --- gradients ------------------------------------------------------------------------------
 
     def _is_whole(self, name: str) -> bool:
-        """Whether all elements of a parameter are updated here."""
+        """Whether all elements that this rank has gradients of are updated here."""
         copy = self.copy_of(name)
-        return name not in self._part_of or (copy is not None and copy.extent is None)
+        if name not in self._part_of or name in self.state.parts:
+            return True
+        return copy is not None and copy.extent is None
 
     def add_gradients(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
         """Adds to the gradients of parameters; of divided ones they wait for their reduction."""

@@ -20,7 +20,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 
-__all__ = ["Masters", "Range", "UpdateCopy", "renewal", "renewed"]
+__all__ = ["Masters", "Range", "Rounding", "UpdateCopy", "renewal", "renewed"]
 
 Range = tuple[int, int]
 """First element and end of a piece, in its flattened parameter."""
@@ -75,14 +75,15 @@ class _Renewal(nn.Module):
         return [renewed(value, copy) for value, copy in zip(values, copies, strict=True)]
 
 
-class _Rounding(nn.Module):
-    """Masters to compute copies."""
+class Rounding(nn.Module):
+    """Tensors in other types, as masters to compute copies."""
 
     def __init__(self, dtypes: Sequence[torch.dtype]):
         super().__init__()
         self._dtypes = tuple(dtypes)
 
     def forward(self, *masters: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor for each."""
         return [m.to(dtype) for m, dtype in zip(masters, self._dtypes, strict=True)]
 
 
@@ -144,5 +145,5 @@ class Masters:
         held = [copy.parameter for copy in self.copies.values()]
         dtypes = tuple(parameter.dtype for parameter in self._parameters)
         arguments = self._programs.backend.adopt(held)
-        values = self._programs.run("rounding of masters", _Rounding, (dtypes,), arguments)
+        values = self._programs.run("rounding of masters", Rounding, (dtypes,), arguments)
         return lambda: values

@@ -15,6 +15,7 @@ from torch import nn
 
 from mpxla.graph.user_code import at_user_line
 from mpxla.nn.layers import make_whole
+from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.session import current, is_initialized
 
@@ -75,6 +76,7 @@ def save_whole(model: "DistributedModel") -> None:
 
 def whole_copy(model: "DistributedModel") -> nn.Module:
     """A plain copy of the module on the host, without gradients. All ranks of a replica call it."""
+    refuse_with_parts("saving the model as a whole (torch.save)", model.tensors)
     state = model.tensors
     tensors: dict[str, torch.Tensor] = {**state.parameters, **state.buffers}
     values = {name: tensor.detach() for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ executor counts: saved values of all microbatches in flight, and what waits betw
 a split backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,8 @@ def plan_stages(
     activation_memory: str | int,
     is_training: bool = True,
     for_speed: bool = False,
+    divided: Container[str] = (),
+    divide: Callable[[LoweredStage], LoweredStage] = lambda lowered: lowered,
 ) -> dict[int, PlannedStage]:
     """Lowers the stages of one rank.
 
@@ -58,6 +60,8 @@ def plan_stages(
         activation_memory: the key of the configuration.
         is_training: whether to derive backwards.
         for_speed: as for `lower_stage`.
+        divided: names of parameters of which this rank has a part.
+        divide: makes a lowered stage take parts of those.
 
     Returns:
         The stages by index.
@@ -66,12 +70,12 @@ def plan_stages(
         ConfigError: the rank cannot do with so many bytes.
     """
     split = {a.stage for a in actions if a.op is Op.INPUT_GRADIENT}
-    traced = {s.index: TracedStage(s, is_training, lowering, for_speed) for s in stages}
+    traced = {s.index: TracedStage(s, is_training, lowering, for_speed, divided) for s in stages}
 
     def planned(share: float) -> dict[int, PlannedStage]:
         found: dict[int, PlannedStage] = {}
         for index, stage in traced.items():
-            lowered = stage.lowered(share)
+            lowered = divide(stage.lowered(share))
             is_split = index in split and lowered.backward is not None
             parts = split_backward(lowered, lowering.device) if is_split else None
             found[index] = PlannedStage(lowered, parts)

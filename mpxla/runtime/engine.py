@@ -48,6 +48,7 @@ from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.tracing import trace
 from mpxla.session import Session
+from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["Member", "StepEngine"]
@@ -104,7 +105,11 @@ class StepEngine:
         self._group = session.topology.pp_group(session.rank)
         self._pp_rank = session.topology.pp_rank(session.rank)
         sharing = session.topology.tp_group(session.rank)
-        self._groups = {TENSOR_GROUP: Members(sharing, session.transport)}
+        sharding = session.topology.sdp_group(session.rank)
+        self._groups = {
+            TENSOR_GROUP: Members(sharing, session.transport),
+            SHARDING_GROUP: Members(sharding, session.transport),
+        }
         self._link = link
         self._reducers = reducers
         self.placement = Placement(session, self._states, link, reducers)
@@ -271,6 +276,8 @@ class StepEngine:
                 is_for_speed,
                 config.activation_memory,
                 self._groups,
+                self._states.shards,
+                config.sdp_max_live_parameters,
                 self.life.at,
             ),
         )

@@ -38,8 +38,10 @@ from mpxla.schedule.choice import (
 )
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.stage.flat import FlatShard
 from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage
+from mpxla.stage.sharded import divide_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
 
@@ -326,6 +328,8 @@ def compile_stages(
     for_speed: bool = False,
     activation_memory: str | int = "keep",
     groups: Groups | None = None,
+    shards: Mapping[str, FlatShard] | None = None,
+    max_live: int = 0,
     tell: Callable[[str], object] = lambda part: None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
@@ -338,6 +342,8 @@ def compile_stages(
         for_speed: whether faster programs may take more memory (the key `optimize`).
         activation_memory: the key of the configuration.
         groups: those that stages communicate in.
+        shards: of the parameters of which this rank has a part, by name.
+        max_live: most elements of those that are to be whole at a time.
         tell: is told what begins, as in "stage 1 backward".
 
     Raises:
@@ -359,7 +365,9 @@ def compile_stages(
         backend.lowering,
         activation_memory,
         cut.step.is_training,
-        for_speed,
+        for_speed and not shards,  # other layouts would need the whole weights of a step
+        shards or {},
+        lambda lowered: divide_stage(lowered, shards or {}, max_live),
     )
     programs = {index: _compile_stage(stage, compile_) for index, stage in planned.items()}
     elapsed = time.perf_counter() - started

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.stage.delayed import forget, materialize
+from mpxla.stage.flat import FlatShard
 
 __all__ = ["ModelState", "load_into"]
 
@@ -29,6 +30,11 @@ class ModelState:
 
     Args:
         module: the user's model.
+
+    Attributes:
+        shards: which elements this rank has of parameters that a sharding group divides, by name.
+            Those parameters have no storage themselves once they are placed.
+        parts: what it holds of them.
     """
 
     def __init__(self, module: nn.Module):
@@ -37,6 +43,9 @@ class ModelState:
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self.local_names: frozenset[str] | None = None
+        self.shards: dict[str, FlatShard] = {}
+        self.parts: dict[str, nn.Parameter] = {}
+        self._recorded: list[torch.Tensor] = []
         self._former: list[tuple[StorageWeakRef, nn.Parameter]] = []
         by_id: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -102,6 +111,38 @@ class ModelState:
                     names[name] = owned[id(owner), key]
         return names
 
+    def divide(self, index: int, size: int, threshold: int) -> None:
+        """Decides which parameters the ranks of a sharding group divide. Before placing.
+
+        Args:
+            index: this rank's place in the group.
+            size: ranks of the group; with one, nothing is divided.
+            threshold: parameters with fewer elements stay whole.
+        """
+        for name, parameter in self.parameters.items():
+            count = parameter.numel()
+            if size > 1 and count >= threshold and FlatShard.fits(count, size):
+                self.shards[name] = FlatShard(tuple(parameter.shape), index, size)
+
+    def whole_on_host(self, name: str) -> torch.Tensor:
+        """The value of a parameter that is to be divided, before it is."""
+        return materialize(name, self.parameters[name]).detach()
+
+    def set_part(self, name: str, part: nn.Parameter) -> None:
+        """Holds a part of a parameter in the place of all of it."""
+        self.parts[name] = part
+        with _without_weak_references(self.module):
+            _exchange(name, self.parameters[name], torch.device("meta"))
+
+    def end_dividing(self) -> None:
+        """Called when all parts are there: nobody needs the model's initializers any more."""
+        forget(self._recorded)
+        self._recorded = []
+
+    def held(self, name: str) -> nn.Parameter:
+        """What this rank has of one of its parameters."""
+        return self.parts.get(name, self.parameters[name])
+
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees all others.
 
@@ -116,10 +157,12 @@ class ModelState:
         refuse_gradient_hooks(self.module)
         _release_parameters(self.module)
         self.local_names = frozenset(local_names)
-        delayed = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
+        self._recorded = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
                 is_local = name in self.local_names
+                if self._is_divided_here(name):
+                    continue  # it goes to the device part by part, once replicas have equal values
                 if is_local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
                 _exchange(name, parameter, device if is_local else torch.device("meta"))
@@ -128,7 +171,11 @@ class ModelState:
             self.set_buffer(
                 name, materialize(name, buffer).to(device) if is_local else buffer.to("meta")
             )
-        forget(delayed)
+        if not self.shards:
+            self.end_dividing()
+
+    def _is_divided_here(self, name: str) -> bool:
+        return name in self.shards and self.local_names is not None and name in self.local_names
 
     def former_owner(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a host tensor shared its memory with before parameters moved."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mpxla.runtime.state import ModelState
+from mpxla.stage.flat import FlatShard
 
 __all__ = ["ModelStates"]
 
@@ -129,14 +130,23 @@ class ModelStates:
         """Whether some model's parameters are on their ranks."""
         return any(state.is_placed for state in self._states.values())
 
+    @property
+    def shards(self) -> dict[str, FlatShard]:
+        """Of parameters that sharding groups divide."""
+        return {
+            self._names[label][own]: shard
+            for label, state in self._states.items()
+            for own, shard in state.shards.items()
+        }
+
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers of this rank, of all models that are placed."""
+        """What this rank has of parameters and buffers, of all models that are placed."""
         for label, state in self._states.items():
             local, names = state.local_names, self._names[label]
             if local is None:
                 continue
-            for name, parameter in state.local_parameters():
-                yield names[name], parameter
+            for name, _ in state.local_parameters():
+                yield names[name], state.held(name)
             for name, buffer in state.buffers.items():
                 if name in local:
                     yield names[name], buffer

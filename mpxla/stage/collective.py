@@ -5,6 +5,7 @@ collectives and then waits for them; the wait blocks the dispatching thread, as 
 does. Reduced and gathered values are those that the operators in a program would give.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,10 @@ class CollectiveRunner:
         values: dict[fx.Node, Any] = {}
         for node in self._piece.module.graph.nodes:
             if node.op == "placeholder":
-                values[node] = self._view(next(given))
+                value = functools.partial(self._view, next(given))
+                # What nothing reads is there to be waited for; the rest is once it is needed, so
+                # that others are under way by then.
+                values[node] = functools.cache(value) if node.users else value()
             elif node.op == "output":
                 results = [_finished(values[n]) for n in node.args[0]]
             elif node.target is _c10d.wait_tensor.default:

@@ -16,7 +16,8 @@ This module must not know about ranks, schedules or how graphs are executed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,14 +126,21 @@ class TracedStage:
         is_training: whether to derive a backward.
         lowering: what the backend wants.
         for_speed: whether to lay out weights and gradients anew, see `layout`.
+        divided: names of parameters that are gathered for every use.
 
     Raises:
         LoweringError: an operator or its derivative cannot be traced for the device.
     """
 
     def __init__(
-        self, spec: StageSpec, is_training: bool, lowering: Lowering, for_speed: bool = False
+        self,
+        spec: StageSpec,
+        is_training: bool,
+        lowering: Lowering,
+        for_speed: bool = False,
+        divided: Container[str] = (),
     ):
+        self._again = [i for i, name in enumerate(spec.parameters) if name in divided]
         placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
         self._inputs = tuple(TensorSpec.of(n.meta["val"]) for n in placeholders)
         self._spec, self._lowering, self._for_speed = spec, lowering, for_speed
@@ -154,7 +162,8 @@ class TracedStage:
         with _use_lazy_graph_module(True), _named(spec):
             if self._joint is None:
                 return _lower_forward_only(spec, inputs, lowering)
-            return _lower_joint(spec, inputs, self._joint, lowering, self._for_speed, share)
+            cut = functools.partial(partition_joint, self._joint, share=share, again=self._again)
+            return _lower_joint(spec, inputs, cut, lowering, self._for_speed)
 
 
 @contextlib.contextmanager
@@ -269,14 +278,13 @@ def _lower_forward_only(
 def _lower_joint(
     spec: StageSpec,
     inputs: tuple[TensorSpec, ...],
-    joint: fx.GraphModule,
+    cut: Callable[[int], tuple[fx.GraphModule, fx.GraphModule]],
     lowering: Lowering,
     for_speed: bool,
-    share: float,
 ) -> LoweredStage:
     differentiated = _differentiated_inputs(spec)
     num_plain = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    forward, backward = partition_joint(joint, num_plain + spec.num_objectives, share)
+    forward, backward = cut(num_plain + spec.num_objectives)
     lowering.expand(forward)
     lowering.expand(backward)
     _recompute_views(forward, backward, num_plain + spec.num_objectives)

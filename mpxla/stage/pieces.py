@@ -22,20 +22,43 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.spec import TensorSpec
 
 __all__ = [
+    "TURN",
     "CollectivePiece",
     "ComputePiece",
     "HostPiece",
     "Piece",
     "PieceList",
+    "Turn",
     "annotate",
     "split_graph",
 ]
+
+
+TURN = "mpxla_turn"
+"""Key in the `meta` of collectives that bring something large: their `Turn`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a collective may start whose result is large, as a gathered parameter is.
+
+    What a turn brings is started once everything that reads the turn before it has been started.
+
+    Attributes:
+        number: of the turn, in the order of the program.
+        is_alone: whether those readers must also have ended; else those of the turn before them,
+            so that the collectives of one turn overlap with the computation of another.
+    """
+
+    number: int
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +190,7 @@ def split_graph(
     for draft in drafts:
         draft.given = [node for node in draft.nodes if node in needed and node not in number]
         number.update({node: len(number) + i for i, node in enumerate(draft.given)})
+    _await_earlier_turns(drafts)
     return PieceList(
         tuple(_finish(draft, number, root) for draft in drafts if draft.given),
         len(placeholders),
@@ -197,8 +221,16 @@ def _group(
         kinds[node] = kinds[node.args[0]] if is_element else kind_of(node)
     placed = {node for node in graph.nodes if node.op in there}
     groups: list[tuple[type[Piece], list[fx.Node]]] = []
+    turns = _Turns(remaining)
     while remaining:
-        choices = [_ready(remaining, kinds, kind, placed) for kind in _in_order(kinds.values())]
+        turns.advance(placed)
+        choices = [
+            _ready([n for n in remaining if turns.allows(n)], kinds, kind, placed)
+            for kind in _in_order(kinds.values())
+        ]
+        if not any(nodes for _, nodes in choices):
+            turns.skip()  # something reads what two turns bring
+            continue
         kind, nodes = next(choice for choice in choices if choice[1])
         # The kind that has just run has nothing left that is ready: kinds alternate.
         groups.append((kind, nodes))
@@ -206,6 +238,65 @@ def _group(
         taken = set(nodes)
         remaining = [node for node in remaining if node not in taken]
     return groups
+
+
+class _Turns:
+    """Which turn may start, while nodes are being placed."""
+
+    def __init__(self, nodes: Sequence[fx.Node]):
+        self._turn = {node: node.meta[TURN].number for node in nodes if TURN in node.meta}
+        self._readers: dict[int, set[fx.Node]] = {}
+        for node, number in self._turn.items():
+            self._readers.setdefault(number, set()).update(_readers_of(node))
+        self._current = 0
+
+    def allows(self, node: fx.Node) -> bool:
+        """Whether a node does not have to wait for its turn."""
+        return self._turn.get(node, 0) <= self._current
+
+    def advance(self, placed: set[fx.Node]) -> None:
+        """Goes on to the next turn once all that reads the current one is placed."""
+        while self._readers.get(self._current, set()) <= placed and self._is_left():
+            self._current += 1
+
+    def skip(self) -> None:
+        """Goes on to the next turn in any case."""
+        assert self._is_left(), "every node depends on earlier ones only"
+        self._current += 1
+
+    def _is_left(self) -> bool:
+        return self._current < max(self._readers, default=0)
+
+
+def _readers_of(node: fx.Node) -> set[fx.Node]:
+    """What computes with the result of a collective, perhaps through views of it."""
+    found: set[fx.Node] = set()
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if user.op == "output":
+            continue
+        if is_view(user) or is_collective(user):
+            todo += user.users
+        else:
+            found.add(user)
+    return found
+
+
+def _await_earlier_turns(drafts: Sequence["_Draft"]) -> None:
+    """Lets collectives of a turn take a result of earlier computation, and so wait for its end.
+
+    Programs are started long before they end, and would be followed by the gathers of all turns.
+    """
+    computed: list[_Draft] = []
+    for draft in drafts:
+        if draft.kind is ComputePiece and draft.given:
+            computed.append(draft)
+        turns = [node.meta[TURN] for node in draft.nodes if TURN in node.meta]
+        back = 1 if any(turn.is_alone for turn in turns) else 2
+        if turns and len(computed) >= back:
+            smallest = min(computed[-back].given, key=lambda n: n.meta["val"].numel())
+            draft.taken = list(dict.fromkeys((*draft.taken, smallest)))
 
 
 def _in_order(kinds: Any) -> list[type[Piece]]:

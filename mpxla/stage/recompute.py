@@ -13,6 +13,7 @@ This module must not know how many microbatches are in flight.
 """
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -31,7 +32,7 @@ __all__ = ["partition_joint"]
 
 
 def partition_joint(
-    joint: fx.GraphModule, num_outputs: int, share: float = 1.0
+    joint: fx.GraphModule, num_outputs: int, share: float = 1.0, again: Collection[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cuts a graph into forward and backward.
 
@@ -40,11 +41,15 @@ def partition_joint(
         num_outputs: how many of its first results are those of the forward.
         share: how much of what it would be dear to compute again is kept: 1 for all, 0 for nothing.
             Between, torch's solver of a knapsack problem chooses, by bytes and operations.
+        again: arguments that are gathered for every use; what follows from them alone (a parameter
+            in another type) would keep the gathered copy.
     """
     for node in joint.graph.nodes:
         node.meta.pop("recompute", None)
     _tag(joint.graph, keeps_nothing=share == 0.0)
-    inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    _tag_derived(joint.graph, {placeholders[i] for i in again})
+    inputs = [n.meta["val"] for n in placeholders]
     budget = share or 1.0  # torch's 0 would draw random numbers again
     # Its own search for equal nodes would merge random ones; `simplify` has done that part.
     with functorch_config.patch(cse=False, activation_memory_budget=budget):
@@ -74,6 +79,18 @@ def _tag(graph: fx.Graph, keeps_nothing: bool) -> None:
         if decision is not None:
             node.meta["recompute"] = decision
             node.meta["ac_graph_id"] = 0  # what crosses borders is decided here, not by torch
+
+
+def _tag_derived(graph: fx.Graph, sources: set[fx.Node]) -> None:
+    """Lets all that follows from some arguments alone be computed again."""
+    derived = set(sources)
+    for node in graph.nodes if sources else ():
+        inputs = node.all_input_nodes
+        is_free = node.op == "call_function" and not is_random(node) and not is_collective(node)
+        if is_free and inputs and derived.issuperset(inputs) and not _is_of_derivative(node):
+            derived.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
 
 
 def _decision(node: fx.Node, keeps_nothing: bool) -> CheckpointPolicy | None:

@@ -1,0 +1,81 @@
+"""Parameters, gradients and optimizer state divided over a group of replicas (ZeRO-3).
+
+Every rank of a group of `sharded_data_parallel_degree` replicas has a part of each large parameter,
+flat. Stage programs take the part and gather the rest (`stage/sharded.py`); what they give are
+parts of gradients, which the inner optimizer sees on update copies. So the group acts as one
+replica whose memory is that of all its ranks:
+
+    rank 0   | w[0:5] |  gradient, state of w[0:5]  --+
+                                                      |- reduced over groups
+    rank 1   | w[5:9] |  gradient, state of w[5:9]    |
+    rank 2   | w[0:5] |  ...                        --+
+
+The model's own `nn.Parameter`s have no storage then. This file must not know how gradients are
+reduced, nor optimizers.
+"""
+
+from mpxla.errors import ConfigError, StepError
+from mpxla.parallel.replica import Replica
+from mpxla.runtime.state import ModelState
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["check_whole", "divide_over_group", "refuse_with_parts"]
+
+
+def divide_over_group(replica: Replica) -> None:
+    """Gives every rank its part of the values that the first replica has. All ranks call it.
+
+    One parameter is whole at a time, on the host.
+
+    Args:
+        replica: this rank.
+    """
+    state, store = replica.state, replica.store
+    for name in sorted(state.shards):
+        holders = store.ranks.get(name, ())
+        if replica.pp_rank not in holders or name in state.parts:
+            continue
+        value = state.whole_on_host(name)
+        if replica.count > 1:
+            value = replica.transport.broadcast(value, replica.group[0], replica.group).result()
+        first, *others = holders
+        if others and replica.pp_rank == first:
+            replica.link.send_values(others, [value], "tied")
+        elif others:
+            value = replica.link.receive_from(first, [TensorSpec.of(value)], "tied")()[0]
+            value = replica.backend.view(value)
+        store.set_part(name, value)
+    state.end_dividing()
+    store.update_parts()
+
+
+def check_whole(state: ModelState) -> None:
+    """Checks that a model may be called outside of steps.
+
+    Raises:
+        StepError: its parameters are divided.
+    """
+    if state.shards:
+        raise StepError(
+            "the model was called outside a step function, and its parameters are divided over "
+            "ranks (sharded_data_parallel_degree): call it in a function decorated with @smp.step; "
+            "one that does not call model.backward serves for evaluation."
+        )
+
+
+def refuse_with_parts(what: str, state: ModelState) -> None:
+    """Checks that parameters are whole here, before something that would not see their parts.
+
+    Args:
+        what: the call, for the text.
+        state: of the model.
+
+    Raises:
+        ConfigError: `sharded_data_parallel_degree` divides some.
+    """
+    if state.shards:
+        raise ConfigError(
+            f"{what} does not go with sharded_data_parallel_degree yet, where ranks hold parts of "
+            f"parameters. Leave it out, or set sharded_data_parallel_degree: 1; "
+            f"model.state_dict() gives whole tensors."
+        )

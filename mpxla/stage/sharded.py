@@ -1,0 +1,294 @@
+"""Parameters of which each rank has a part, in the programs of a stage (ZeRO-3).
+
+A stage is lowered as if its parameters were whole. Then its graphs are rewritten: a divided
+parameter becomes this rank's part and an all-gather before its use, and its gradient is scattered
+over the group, so that accumulators are parts as well:
+
+    forward     part of w0 -> gather -> block 0      part of w1 -> gather -> block 1
+    backward    part of w1 -> gather -> block 1 -> gradient of w1 -> reduce-scatter -> accumulator
+
+What the backward saves of a parameter is the part, so it gathers once more and nothing keeps a
+whole copy. Parameters are gathered block by block, in *turns*; the pieces of a program
+(`stage/pieces.py`) hold no more than two turns at a time. (Rajbhandari et al., "ZeRO", 2020; as a
+rewriting of graphs: "SimpleFSDP", arXiv:2411.00284.)
+
+Gradients are scattered in the type of the accumulators, as means over the group. This module must
+not know how many groups there are, nor what optimizers do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.stage.cleanup import is_view
+from mpxla.stage.flat import SHARDING_GROUP, FlatShard
+from mpxla.stage.lower import LoweredStage
+from mpxla.stage.pieces import TURN, Turn
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["divide_stage"]
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def divide_stage(
+    lowered: LoweredStage, shards: Mapping[str, FlatShard], max_live: int
+) -> LoweredStage:
+    """A lowered stage that takes parts of parameters and gives parts of gradients.
+
+    Args:
+        lowered: the stage, for whole parameters; its graphs are changed in place.
+        shards: of the parameters that are divided, by name.
+        max_live: most elements that are to be whole at a time; one turn always is.
+    """
+    names = lowered.spec.parameters
+    divided = {i: shards[name] for i, name in enumerate(names) if name in shards}
+    if not divided:
+        return lowered
+    blocks = {i: _block_of(names[i]) for i in divided}
+    arguments = list(lowered.forward_inputs)
+    for i, shard in divided.items():
+        arguments[i] = shard.spec(arguments[i].dtype)
+    _gather(lowered.forward, divided, blocks, max_live)
+    divided_stage = replace(lowered, forward_inputs=tuple(arguments))
+    return (
+        divided_stage
+        if lowered.backward is None
+        else _divide_backward(divided_stage, divided, blocks, max_live)
+    )
+
+
+def _divide_backward(
+    lowered: LoweredStage,
+    divided: Mapping[int, FlatShard],
+    blocks: Mapping[int, str],
+    max_live: int,
+) -> LoweredStage:
+    spec, derivative = lowered.spec, lowered.backward.derivative
+    arguments = list(lowered.backward_inputs)
+    results = {i: position for position, i in enumerate(_trained(lowered)) if i in divided}
+    for i, position in results.items():
+        arguments[position] = divided[i].spec(arguments[position].dtype)
+    saved = {
+        place: divided[s.argument]
+        for place, s in enumerate(lowered.saved)
+        if s.argument is not None and s.argument in divided
+    }
+    for place in saved:
+        arguments[len(spec.trained) + place] = lowered.forward_inputs[lowered.saved[place].argument]
+    _gather(
+        derivative,
+        saved,
+        {place: blocks[lowered.saved[place].argument] for place in saved},
+        max_live,
+    )
+    dtypes = {i: lowered.backward_inputs[position].dtype for i, position in results.items()}
+    _scatter(derivative, {i: divided[i] for i in results}, dtypes)
+    return replace(lowered, backward_inputs=tuple(arguments))
+
+
+def _trained(lowered: LoweredStage) -> list[int]:
+    """Argument of the forward of every trained parameter, in the order of the accumulators."""
+    return [lowered.spec.parameters.index(name) for name in lowered.spec.trained]
+
+
+def _block_of(name: str) -> str:
+    """What a parameter is gathered together with: `h.0` of `h.0.attn.weight`, else its module."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1])
+
+
+# --- gathering ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A node that reads a parameter, perhaps through views."""
+
+    argument: int
+    views: tuple[fx.Node, ...]
+    node: fx.Node
+
+
+def _gather(
+    module: fx.GraphModule,
+    shards: Mapping[int, FlatShard],
+    blocks: Mapping[int, str],
+    max_live: int,
+) -> None:
+    """Makes arguments parts, with a gather before the uses of each in every turn."""
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    uses = [use for i in shards for use in _uses_of(i, placeholders[i])]
+    uses.sort(key=lambda use: position[use.node])
+    turns = _turns(uses, blocks)
+    live = _live_elements(turns, shards)
+    wholes = {i: placeholders[i].meta["val"] for i in shards}
+    for i, shard in shards.items():
+        spec = shard.spec(wholes[i].dtype)
+        placeholders[i].meta = {**placeholders[i].meta, "val": _fake(wholes[i], spec)}
+    for number, turn in enumerate(turns):
+        together = live[number] + (live[number - 1] if number else 0)
+        meta = Turn(number, is_alone=together > max_live)
+        whole: dict[int, fx.Node] = {}
+        first = min((use.node for use in turn), key=position.__getitem__)
+        for use in turn:
+            i = use.argument
+            if i not in whole:
+                with graph.inserting_before(first):
+                    whole[i] = _gathered(graph, placeholders[i], shards[i], wholes[i], meta)
+            _rewire(graph, use, placeholders[i], whole[i])
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _uses_of(argument: int, placeholder: fx.Node) -> list[_Use]:
+    """What reads a parameter and is no view of it: views would stand where nothing is gathered."""
+    found: list[_Use] = []
+    open_nodes: list[tuple[fx.Node, tuple[fx.Node, ...]]] = [(placeholder, ())]
+    while open_nodes:
+        node, views = open_nodes.pop()
+        for user in node.users:
+            if is_view(user):
+                open_nodes.append((user, (*views, user)))
+            else:
+                found.append(_Use(argument, views, user))
+    return found
+
+
+def _turns(uses: Sequence[_Use], blocks: Mapping[int, str]) -> list[list[_Use]]:
+    """Uses in the order of the graph, by block; a block that comes again later is a new turn."""
+    turns: list[list[_Use]] = []
+    names: list[str] = []
+    for use in uses:
+        block = blocks[use.argument]
+        recent = [n for n in (len(names) - 1, len(names) - 2) if n >= 0 and names[n] == block]
+        if recent:
+            turns[recent[0]].append(use)
+        else:
+            names.append(block)
+            turns.append([use])
+    return turns
+
+
+def _live_elements(turns: Sequence[Sequence[_Use]], shards: Mapping[int, FlatShard]) -> list[int]:
+    """Elements that every turn gathers."""
+    return [sum(shards[i].num_elements for i in {use.argument for use in turn}) for turn in turns]
+
+
+def _gathered(
+    graph: fx.Graph, part: fx.Node, shard: FlatShard, whole: torch.Tensor, turn: Turn
+) -> fx.Node:
+    """The whole parameter of a part; the graph's insertion point is where it goes."""
+    flat = _padded(graph, part, shard.length)
+    length = shard.length * shard.size
+    node = _call(
+        graph,
+        _c10d.all_gather_into_tensor.default,
+        (flat, shard.size, SHARDING_GROUP),
+        _fake(whole, TensorSpec((length,), whole.dtype)),
+    )
+    node.meta[TURN] = turn
+    node = _call(graph, _c10d.wait_tensor.default, (node,), node.meta["val"])
+    count = shard.num_elements
+    if count < length:
+        spec = TensorSpec((count,), whole.dtype)
+        node = _call(graph, _aten.slice.Tensor, (node, 0, 0, count), _fake(whole, spec))
+    return _call(graph, _aten.view.default, (node, list(shard.whole)), whole)
+
+
+def _rewire(graph: fx.Graph, use: _Use, part: fx.Node, whole: fx.Node) -> None:
+    """Lets a node read the whole parameter, through views of its own."""
+    last = use.views[-1] if use.views else part
+    with graph.inserting_before(use.node):
+        for view in use.views:
+            source = view.all_input_nodes[0]
+            copy = graph.node_copy(view, lambda n, known=source, to=whole: to if n is known else n)
+            whole = copy
+    use.node.replace_input_with(last, whole)
+
+
+# --- scattering ---------------------------------------------------------------------------------
+
+
+def _scatter(
+    module: fx.GraphModule, shards: Mapping[int, FlatShard], dtypes: Mapping[int, torch.dtype]
+) -> None:
+    """Makes gradients the means of their parts over the group.
+
+    Args:
+        module: gives the gradient of every argument, or None.
+        shards: of arguments.
+        dtypes: in which their gradients are summed.
+    """
+    graph = module.graph
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    results = list(output.args[0])
+    for i, shard in shards.items():
+        if results[i] is not None:
+            with graph.inserting_before(output):
+                results[i] = _scattered(graph, results[i], shard, dtypes[i])
+    output.args = (tuple(results),)
+    graph.lint()
+    module.recompile()
+
+
+def _scattered(graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype) -> fx.Node:
+    value, count = gradient.meta["val"], shard.num_elements
+    node = gradient
+    if value.dtype != dtype:
+        wide = _fake(value, TensorSpec(tuple(value.shape), dtype))
+        node = _call(graph, _aten._to_copy.default, (node,), wide, {"dtype": dtype})
+    flat = _fake(value, TensorSpec((count,), dtype))
+    options = {"memory_format": torch.contiguous_format}
+    node = _call(graph, _aten.clone.default, (node,), node.meta["val"], options)
+    node = _call(graph, _aten.view.default, (node, [count]), flat)
+    node = _padded(graph, node, shard.length * shard.size)
+    part = _fake(value, TensorSpec((shard.length,), dtype))
+    arguments = (node, "sum", shard.size, SHARDING_GROUP)
+    node = _call(graph, _c10d.reduce_scatter_tensor.default, arguments, part)
+    node = _call(graph, _c10d.wait_tensor.default, (node,), part)
+    node = _call(graph, _aten.mul.Tensor, (node, 1.0 / shard.size), part)
+    if shard.num_own < shard.length:
+        own = _fake(value, shard.spec(dtype))
+        node = _call(graph, _aten.slice.Tensor, (node, 0, 0, shard.num_own), own)
+    return node
+
+
+# --- nodes --------------------------------------------------------------------------------------
+
+
+def _padded(graph: fx.Graph, flat: fx.Node, length: int) -> fx.Node:
+    value = flat.meta["val"]
+    missing = length - value.shape[0]
+    if missing == 0:
+        return flat
+    longer = _fake(value, TensorSpec((length,), value.dtype))
+    return _call(graph, _aten.constant_pad_nd.default, (flat, [0, missing]), longer)
+
+
+def _call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    value: torch.Tensor,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta["val"] = value
+    return node
+
+
+def _fake(like: Any, spec: TensorSpec) -> torch.Tensor:
+    """What stands for a tensor of another shape and type, on the device of a given one."""
+    with like.fake_mode:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=like.device)
