@@ -10,13 +10,9 @@ import pytest
 from mpxla.tests.compat.launching import EXAMPLES, launch, refusal, run_plainly
 from mpxla.tests.ranks.run import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-GRIDS = [
-    pytest.param(1, 1, id="1x1", marks=pytest.mark.slow),
-    pytest.param(1, 2, id="1x2"),
-    pytest.param(2, 2, id="2x2", marks=pytest.mark.slow),
-]
+GRIDS = [pytest.param(1, 1, id="1x1"), pytest.param(1, 2, id="1x2"), pytest.param(2, 2, id="2x2")]
 RELATIVE_TOLERANCE = 2e-4
 """Of a final loss: training magnifies the rounding of sums over microbatches and replicas."""
 
@@ -46,7 +42,6 @@ def corpus(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_sentence_classifier(num_replicas, num_stages):
     options = ["--max_steps", "16", "--num_layers", "1"]
@@ -57,7 +52,6 @@ def test_sentence_classifier(num_replicas, num_stages):
     assert expected < 0.69, "it has learned something"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_gpt_trainer_goes_on_from_a_checkpoint(num_replicas, num_stages, corpus, tmp_path):
     options = ["--training_dir", str(corpus), "--num_layers", "1"]
@@ -79,7 +73,6 @@ def test_gpt_trainer_goes_on_from_a_checkpoint(num_replicas, num_stages, corpus,
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_stages"), GRIDS)
 def test_image_classifier_goes_on_from_checkpoints(num_replicas, num_stages, tmp_path: Path):
     options = ["--num-samples", "256"]
