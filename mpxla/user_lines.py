@@ -4,6 +4,7 @@ This module must not know what the user's code does, nor torch.
 """
 
 import functools
+import importlib.util
 import linecache
 import sys
 import sysconfig
@@ -11,15 +12,31 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["at_script_line", "is_script_code", "script_line_of", "script_place_of"]
+__all__ = [
+    "at_script_line",
+    "is_model_code",
+    "is_script_code",
+    "script_line_of",
+    "script_place_of",
+]
 
 _PACKAGE = Path(__file__).resolve().parent
-_LIBRARIES = tuple(
-    f"{Path(sysconfig.get_path(kind)).resolve()}/"
-    for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of installed packages, wherever they are: those of the user, of the system."""
+
+
+def _folders(*kinds: str) -> tuple[str, ...]:
+    return tuple(f"{Path(sysconfig.get_path(kind)).resolve()}/" for kind in kinds)
+
+
+_PYTHON, _PACKAGES = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
+
+
+@functools.cache
+def _torch() -> tuple[str, ...]:
+    """Where torch is, without importing it; a folder of the user may have such a name."""
+    specs = [importlib.util.find_spec(name) for name in ("torch", "torch_xla")]
+    return tuple(f"{Path(s.origin).resolve().parent}/" for s in specs if s and s.origin)
 
 
 @functools.cache
@@ -28,12 +45,27 @@ def is_script_code(filename: str) -> bool:
 
     mpxla's own tests play the part of scripts.
     """
+    return is_model_code(filename) and not _is_installed(Path(filename).resolve())
+
+
+@functools.cache
+def is_model_code(filename: str) -> bool:
+    """Whether a model may be written in a file: the user's, or one of a package (transformers).
+
+    Not one of Python, torch or mpxla, whose lines say nothing about a model.
+    """
     if filename.startswith("<"):
         return filename == "<stdin>"
     path = Path(filename).resolve()
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")
-    return not str(path).startswith(_LIBRARIES) and _INSTALLED.isdisjoint(path.parts)
+    if _is_installed(path):
+        return not str(path).startswith(_torch())
+    return not str(path).startswith((*_PYTHON, *_torch()))
+
+
+def _is_installed(path: Path) -> bool:
+    return str(path).startswith(_PACKAGES) or not _INSTALLED.isdisjoint(path.parts)
 
 
 def at_script_line() -> str:

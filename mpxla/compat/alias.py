@@ -19,8 +19,8 @@ from torch import nn
 
 import mpxla
 from mpxla.compat import CompatError
-from mpxla.compat.amp import GradScaler
 from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, TP_WHILE_BUILT, UNKNOWN, Fate
+from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.patches import checkpoint
 from mpxla.user_lines import at_script_line
 

@@ -13,21 +13,36 @@ from typing import Any, NamedTuple
 import torch
 
 from mpxla.compat import CompatError
-from mpxla.compat.amp import Autocast, GradScaler
 from mpxla.compat.devices import DeviceMap, device_backend
 from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
 from mpxla.compat.randomness import DeviceRandomness
-from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, recorded, synchronize
+from mpxla.compat.streams import NVTX_FUNCTIONS, STREAM_FUNCTIONS, synchronize
 from mpxla.compat.views import View, show
+from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.user_lines import at_script_line
 
-__all__ = ["cuda_names"]
+__all__ = ["Autocast", "cuda_names"]
 
 _AMP_MODULES = ("amp", "amp.autocast_mode", "amp.grad_scaler")
 _SHARED = frozenset(("manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork", "set_device"))
 """Libraries read them too: `torch.manual_seed` seeds all devices by the first ones, and who sets a
 device has made it under `DeviceMapping`, so that it is an XLA device, which CUDA's own refuses."""
+
+
+class Autocast(torch.autocast):
+    """`torch.cuda.amp.autocast` for the XLA device.
+
+    Args:
+        enabled: whether the region casts.
+        dtype: None for the device's own half precision, bfloat16.
+        cache_enabled: whether casts of parameters are kept during the region.
+    """
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool = True
+    ):
+        super().__init__("xla", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 @contextlib.contextmanager
@@ -50,7 +65,6 @@ def cuda_names(devices: DeviceMap) -> Generator[None]:
         views.enter_context(show(torch.amp, View({"GradScaler": GradScaler})))
         forking = View({"fork_rng": randomness.fork}, shared=frozenset(("fork_rng",)))
         views.enter_context(show(torch.random, forking))
-        views.enter_context(recorded())
         randomness.start()
         views.callback(randomness.stop)
         yield

@@ -1,7 +1,6 @@
 """Runs a script as `__main__` where SMP's package exists and CUDA names mean the XLA device."""
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -18,10 +17,11 @@ from mpxla.compat.collectives import nccl_means_gloo
 from mpxla.compat.cuda import cuda_names
 from mpxla.compat.devices import DeviceMap, DeviceMapping
 from mpxla.compat.huggingface import speaks_trainer
-from mpxla.compat.huggingface.settings import Pipeline, trainer_variables
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
+from mpxla.compat.patching import patched
 from mpxla.compat.processes import ranks_told
+from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.env import read_environment, set_variables
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
@@ -40,9 +40,7 @@ def mapped() -> Generator[None]:
         cuda_names(devices),
         nccl_means_gloo(),
         loads_onto_device(devices, bool((env.mpxla_config or {}).get("trust_checkpoints"))),
-        _kept_parameters(),
-        _autocast_on_device(),
-        _default_type_on_host(),
+        _torch_on_device(),
         speaks_trainer(),
         DeviceMapping(devices),
     ):
@@ -57,7 +55,7 @@ def run_script(
     Args:
         script: the file.
         arguments: its command line.
-        pipeline: the launcher's options for a pipeline, if there are any (`huggingface.settings`).
+        pipeline: the launcher's options for a pipeline, if there are any (`settings`).
 
     Returns:
         The script's global names at its end.
@@ -96,53 +94,33 @@ def _warn_of_differences(script: Path) -> None:
 
 
 @contextlib.contextmanager
-def _kept_parameters() -> Generator[None]:
-    """`module.to(device)` keeps the parameter objects, as between the host and CUDA devices.
+def _torch_on_device() -> Generator[None]:
+    """What of torch no function mode sees means the XLA device, until exit."""
 
-    Optimizers that a script built before would otherwise hold the parameters of the host.
-    """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    def autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        start_autocast(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
 
-
-@contextlib.contextmanager
-def _autocast_on_device() -> Generator[None]:
-    """`torch.autocast("cuda")` means the XLA device."""
-    original = torch.autocast.__init__
-
-    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    torch.autocast.__init__ = init
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original
-
-
-@contextlib.contextmanager
-def _default_type_on_host() -> Generator[None]:
-    """`torch.set_default_tensor_type` refuses types of CUDA, which torch takes without a device."""
-    original = torch.set_default_tensor_type
-
-    @functools.wraps(original)
-    def set_type(kind: Any) -> None:
+    def set_type(kind: Any) -> None:  # torch takes types of CUDA without a device
         if isinstance(kind, str) and kind.startswith("torch.cuda."):
             raise CompatError(
                 f"{at_script_line()}: {kind} as the default type cannot be mapped onto an XLA "
                 f'device: use torch.set_default_device("cuda") and torch.set_default_dtype.'
             )
-        original(kind)
+        set_default_type(kind)
 
-    torch.set_default_tensor_type = set_type
-    try:
-        yield
-    finally:
-        torch.set_default_tensor_type = original
+    with patched() as patches:
+        start_autocast = patches.replace(torch.autocast, "__init__", autocast)
+        set_default_type = patches.replace(torch, "set_default_tensor_type", set_type)
+        # Torch refuses streams of other classes. XLA keeps what pending work reads.
+        patches.replace(torch.Tensor, "record_stream", lambda self, stream: None)
+        # `module.to(device)` keeps the parameter objects, as between the host and CUDA devices:
+        # optimizers that were built before would hold the parameters of the host otherwise.
+        future, swaps = torch.__future__, torch.__future__.get_swap_module_params_on_conversion()
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            yield
+        finally:
+            future.set_swap_module_params_on_conversion(swaps)
 
 
 _TORCHS_TEXTS = ("NVIDIA driver", "CUDA driver", "compiled with CUDA")

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
+from mpxla.compat.patching import patched
 from mpxla.user_lines import at_script_line
 
 __all__ = ["loads_onto_device"]
@@ -31,7 +32,6 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
         trusts_files: files may run code, unless the script passes `weights_only=True`. That is how
             torch loaded until version 2.6, and scripts from that time count on it.
     """
-    original, storage_class = torch.load, torch.UntypedStorage
     on_device: set[int] = set()
     loads_running: list[None] = []
 
@@ -52,7 +52,7 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
         devices.check(device)
         return restore(storage, "cuda")
 
-    @functools.wraps(original)
+    @functools.wraps(torch.load)
     def load(*args: Any, **kwargs: Any) -> Any:
         on_device.clear()
         loads_running.append(None)
@@ -70,14 +70,15 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
             loads_running.pop()
         return pytree.tree_map(_mover(on_device), loaded) if on_device else loaded
 
+    original = torch.load
     torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)
-    torch.load = torch.serialization.load = load
-    storage_class.cuda = move_storage  # type: ignore[method-assign]
     try:
-        yield
+        with patched() as patches:
+            for module in (torch, torch.serialization):
+                patches.replace(module, "load", load)
+            patches.replace(torch.UntypedStorage, "cuda", move_storage)
+            yield
     finally:
-        del storage_class.cuda  # its own; that of its base is there again
-        torch.load = torch.serialization.load = original
         registry = torch.serialization._package_registry  # pyright: ignore[reportPrivateUsage]
         registry[:] = [entry for entry in registry if entry[2] is not restore]
 

@@ -11,13 +11,11 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-import torch
-
 from mpxla.compat import CompatError
 from mpxla.compat.devices import device_backend
 from mpxla.user_lines import at_script_line
 
-__all__ = ["NVTX_FUNCTIONS", "STREAM_FUNCTIONS", "Event", "Stream", "recorded", "synchronize"]
+__all__ = ["NVTX_FUNCTIONS", "STREAM_FUNCTIONS", "Event", "Stream", "synchronize"]
 
 
 def synchronize() -> None:
@@ -111,19 +109,6 @@ _STREAM = Stream()
 @contextlib.contextmanager
 def _use_stream(stream: Any) -> Generator[None]:
     yield
-
-
-@contextlib.contextmanager
-def recorded() -> Generator[None]:
-    """`tensor.record_stream` has no effect until exit: XLA keeps what pending work reads.
-
-    Torch refuses streams of other classes before a function mode sees the call.
-    """
-    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del torch.Tensor.record_stream  # that of its base is there again
 
 
 STREAM_FUNCTIONS: dict[str, Any] = {

@@ -4,8 +4,6 @@ Torch's own texts for such errors hold a page of graph. This module must not kno
 """
 
 import contextlib
-import importlib.util
-import os
 import re
 import traceback
 from collections.abc import Generator, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from mpxla.errors import CaptureError, MpxlaError
+from mpxla.user_lines import is_model_code
 
 __all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines_recorded"]
 
@@ -72,7 +71,7 @@ def user_lines_recorded() -> Generator[None]:
     def kept(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [frame.name for frame in frames]
         inside = frames[names.index("forward") :] if "forward" in names else []
-        chosen = [f for f in inside if f.name == "forward" or _is_users(f.filename)]
+        chosen = [f for f in inside if f.name == "forward" or is_model_code(f.filename)]
         return traceback.StackSummary.from_list(chosen)
 
     tracer._filter_traceback_frames = kept
@@ -87,41 +86,15 @@ def line_of(node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").split("\n")
     for place in range(len(lines) - 1, -1, -1):
         found = _FRAME.fullmatch(lines[place].strip())
-        if found and _is_users(found[1]):
+        if found and is_model_code(found[1]):
             source = "".join(line.strip() for line in lines[place + 1 : place + 2])
             return f" at {found[1]}:{found[2]}: {source}"
     return ""
 
 
 def _user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """`file:line: source` of the innermost frame that is neither torch's nor mpxla's."""
+    """`file:line: source` of the innermost frame that a model may be written in."""
     for frame in reversed(frames):
-        if _is_users(frame.filename):
+        if is_model_code(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
     return None
-
-
-def _is_users(filename: str) -> bool:
-    name = filename.replace("\\", "/")
-    return not any(part in name for part in _NOT_THE_USERS)
-
-
-def _folders(*packages: str) -> Generator[str]:
-    """Where packages are, without importing them; a folder of the user may have such a name."""
-    for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            yield os.path.join(os.path.dirname(spec.origin), "")
-
-
-_NOT_THE_USERS = (
-    *_folders("torch", "torch_xla"),
-    "/mpxla/graph/",
-    "/mpxla/runtime/",
-    "/mpxla/parallel/",
-    "/mpxla/checkpoint/",
-    "/contextlib",
-    "<",
-    "/functools",
-    "importlib",
-)

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Generator
 from types import ModuleType
 
-from mpxla.compat.huggingface.patching import Patches, patched_on_import
+from mpxla.compat.patching import Patches, patched_on_import
 
 __all__ = ["speaks_trainer"]
 

@@ -7,7 +7,7 @@ replica do the same there, so that all of them have the predictions.
 from types import ModuleType
 from typing import Any
 
-from mpxla.compat.huggingface.patching import Patches
+from mpxla.compat.patching import Patches
 from mpxla.log import warn_once
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.whole import whole_copy

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from mpxla.compat.amp import Autocast
+from mpxla.compat.cuda import Autocast
 
 __all__ = ["Played", "Recording", "shadow_of"]
 

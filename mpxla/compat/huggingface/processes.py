@@ -11,7 +11,7 @@ import torch
 
 import mpxla
 from mpxla.compat.devices import device_backend
-from mpxla.compat.huggingface.patching import Patches
+from mpxla.compat.patching import Patches
 from mpxla.parallel.model import DistributedModel
 
 __all__ = ["patch_accelerator", "patch_operations", "patch_optimizer", "patch_state"]

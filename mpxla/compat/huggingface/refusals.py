@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 from mpxla.compat import CompatError
-from mpxla.compat.huggingface.patching import Patches
+from mpxla.compat.patching import Patches
 from mpxla.log import warn_once
 from mpxla.user_lines import at_script_line
 

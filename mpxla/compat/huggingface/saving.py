@@ -14,7 +14,7 @@ import torch
 
 import mpxla
 from mpxla.compat.devices import device_backend
-from mpxla.compat.huggingface.patching import Patches
+from mpxla.compat.patching import Patches
 from mpxla.parallel.model import DistributedModel
 from mpxla.runtime.seeds import generator_state, set_generator_state
 

@@ -47,7 +47,7 @@ def resume_as_scripts_do(folder):
     return losses, run.train(1)
 
 
-@pytest.mark.slow  # compat/test_checkpoint_scripts.py has a shorter one by default
+@pytest.mark.slow  # compat/test_client_scripts.py has a shorter one by default
 def test_client_behaviours_19_and_20(tmp_path):
     expected = run_ranks(save_as_scripts_do, 2, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [

@@ -50,14 +50,14 @@ def refusal(function: Callable[[], Any], kind: type[Exception] = CompatError) ->
     return str(refused.value)
 
 
-def run_plainly(script: str, arguments: list[str]) -> float:
-    """Runs a script by itself and returns its `final_loss`."""
+def run_plainly(script: str, arguments: list[str]) -> Any:
+    """Runs a script by itself and returns its `final_loss`, if it has one."""
     forget_files_beside(script)
     saved = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:
-        return runpy.run_path(script, run_name="__main__")["final_loss"]
+        return runpy.run_path(script, run_name="__main__").get("final_loss")
     finally:
         sys.argv, sys.path[:] = saved
 

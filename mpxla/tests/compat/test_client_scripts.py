@@ -3,11 +3,12 @@
 The scripts assert by themselves. The numbers are those of the list of client behaviours.
 """
 
-import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from mpxla.tests.compat.launching import launch
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -15,16 +16,6 @@ pytestmark = pytest.mark.ranks
 SCRIPTS = Path(__file__).parent / "scripts"
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 REPLICAS = {"pipeline_parallel_degree": 1, "microbatches": 2, "ddp": True}
-
-
-def launch(script, arguments, config):
-    """Runs a script as the launcher does; SageMaker hands the configuration over like this."""
-    import os
-
-    from mpxla.compat.launcher import run_script
-
-    os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(config)
-    run_script(Path(script), arguments)
 
 
 def run_client(name, config, *arguments):
@@ -57,6 +48,16 @@ def test_14_21_groups():
 
 def test_15_16_hooks():
     run_client("hooks", PIPELINE | {"auto_partition": False, "default_partition": 0})
+
+
+def test_19_20_checkpoints(tmp_path):
+    for stage in ("write", "read"):
+        run_client("checkpoints", PIPELINE, stage, str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    files = {"partial.pt_0", "partial.pt_1", "full.pt", "global.pt_0"}
+    assert names == files | {"whole_0.pt", "whole_1.pt"}
+    plain = torch.load(tmp_path / "whole_0.pt")
+    assert set(plain) == {"first.weight", "first.bias", "second.weight", "second.bias"}
 
 
 @pytest.mark.parametrize("config", [PIPELINE, REPLICAS], ids=["pipeline", "replicas"])

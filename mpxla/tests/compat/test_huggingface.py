@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,10 +13,10 @@ import torch
 from mpxla.compat import CompatError
 from mpxla.compat.__main__ import main
 from mpxla.compat.huggingface.batches import cut_batch
-from mpxla.compat.huggingface.patching import Patches, patched_on_import
 from mpxla.compat.huggingface.refusals import patch_arguments
-from mpxla.compat.huggingface.settings import Pipeline, trainer_variables
-from mpxla.tests.compat.launching import inside
+from mpxla.compat.patching import Patches, patched_on_import
+from mpxla.compat.settings import Pipeline, trainer_variables
+from mpxla.tests.compat import launching
 from mpxla.tests.ranks.run import run_ranks_unpooled
 
 SCRIPTS = Path(__file__).parent / "trainer_scripts"
@@ -46,10 +45,8 @@ def run_without_launcher(script, arguments):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
     scale_losses_on_the_host()
-    runpy.run_path(script, run_name="__main__")
+    launching.run_plainly(script, arguments)
 
 
 def scale_losses_on_the_host():
@@ -362,4 +359,4 @@ def differentiate_under_the_launcher():
 
 @pytest.mark.ranks
 def test_functions_of_autograd_are_captured_under_the_launcher():
-    assert inside(differentiate_under_the_launcher) == [[[6.0, 6.0]]]
+    assert launching.inside(differentiate_under_the_launcher) == [[[6.0, 6.0]]]

@@ -11,11 +11,11 @@ import types
 import pytest
 import torch
 
+from mpxla import user_lines
 from mpxla.compat import CompatError
 from mpxla.errors import MpxlaError
 from mpxla.tests.compat.launching import inside, refusal
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.user_lines import is_script_code
 
 pytestmark = pytest.mark.ranks
 
@@ -62,17 +62,18 @@ def name_devices():
     return (
         refusal(lambda: torch.device("cuda:1")),
         refusal(lambda: x.to(3)),
+        refusal(lambda: torch.device("cuda", 2)),
         refusal(lambda: x.type("torch.cuda.HalfTensor")),
         refusal(lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor")),
     )
 
 
 def test_devices():
-    by_name, by_index, by_type, by_default = inside(name_devices)
+    by_name, by_index, by_both, by_type, by_default = inside(name_devices)
     assert "torch.cuda.FloatTensor as the default type cannot be mapped" in by_default
     assert "torch.cuda.HalfTensor cannot be mapped onto an XLA device: use torch.tensor(" in by_type
     assert 'torch.device("cuda:1")' in by_name
-    for text, index in ((by_name, 1), (by_index, 3)):
+    for text, index in ((by_name, 1), (by_index, 3), (by_both, 2)):
         assert f"there is no device cuda:{index}: 1 process(es) run on this host" in text
 
 
@@ -312,18 +313,24 @@ def test_libraries_see_torch_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("path", "is_script"),
+    ("path", "is_script", "is_model"),
     [
-        ("/home/me/train.py", True),
-        ("/home/me/.local/lib/python3.11/site-packages/package/module.py", False),
-        ("/usr/lib/python3/dist-packages/package.py", False),
-        (torch.__file__, False),
-        (argparse.__file__, False),
-        ("<frozen importlib._bootstrap>", False),
+        ("/home/me/train.py", True, True),
+        ("/home/me/torch/importlib_tricks/train.py", True, True),
+        ("<stdin>", True, True),
+        (__file__, True, True),
+        ("/home/me/.local/lib/python3.11/site-packages/package/module.py", False, True),
+        ("/usr/lib/python3/dist-packages/package.py", False, True),
+        (pytest.__file__, False, True),
+        (torch.__file__, False, False),
+        (argparse.__file__, False, False),
+        (user_lines.__file__, False, False),
+        ("<frozen importlib._bootstrap>", False, False),
     ],
 )
-def test_code_of_installed_packages_is_none_of_the_scripts(path, is_script):
-    assert is_script_code(path) is is_script
+def test_whose_file_it_is(path, is_script, is_model):
+    assert user_lines.is_script_code(path) is is_script
+    assert user_lines.is_model_code(path) is is_model
 
 
 # Outside.

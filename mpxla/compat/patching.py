@@ -1,4 +1,4 @@
-"""Replaces attributes of modules when the script imports them, and puts them back at the end."""
+"""Replaces attributes of modules, perhaps when the script imports them, and puts them back."""
 
 import contextlib
 import importlib.abc
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patches", "patched_on_import"]
+__all__ = ["Patches", "patched", "patched_on_import"]
 
 
 class Patches:
@@ -39,6 +39,16 @@ class Patches:
             self._undo.pop()()
 
 
+@contextlib.contextmanager
+def patched() -> Generator[Patches]:
+    """What is replaced within is put back on exit."""
+    patches = Patches()
+    try:
+        yield patches
+    finally:
+        patches.undo()
+
+
 _ABSENT = object()
 Patcher = Callable[[ModuleType, Patches], None]
 
@@ -50,17 +60,16 @@ def patched_on_import(patchers: Mapping[str, Patcher]) -> Generator[None]:
     Args:
         patchers: name of a module -> what changes it.
     """
-    patches = Patches()
-    finder = _Finder(patchers, patches)
-    for name, patch in patchers.items():
-        if name in sys.modules:
-            patch(sys.modules[name], patches)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        patches.undo()
+    with patched() as patches:
+        for name, patch in patchers.items():
+            if name in sys.modules:
+                patch(sys.modules[name], patches)
+        finder = _Finder(patchers, patches)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
