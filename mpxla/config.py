@@ -215,6 +215,11 @@ class Config:
         """The other spelling of `pipeline_parallel_degree`."""
         return self.pipeline_parallel_degree
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether 16-bit parameters are updated on float32 copies."""
+        return self.master_dtype == "float32" and not self.stochastic_rounding
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the value of every key, in the order of the fields."""
         return {name: getattr(self, name) for name in _KINDS}

@@ -28,6 +28,8 @@ _STATE_FACTOR = 4
 """Weight, gradient and two moments of Adam, in units of the weight."""
 _NARROW_STATE_FACTOR = 9
 """The same for a weight of 2 bytes: a master of 4, and gradient and moments of 4 each."""
+_NARROW_STATE_FACTOR_ALONE = 5
+"""Without a master: a weight and moments of 2 bytes, and a gradient that is summed in 4."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def build_problem(
     stateful: frozenset[str] = frozenset(),
     measured_s: Mapping[str, float] | None = None,
     saved: Mapping[str, Collection[SavedTensor]] | None = None,
+    has_masters: bool = True,
 ) -> PartitionProblem:
     """Describes a step to the partitioner.
 
@@ -88,6 +91,7 @@ def build_problem(
         measured_s: seconds of the forward of nodes by name, where they were measured; they take
             the place of estimates.
         saved: what the derivatives of nodes read, by the names of the nodes.
+        has_masters: whether 16-bit parameters are updated in float32.
     """
     flops = _count_flops(step)
     times = _Times(flops, machine, measured_s or {})
@@ -118,7 +122,8 @@ def build_problem(
     held = {role.name: node for node, role in roles.items() if role.name in owned}
     weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
     parameter_bytes = {
-        name: weight_bytes[name] * _state_factor(node.meta["val"]) for name, node in held.items()
+        name: weight_bytes[name] * _state_factor(node.meta["val"], has_masters)
+        for name, node in held.items()
     }
     return PartitionProblem(
         nodes,
@@ -204,12 +209,13 @@ class _Times:
         return max(arithmetic_s, moved_bytes / self.machine.memory_bytes_per_s)
 
 
-def _state_factor(parameter: torch.Tensor) -> int:
+def _state_factor(parameter: torch.Tensor, has_masters: bool) -> int:
     """What is held of a parameter, in units of it."""
     if not parameter.requires_grad:
         return 1
-    is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-    return _NARROW_STATE_FACTOR if is_narrow else _STATE_FACTOR
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return _STATE_FACTOR
+    return _NARROW_STATE_FACTOR if has_masters else _NARROW_STATE_FACTOR_ALONE
 
 
 def _derivatives(node: fx.Node) -> float:

@@ -275,9 +275,7 @@ class Models:
 
 def _master_dtype(session: Session) -> torch.dtype | None:
     """In what 16-bit parameters are updated, if not in their own type."""
-    config = session.config
-    is_wide = config.master_dtype == "float32" and not config.stochastic_rounding
-    return torch.float32 if is_wide else None
+    return torch.float32 if session.config.has_masters else None
 
 
 def cut_report(cut: CutStep) -> str:

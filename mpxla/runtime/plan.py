@@ -179,7 +179,7 @@ def cut_step(
     placement = placement_of(config)
     if saved is None:
         saved = saved_tensors(step, lowering) if _weighs_memory(config, len(placement)) else {}
-    problem = build_problem(step, machine, stateful, measured_s, saved)
+    problem = build_problem(step, machine, stateful, measured_s, saved, config.has_masters)
     is_first = not fixed
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
     degree = config.pipeline_parallel_degree

@@ -114,9 +114,19 @@ BOUND = 0.02
 bfloat16 over the microbatches are beyond it."""
 
 
-def test_the_bound_tells_sums_in_bfloat16_apart():
-    _, masters = train_bf16_plainly(20)
-    assert distance(train_bf16_plainly(20, BF16)[1], masters) > 2 * BOUND
+LOSS_BOUND = 0.005
+"""The same for the losses of these steps, relative."""
+
+
+def farthest(losses, expected):
+    return max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+
+
+def test_the_bounds_tell_sums_in_bfloat16_apart():
+    expected, masters = train_bf16_plainly(20)
+    losses, worse = train_bf16_plainly(20, BF16)
+    assert distance(worse, masters) > 2 * BOUND
+    assert farthest(losses, expected) > 2 * LOSS_BOUND
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,7 @@ def test_bf16_trains_as_plain_pytorch_with_masters(config, num_ranks):
         assert all(m.dtype is F32 for m in found)
         assert distance(found, masters) < BOUND
         if not config.get("ddp"):
-            torch.testing.assert_close(results[0][0], losses, rtol=0.01, atol=0)
+            assert farthest(results[0][0], losses) < LOSS_BOUND
     compute = [value.float() for value in results[0][2].values()]
     assert {value.dtype for value in results[0][2].values()} == {BF16}
     # The compute copy rounds the masters.
@@ -164,6 +174,186 @@ def test_a_model_in_bfloat16_is_trained_as_with_the_key():
     # One starts from the masters' values, the other from what the model had left of them.
     assert all(m.dtype is F32 for m in own[0][1])
     torch.testing.assert_close(own[0][1], keyed[0][1], rtol=0, atol=5e-3)
+
+
+def losses_of_odd_counts(dtype_of_loss):
+    """Masters after steps whose model computes its loss in bfloat16, or in float32."""
+    import mpxla as smp
+
+    smp.init({"microbatches": 3})
+    model = smp.DistributedModel(made().to(BF16))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(model, x, y):
+        loss = F.cross_entropy(model(x.to(BF16)).to(dtype_of_loss), y)
+        model.backward(loss)
+
+    for number in range(3):
+        x, y = data(number, 12)
+        optimizer.zero_grad()
+        step(model, x, y)
+        optimizer.step()
+    found = masters_of(optimizer)
+    smp.shutdown()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
+def test_three_microbatches_are_a_third_each(dtype):
+    """A third of a loss in bfloat16 is off by 2^-9 at the most, in plain PyTorch as well."""
+    masters = [p.detach().to(BF16).float() for p in made().parameters()]
+    model = made().to(BF16)
+    for number in range(3):
+        sums = [torch.zeros_like(m) for m in masters]
+        for x, y in zip(*(part.chunk(3) for part in data(number, 12)), strict=True):
+            loss = F.cross_entropy(model(x.to(BF16)).to(dtype), y) / 3
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            sums = [s + g.float() for s, g in zip(sums, found, strict=True)]
+        with torch.no_grad():
+            for master, parameter, gradient in zip(masters, model.parameters(), sums, strict=True):
+                master -= 0.5 * gradient
+                parameter.copy_(master)
+    (found,) = run_ranks(losses_of_odd_counts, 1, dtype)
+    assert distance(found, masters) < BOUND
+
+
+# --- how many bytes travel ------------------------------------------------------------------------
+
+
+def bytes_of_a_step(config, autocast=False):
+    import mpxla as smp
+
+    smp.init({"microbatches": 2, **config})
+    torch.manual_seed(5)
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model, x):
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+            model.backward(model(x).float().square().mean())
+
+    sent = []
+    for _ in range(3):
+        step(model, torch.ones(512, 64))
+        optimizer.step()
+        sent.append(smp.metrics()["bytes_sent"])
+    smp.shutdown()
+    return sent[2] - sent[1]
+
+
+def bytes_of_stages():
+    ways = [({}, False), ({"bf16": True}, False), ({"fp16": True}, False), ({}, True)]
+    return [bytes_of_a_step({"pipeline_parallel_degree": 2, **keys}, on) for keys, on in ways]
+
+
+def bytes_of_replicas():
+    narrow = {"bf16": True, "reduction_dtype": "bfloat16"}
+    sharded = {"shard_optimizer_state": True}
+    ways = [{}, {"bf16": True}, narrow, sharded, {**sharded, **narrow}]
+    return [bytes_of_a_step({"ddp": True, **keys}) for keys in ways]
+
+
+@pytest.mark.slow
+def test_messages_between_stages_are_halved():
+    for whole, *halves in run_ranks(bytes_of_stages, 2):
+        assert whole >= 2 * 256 * 64 * 4  # [256, 64] of two microbatches, this way or that way
+        for half in halves:
+            assert half == pytest.approx(whole / 2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_messages_over_replicas_are_halved():
+    num_parameters = 4 * (64 * 64 + 64)
+    for plain, summed, narrow, sharded, both in run_ranks(bytes_of_replicas, 2):
+        # Gradients travel in float32, in which they are added up, unless the key says otherwise.
+        assert plain == pytest.approx(num_parameters * 4, rel=0.05)
+        assert summed == pytest.approx(plain, rel=0.01)
+        assert narrow == pytest.approx(plain / 2, rel=0.01)
+        assert both == pytest.approx(sharded / 2, rel=0.05)
+
+
+# --- other ways to a model in 16 bits -------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Large enough for parameters to be created late."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 3000), nn.Linear(3000, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def wide_made(how):
+    import mpxla as smp
+
+    torch.manual_seed(6)
+    if how == "created":
+        with smp.model_creation(dtype=BF16):
+            return Wide()
+    if how == "delayed":
+        with smp.delay_param_initialization():
+            return Wide()
+    if how == "default":
+        torch.set_default_dtype(BF16)
+        try:
+            return Wide()
+        finally:
+            torch.set_default_dtype(F32)
+    return Wide()
+
+
+def train_made(how, keys):
+    import mpxla as smp
+
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": 2, **keys})
+    raw = wide_made(how)
+    num_late = [p.device.type for p in raw.parameters()].count("meta")
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = next(p.dtype for p in raw.parameters())
+
+    @smp.step
+    def step(model, x, y):
+        loss = F.cross_entropy(model(x.to(own)).float(), y)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(3):
+        optimizer.zero_grad()
+        losses.append(step(model, *data(number, 8)).reduce_mean().item())
+        optimizer.step()
+    masters = masters_of(optimizer)
+    smp.shutdown()
+    return num_late, own, losses, masters
+
+
+def train_in_every_way():
+    bf16, late = {"bf16": True}, {"delayed_parameter_initialization": True}
+    return [
+        (train_made("default", {}), train_made("created", {})),
+        (train_made("plain", bf16), train_made("delayed", bf16)),
+        (train_made("plain", bf16), train_made("plain", {**bf16, **late})),
+        (train_made("plain", {"fp16": True}), train_made("plain", {"fp16_params": True})),
+    ]
+
+
+@pytest.mark.slow
+def test_late_creation_and_fp16_params_give_the_same_training():
+    for pairs in run_ranks(train_in_every_way, 2, timeout_s=300):
+        for (early, other), is_late in zip(pairs, (True, True, True, False), strict=True):
+            assert (other[0] > 0) == is_late and early[0] == 0
+            assert early[1] is other[1] is (BF16 if is_late else F16)
+            assert early[2] == other[2], "bitwise"
+            assert all(m.dtype is F32 for m in other[3])
+            torch.testing.assert_close(early[3], other[3], rtol=0, atol=0)
 
 
 # --- float16: loss scales, and overflow on one rank -----------------------------------------------

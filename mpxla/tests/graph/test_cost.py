@@ -14,14 +14,14 @@ pytestmark = pytest.mark.unit
 MACHINE = MachineModel(flops_per_s=1.0, memory_bytes_per_s=1e12, link_bytes_per_s=1.0, task_s=0.0)
 
 
-def captured_step(model, is_training):
+def captured_step(model, is_training, dtype=torch.float32):
     def step(leaves):
         loss = model(leaves[0]).sum()
         if is_training:
             current_recorder().backward(loss)
         return loss
 
-    leaves = (TensorLeaf((4, 6), torch.float32),)
+    leaves = (TensorLeaf((4, 6), dtype),)
     return capture_step(step, model, leaves, ModelState(model).canonical_names)
 
 
@@ -103,3 +103,14 @@ def test_operator_with_several_results_is_one_unit_that_changes_its_buffers():
 def test_parameters_weigh_as_much_as_training_them_does():
     problem = problem_of(nn.Linear(6, 5))
     assert problem.parameter_bytes == {"weight": 4 * 30 * 4, "bias": 4 * 5 * 4}
+
+
+def test_masters_count_where_there_are_some():
+    """Bytes per parameter: 2 + 4 + 4 + 8 with a master, 2 + 4 + 4 without, 16 in float32."""
+    step = captured_step(nn.Linear(6, 5).to(torch.bfloat16), True, torch.bfloat16)
+    for has_masters, each in ((True, 18), (False, 10)):
+        problem = build_problem(step, MACHINE, has_masters=has_masters)
+        assert problem.parameter_bytes == {"weight": 30 * each, "bias": 5 * each}
+        assert problem.weight_bytes == {"weight": 30 * 2, "bias": 5 * 2}
+    plain = build_problem(captured_step(nn.Linear(6, 5), True), MACHINE, has_masters=False)
+    assert plain.parameter_bytes == {"weight": 30 * 16, "bias": 5 * 16}
