@@ -5,8 +5,9 @@
 
 The GPT of the other benchmarks on one rank. Every row runs in a process of its own, in turns with
 the others; times are CPU seconds of the process, which other work on the machine changes little.
-`keep` holds what is dear to compute again, `each` checkpoints every block, a percentage limits what
-is held to that share of `keep`, and `recompute` holds what the stage takes in.
+`keep` holds what is dear to compute again, `each` checkpoints every block, `half way` limits what
+is held to the mean of these two, a percentage to that share of `keep`, and `recompute` holds what
+the stage takes in.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from typing import Any
 from launch import run_ranks
 from models import GPTCase
 
-MODES = ("keep", "75%", "50%", "each", "25%", "10%", "recompute")
+MODES = ("keep", "each", "half way", "75%", "50%", "25%", "recompute")
 
 
-def train(mode: str, args: argparse.Namespace, kept_bytes: int) -> dict[str, Any]:
+def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Times steps of one mode; prints nothing."""
     import torch
 
@@ -34,7 +35,9 @@ def train(mode: str, args: argparse.Namespace, kept_bytes: int) -> dict[str, Any
 
     memory: Any = "recompute" if mode == "recompute" else "keep"
     if mode.endswith("%"):
-        memory = kept_bytes * int(mode[:-1]) // 100
+        memory = args.kept * int(mode[:-1]) // 100
+    if mode == "half way":
+        memory = (args.kept + args.checkpointed) // 2
     smp.init({"microbatches": args.microbatches, "activation_memory": memory})
     case = GPTCase(**json.loads(args.case))
     model = smp.DistributedModel(case.model())
@@ -71,8 +74,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for repetition in range(args.repetitions):
         for mode in MODES:
-            kept = found.get("keep", {}).get("bytes", 0)
-            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--kept", str(kept)]
+            sizes = [str(found.get(one, {}).get("bytes", 0)) for one in ("keep", "each")]
+            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
+            command += ["--kept", sizes[0], "--checkpointed", sizes[1]]
             (result,) = run_ranks(mode, command, 1)
             times = found.get(mode, {}).get("times_s", [])
             found[mode] = {**result, "times_s": times + result["times_s"]}
@@ -108,29 +112,37 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def picture(found: dict[str, dict[str, Any]]) -> str:
-    """The table as SVG: live bytes to the right, step time upwards, both relative to `keep`."""
+def draw(found: dict[str, dict[str, Any]], path: Path, pyplot: Any) -> None:
+    """Draws live bytes to the right and step time upwards, both relative to `keep`."""
     kept = found["keep"]
     base = statistics.median(kept["times_s"])
-    points = {
-        mode: (one["bytes"] / kept["bytes"], statistics.median(one["times_s"]) / base)
+    points = sorted(
+        (one["bytes"] / kept["bytes"], mode, [time / base for time in one["times_s"]])
         for mode, one in found.items()
-    }
-    height = max(y for _, y in points.values()) - 1.0 or 1.0
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return 60 + 460 * x, 280 - 220 * (y - 1.0) / height
-
-    marks = ["<line x1='60' y1='290' x2='540' y2='290' stroke='gray'/>"]
-    for mode, point in sorted(points.items(), key=lambda one: one[1]):
-        x, y = place(*point)
-        marks.append(f"<circle cx='{x:.0f}' cy='{y:.0f}' r='4'/>")
-        marks.append(f"<text x='{x + 6:.0f}' y='{y - 6:.0f}'>{mode} {point[1]:.2f}</text>")
-    for tenth in (0, 25, 50, 75, 100):
-        marks.append(f"<text x='{place(tenth / 100, 1)[0]:.0f}' y='308'>{tenth}%</text>")
-    title = "<text x='60' y='24'>step time against live activation bytes, relative to keep</text>"
-    head = "<svg xmlns='http://www.w3.org/2000/svg' width='620' height='320' font-size='12'>"
-    return "\n".join([head, title, *marks, "</svg>\n"])
+    )
+    figure, axis = pyplot.subplots(figsize=(7.5, 4.2))
+    budgets = [one for one in points if one[1] != "each"]
+    axis.plot(
+        [100 * share for share, _, _ in budgets],
+        [statistics.median(times) for _, _, times in budgets],
+        color="#8fb5dd",
+        zorder=1,
+    )
+    for share, mode, times in points:
+        middle = statistics.median(times)
+        spread = [[middle - min(times)], [max(times) - middle]]
+        colour = "#3a8a4d" if mode == "each" else "#3b75af"
+        axis.errorbar(100 * share, middle, yerr=spread, fmt="o", color=colour, capsize=3)
+        text = f"{mode} {middle:.2f}"
+        axis.annotate(text, (100 * share, middle), (6, 6), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("live bytes of activations, % of keep")
+    axis.set_ylabel("CPU seconds of a step / those of keep")
+    axis.set_xlim(0, 112)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -143,13 +155,17 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="also draw it, as SVG")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--kept", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.mode:
-        print("RESULT " + json.dumps(train(args.mode, args, args.kept)))
+        print("RESULT " + json.dumps(train(args.mode, args)))
         return
+    from mpxla.cli.drawing import import_pyplot
+
+    pyplot = import_pyplot() if args.picture else None  # if it is missing, say so at once
     found = measure(args)
     if args.picture:
-        args.picture.write_text(picture(found))
+        draw(found, args.picture, pyplot)
     print(report(found, args))
 
 

@@ -94,9 +94,11 @@ class Config:
     skip_tracing: bool = key(False, boolean())
     """Ignored."""
     offload_activations: bool = key(False, boolean())
-    """Keep checkpointed activations in host memory."""
+    """Move what forwards save to host memory until shortly before their backward, beside programs;
+    with checkpointed modules, that is what these still hold."""
     activation_loading_horizon: int = key(4, integer(1))
-    """Ignored."""
+    """With `offload_activations`: how many forwards and backwards of its rank before its own
+    backward a microbatch comes back. Fewer hold less on the device, more hide slower copies."""
     delayed_parameter_initialization: bool = key(False, boolean())
     """Create parameters only after partitioning, on the rank that owns them."""
     sharded_data_parallel_degree: int = key(1, integer(1))

@@ -47,8 +47,6 @@ IGNORED_KEYS = {
     "contiguous": "it is for TensorFlow only",
     "skip_tracing": "the step is captured without running it or allocating memory, so there is no "
     "tracing step to skip",
-    "activation_loading_horizon": "it only paces offload_activations, and XLA orders its own "
-    "transfers",
     "static_mode": _UNDOCUMENTED,
     "fast_mode": _UNDOCUMENTED,
     "checkpoint_attentions": "choose modules with smp.set_activation_checkpointing instead",

@@ -179,10 +179,9 @@ _IDLE_RULES = (
         for key in _SHARDING_KEYS
     ),
     Rule(
-        ("offload_activations",),
-        lambda v, given: v["offload_activations"],
-        "offload_activations has no effect yet: activations stay on the device, which takes more "
-        "memory there and gives the same results",
+        ("activation_loading_horizon", "offload_activations"),
+        lambda v, given: "activation_loading_horizon" in given and not v["offload_activations"],
+        "activation_loading_horizon has no effect, because offload_activations is False",
     ),
     Rule(
         ("default_partition", "auto_partition"),

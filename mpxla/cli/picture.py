@@ -24,13 +24,18 @@ _COLOURS = {
 }
 _WAIT = "#d9534f"
 _ROW_INCHES = 0.55
+_MEMORY_ROWS = 1.8
+"""Height of the memory below a timeline, in rows of ranks."""
 _WIDTH_INCHES = 14.0
 _DOTS_PER_INCH = 130
 _CHARACTER_INCHES = 0.075
 
 
 def draw_timelines(
-    panels: Sequence[tuple[str, Timeline]], path: Path, us_per_unit: float = 1e6
+    panels: Sequence[tuple[str, Timeline]],
+    path: Path,
+    us_per_unit: float = 1e6,
+    memory: Sequence[Sequence[Sequence[tuple[float, int]]]] = (),
 ) -> None:
     """Draws timelines below each other on one time axis.
 
@@ -38,15 +43,19 @@ def draw_timelines(
         panels: (title, timeline) of every panel.
         path: PNG file to write.
         us_per_unit: microseconds per unit; the axis is in milliseconds if it is 1e6 (seconds).
+        memory: per panel and rank, (time, bytes of saved activations from then on), which are drawn
+            below the panel; none are by default.
 
     Raises:
         MpxlaError: matplotlib is not installed.
     """
     pyplot = import_pyplot()
-    rows = [max(len(timeline.spans), 1) for _, timeline in panels]
-    height = sum(rows) * _ROW_INCHES + 1.1 * len(panels) + 0.3
+    rows = [float(max(len(timeline.spans), 1)) for _, timeline in panels]
+    if memory:
+        rows = [part for count in rows for part in (count, _MEMORY_ROWS)]
+    height = sum(rows) * _ROW_INCHES + 1.1 * len(rows) + 0.3
     figure, axes = pyplot.subplots(
-        len(panels),
+        len(rows),
         1,
         figsize=(_WIDTH_INCHES, height),
         sharex=True,
@@ -56,7 +65,10 @@ def draw_timelines(
     is_time = us_per_unit == 1e6
     scale = 1e3 if is_time else 1.0
     end = max((timeline.makespan for _, timeline in panels), default=0.0) * scale or 1.0
-    for axis, (title, timeline) in zip(axes[:, 0], panels, strict=True):
+    each = 2 if memory else 1
+    for axis, curves in zip(axes[1::2, 0], memory, strict=False):
+        _draw_memory(axis, curves, scale)
+    for axis, (title, timeline) in zip(axes[::each, 0], panels, strict=True):
         _draw(axis, timeline, scale, end)
         axis.set_title(f"{title}   (bubble {100 * timeline.bubble:.1f} %)", loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("ms" if is_time else "units of time")
@@ -88,6 +100,19 @@ def _draw(axis: Any, timeline: Timeline, scale: float, end: float) -> None:
     axis.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axis.tick_params(labelsize=8)
     for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_memory(axis: Any, curves: Sequence[Sequence[tuple[float, int]]], scale: float) -> None:
+    """Bytes over time: a line per rank."""
+    for rank, curve in enumerate(curves):
+        times, sizes = [time * scale for time, _ in curve], [size / 1e6 for _, size in curve]
+        axis.step(times, sizes, where="post", linewidth=1.2, label=f"rank {rank}")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("saved, MB", fontsize=8)
+    axis.legend(loc="upper right", frameon=False, fontsize=7)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
 

@@ -178,6 +178,8 @@ def _search(
             active_microbatches=candidate.active_microbatches,
             memory_weight=config.memory_weight,
             activation_memory=kept,
+            offload_activations=config.offload_activations,
+            activation_loading_horizon=config.activation_loading_horizon,
         )
 
     def costs_of(candidate: Candidate) -> StepCosts:
@@ -196,8 +198,9 @@ def _search(
         return roughly[kind]
 
     limit = None if limit_gib is None else int(limit_gib * 2**30)
-    fitting = search(ranks, tried, rough_costs_of, limit)
-    best = search(ranks, [row.candidate for row in fitting[:_SHOWN]], costs_of, limit)
+    horizon = config.activation_loading_horizon if config.offload_activations else None
+    fitting = search(ranks, tried, rough_costs_of, limit, horizon)
+    best = search(ranks, [row.candidate for row in fitting[:_SHOWN]], costs_of, limit, horizon)
     rows = [("step, ms", "bubble, %", "fullest rank", "schedule")]
     for row in best:
         step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))

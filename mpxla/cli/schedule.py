@@ -9,6 +9,7 @@ from mpxla.config import Config
 from mpxla.config_keys import PIPELINES
 from mpxla.schedule.action import Action, format_schedule
 from mpxla.schedule.choice import custom_schedule, placement_of
+from mpxla.schedule.copies import add_copies, has_copies
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication
 from mpxla.schedule.render import render_text
@@ -49,6 +50,12 @@ def schedule_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule-file", type=Path, metavar="FILE", help="text of a schedule of your own"
     )
+    parser.add_argument(
+        "--offload",
+        type=int,
+        metavar="H",
+        help="offload_activations with this activation_loading_horizon",
+    )
 
 
 def schedule_keys(options: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +67,8 @@ def schedule_keys(options: argparse.Namespace) -> dict[str, Any]:
         "virtual_pipeline_degree": options.virtual,
         "active_microbatches": options.active,
     }
+    if options.offload is not None:
+        keys |= {"offload_activations": True, "activation_loading_horizon": options.offload}
     if options.schedule_file is not None:
         keys |= {"pipeline": "custom", "schedule": options.schedule_file.read_text()}
     return keys
@@ -97,4 +106,6 @@ def timeline_of(
         active = config.active_microbatches
         lists = generate(config.pipeline, config.microbatches, placement, active, True)
         lists = add_communication(lists, placement, edges, back)
+    if config.offload_activations and not has_copies(lists):
+        lists = add_copies(lists, config.activation_loading_horizon)
     return lists, simulate(lists, placement, edges, back, costs, rendezvous)

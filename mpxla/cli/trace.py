@@ -31,13 +31,15 @@ def run(options: argparse.Namespace) -> None:
     from mpxla.runtime.trace import (
         load_trace,
         measured_costs,
+        measured_memory,
         measured_timeline,
         pipelines,
+        predicted_memory,
         predicted_timeline,
     )
 
     ranks = load_trace(options.file)
-    panels = []
+    panels, memory = [], []
     for group in pipelines(ranks):
         number = _step_number(options.step, min(len(rank["steps"]) for rank in group))
         steps = [rank["steps"][number] for rank in group]
@@ -57,12 +59,13 @@ def run(options: argparse.Namespace) -> None:
             (f"{title}: measured", measured),
             (f"{title}: predicted from operation counts", predicted),
         ]
+        memory += [measured_memory(group, number), predicted_memory(group, number, predicted)]
     if options.output is not None:
         if options.output.suffix != ".png":
             raise MpxlaError(f"{options.output}: trace draws PNG files. Use the ending .png.")
         from mpxla.cli.picture import draw_timelines
 
-        draw_timelines(panels, options.output)
+        draw_timelines(panels, options.output, memory=memory)
         print(f"wrote {options.output}")
 
 
@@ -109,7 +112,7 @@ class _Spent:
 
 def _spent(step: Mapping[str, Any]) -> _Spent:
     spent = _Spent()
-    for text, begin, dispatched, end, waits in step["actions"]:
+    for text, begin, dispatched, end, waits, _ in step["actions"]:
         for stage, start, arrived, ready in waits:
             spent.waits[stage] = spent.waits.get(stage, 0.0) + arrived - start
             spent.transfer += ready - arrived

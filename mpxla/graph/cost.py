@@ -40,6 +40,8 @@ class MachineModel:
     memory_bytes_per_s: float = 1e10
     link_bytes_per_s: float = 1e9
     """Between two ranks, copies on both sides included."""
+    host_bytes_per_s: float = 5e9
+    """Between the memories of a device and its host."""
     task_s: float = 2e-6
     """Fixed cost of a node."""
 

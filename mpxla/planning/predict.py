@@ -113,7 +113,7 @@ def memory_of(layout: Layout, num_microbatches: int, costs: StepCosts) -> tuple[
 
     def figures(count: int) -> list[float]:
         lists = compute_lists(layout.stages, layout.candidate(count))
-        peaks = peak_bytes(lists, costs.saved_bytes, costs.kept_bytes)
+        peaks = peak_bytes(lists, costs.held)
         return [a + b for a, b in zip(peaks, costs.fixed_bytes, strict=True)]
 
     return tuple(map(round, _extended(layout, num_microbatches, figures)))

@@ -21,6 +21,7 @@ from mpxla.planning.memory import (
     working_bytes,
 )
 from mpxla.planning.transformer import Transformer
+from mpxla.schedule.analysis import StageBytes
 from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
@@ -208,7 +209,8 @@ def step_costs(work: Work) -> StepCosts:
     for stage, size in enumerate(parameter_bytes(model, layout)):
         fixed[placement[stage]] += size
     saved, kept = saved_bytes(model, layout), kept_bytes(model, layout)
-    return StepCosts(costs, forward, backward, saved, kept, tuple(map(round, fixed)))
+    held = [StageBytes(one, two, two) for one, two in zip(saved, kept, strict=True)]
+    return StepCosts(costs, forward, backward, held, tuple(map(round, fixed)))
 
 
 def _sum(count: int, layer: Part, *ends: Part | bool) -> Part:

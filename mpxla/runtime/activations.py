@@ -7,8 +7,9 @@ executor counts: saved values of all microbatches in flight, and what waits betw
 a split backward.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -19,12 +20,12 @@ from mpxla.errors import ConfigError
 from mpxla.log import get_logger
 from mpxla.runtime.saved import held_bytes
 from mpxla.schedule.action import Action, Op
-from mpxla.schedule.analysis import peak_bytes
+from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.spec import StageSpec
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
-__all__ = ["PlannedStage", "plan_stages", "recomputed_nodes"]
+__all__ = ["PlannedStage", "plan_stages", "recomputed_nodes", "stage_bytes"]
 
 _SHARES = tuple(part / 8 for part in range(8, -1, -1))
 """What is tried, from everything to nothing; the first that fits is then refined."""
@@ -127,13 +128,23 @@ def _within(
     return best
 
 
-def _peak(stages: dict[int, PlannedStage], actions: Sequence[Action]) -> int:
-    count = max(stages, default=-1) + 1
-    held = [(0, 0, 0)] * count
+def _peak(stages: Mapping[int, PlannedStage], actions: Sequence[Action]) -> int:
+    return peak_bytes([actions], stage_bytes(stages))[0]
+
+
+class _Stage(Protocol):
+    @property
+    def lowered(self) -> LoweredStage: ...
+    @property
+    def split(self) -> SplitBackward | None: ...
+
+
+def stage_bytes(stages: Mapping[int, _Stage]) -> list[StageBytes]:
+    """What the stages of a rank hold of one microbatch, by index; nothing for those of others."""
+    held = [StageBytes()] * (max(stages, default=-1) + 1)
     for index, stage in stages.items():
-        held[index] = held_bytes(stage.lowered, stage.split)
-    saved, kept, made = zip(*held, strict=True) if held else ((), (), ())
-    return peak_bytes([actions], saved, kept, made)[0]
+        held[index] = held_bytes(stage.lowered, stage.split, 0 in stages)
+    return held
 
 
 def _too_little(
@@ -149,12 +160,12 @@ def _too_little(
         for index, stage in stages.items()
     }
     index = max(alone, key=lambda stage: alone[stage])
-    per_microbatch, kept, _ = held_bytes(stages[index].lowered, stages[index].split)
-    between = f" and {kept} between the parts of a backward" if stages[index].split else ""
+    one = stage_bytes(stages)[index]
+    between = f" and {one.kept} between the parts of a backward" if stages[index].split else ""
     return ConfigError(
         f"activation_memory: {limit} bytes are too few for pipeline rank {pp_rank}, which keeps at "
         f"least {least} with this schedule. Stage {index} takes most of them, {alone[index]}: "
-        f"{per_microbatch} for every microbatch in flight{between}. Give activation_memory at "
+        f"{one.saved} for every microbatch in flight{between}. Give activation_memory at "
         f"least {least}, smaller microbatches (a larger `microbatches`), or a schedule with fewer "
         f"of them in flight (`active_microbatches`)."
     )

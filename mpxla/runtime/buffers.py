@@ -3,12 +3,14 @@
 Three kinds: values that a stage reads (activations from earlier stages, step inputs), saved values
 between a stage's forward and backward, and gradients on their way back. Every entry is taken out by
 its last reader. The peak number of microbatches with saved values is recorded per stage, and their
-bytes for the whole rank, because the schedule and the forecast promise bounds for them.
+bytes for the whole rank, because the schedule and the forecast promise bounds for them. In between,
+saved values may be on the host (`host_copies.py`).
 """
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ class LiveValues:
         saved_bytes: bytes of the saved values of all microbatches, each tensor once; parameters,
             buffers and constants, which are there anyway, are left out.
         peak_saved_bytes: most of them at a time.
+        host_bytes: bytes of saved values that are on the host instead.
+        peak_host_bytes: most of them at a time.
         wait_s: seconds spent waiting for messages.
         receive_s: CPU seconds of the calling thread for messages: to wake up and to take them in.
     """
@@ -43,6 +47,9 @@ class LiveValues:
         self._holders: Counter[int] = Counter()
         self.saved_bytes = 0
         self.peak_saved_bytes = 0
+        self._away: dict[tuple[int, int], _Away] = {}
+        self.host_bytes = 0
+        self.peak_host_bytes = 0
         self.wait_s = 0.0
         self.receive_s = 0.0
 
@@ -94,16 +101,78 @@ class LiveValues:
 
         Their bytes count until `release`: they exist while the program that reads them runs.
         """
+        key = stage, microbatch
         self._in_flight[stage] -= 1
-        return self._saved.pop((stage, microbatch))
+        saved = self._saved.pop(key)
+        if key not in self._away:
+            return saved
+        away = self._away.pop(key)
+        self.host_bytes -= away.num_bytes
+        loaded = away.arrival()
+        for value in loaded:
+            self._own[key][id(value)] = value
+            self._holders[id(value)] += 1
+        return [
+            value if place is None else loaded[place]
+            for value, place in zip(saved, away.places, strict=True)
+        ]
+
+    def own(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        """The saved values of (stage, microbatch) that exist once per microbatch, each once."""
+        return list(self._own[stage, microbatch].values())
+
+    def move_out(
+        self, stage: int, microbatch: int, names: Sequence[int], copies: Sequence[torch.Tensor]
+    ) -> None:
+        """Lets go of saved values that were copied to the host.
+
+        Args:
+            stage: whose forward saved them.
+            microbatch: which one.
+            names: their identities.
+            copies: what is kept instead.
+        """
+        key = stage, microbatch
+        number = {name: place for place, name in enumerate(names)}
+        places = [number.get(id(value)) for value in self._saved[key]]
+        pairs = zip(self._saved[key], places, strict=True)
+        self._saved[key] = [value if place is None else None for value, place in pairs]
+        for name in names:
+            self._drop(name, self._own[key].pop(name))
+        self._away[key] = away = _Away(places, list(copies))
+        self.host_bytes += away.num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
+    def on_host(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        """What was moved out."""
+        return self._away[stage, microbatch].copies
+
+    def move_in(
+        self, stage: int, microbatch: int, arrival: Callable[[], list[torch.Tensor]]
+    ) -> None:
+        """What was moved out is on its way back: its memory on the device is taken.
+
+        Args:
+            stage: whose backward reads it.
+            microbatch: which one.
+            arrival: waits for it.
+        """
+        away = self._away[stage, microbatch]
+        away.arrival = arrival
+        self.saved_bytes += away.num_bytes
+        self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
 
     def release(self, stage: int, microbatch: int) -> None:
         """The program that reads the saved values of (stage, microbatch) was started."""
-        for key, value in self._own.pop((stage, microbatch), {}).items():
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self.saved_bytes -= value.nbytes
+        for name, value in self._own.pop((stage, microbatch), {}).items():
+            self._drop(name, value)
+
+    def _drop(self, name: int, value: Any) -> None:
+        """One of those that hold a value lets go of it."""
+        self._holders[name] -= 1
+        if not self._holders[name]:
+            del self._holders[name]
+            self.saved_bytes -= value.nbytes
 
     def _count(self, key: tuple[int, int], own: dict[int, Any]) -> None:
         """Adds to the bytes; what (stage, microbatch) had saved before goes after that."""
@@ -116,4 +185,24 @@ class LiveValues:
 
     def is_empty(self) -> bool:
         """Whether everything stored was read."""
-        return not (self._values or self._arrivals or self._saved)
+        return not (self._values or self._arrivals or self._saved or self._away)
+
+
+@dataclass
+class _Away:
+    """Saved values of one microbatch on the host.
+
+    Attributes:
+        places: for every saved value its number among the copies, or None for those that stayed.
+        copies: on the host.
+        arrival: waits for them on the device, once they are on their way back.
+    """
+
+    places: list[int | None]
+    copies: list[torch.Tensor]
+    arrival: Callable[[], list[torch.Tensor]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all copies."""
+        return sum(copy.nbytes for copy in self.copies)

@@ -230,7 +230,8 @@ class StepEngine:
             self._session.lifeline.check()  # all messages may be there, and their sender gone
         recorder, progress = self._session.recorder, self._session.progress
         if recorder is not None:
-            recorder.begin_step(signature.function, describe_plan(runner.plan, self._group))
+            description = describe_plan(runner.plan, self._group, self._pp_rank)
+            recorder.begin_step(signature.function, description)
         count = signature.num_microbatches
         returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
         self.last_used = runner.models

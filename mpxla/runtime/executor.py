@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from mpxla.comm.stall import Progress
-from mpxla.device.backend import Executable
+from mpxla.device.backend import Backend, Executable
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
+from mpxla.runtime.host_copies import HostCopies
 from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op
+from mpxla.schedule.copies import has_copies, offloads_done
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
@@ -102,6 +104,7 @@ class StepRun:
             in messages (`values.receive_s`). (Wall time would count the device's work where both
             share a core.)
         num_tasks: how many of them were started.
+        copies: moves saved values to the host and back, if the schedule says so.
         recorder: notes what runs when, while a profile is taken.
         progress: knows the running action, for the case that nothing moves any more.
     """
@@ -117,6 +120,7 @@ class StepRun:
     values: LiveValues = field(default_factory=LiveValues)
     dispatch_s: float = 0.0
     num_tasks: int = 0
+    copies: HostCopies | None = None
     recorder: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -125,6 +129,7 @@ class StepRun:
         self.tensors, self.inputs, self.seeds, self.objective_seed = {}, (), {}, None
         # Not `clear`: who fetches results later has the same dictionary.
         self.accumulators, self.results, self.prepared = {}, {}, {}
+        self.copies = None
 
 
 class Executor:
@@ -137,6 +142,7 @@ class Executor:
         link: sends and receives between ranks.
         on_reduce: called with a stage whose gradients are complete.
         input_leaves: which values that a stage reads are step inputs: stage -> name -> leaf.
+        backend: of the device, for schedules that move saved values to the host.
     """
 
     def __init__(
@@ -147,7 +153,9 @@ class Executor:
         link: StageLink,
         on_reduce: Callable[[int, StepRun], None],
         input_leaves: Mapping[int, Mapping[str, int]],
+        backend: Backend | None = None,
     ):
+        self._backend = backend
         self._input_leaves = input_leaves
         self._stages = stages
         self._forward = {(t.source, t.target): t for t in forward_transfers}
@@ -164,6 +172,8 @@ class Executor:
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
             Op.RECV_BACKWARD: self._receive_backward,
+            Op.OFFLOAD: self._offload,
+            Op.LOAD: self._load,
             Op.REDUCE: self._reduce,
         }
 
@@ -174,16 +184,34 @@ class Executor:
             MpxlaError: with a note that names the action that failed.
         """
         self._held = {}
+        if not has_copies([actions]):
+            self._run_all(actions, step, {})
+            return
+        assert self._backend is not None, "who runs such schedules gives it"
+        note = None if step.recorder is None else step.recorder.note_copy
+        step.copies = HostCopies(step.values, self._backend, note)
+        try:
+            self._run_all(actions, step, offloads_done(actions))
+        finally:
+            step.copies.close()
+
+    def _run_all(
+        self, actions: Sequence[Action], step: StepRun, done: Mapping[int, Sequence[Action]]
+    ) -> None:
+        """Runs actions; `done` says which offloads have to be complete before each of them."""
         step.progress.begin(actions, self._describe)
         if 0 not in self._stages:  # the first inputs are still being computed elsewhere
             for stage in self._stages.values():
                 self._prepared(stage, step)
         for index, action in enumerate(actions):
             step.progress.at(index)
+            for offload in done.get(index, ()):
+                with _blame(offload):
+                    step.copies.complete(offload)
             with _blame(action):
                 if step.recorder is not None:
                     handler = functools.partial(self._handlers[action.op], action, step)
-                    step.recorder.run(action, handler)
+                    step.recorder.run(action, handler, step.values)
                 elif action.op.is_compute:
                     self._run_timed(action, step)
                 else:
@@ -343,6 +371,12 @@ class Executor:
             return str(action)
         shapes = ", ".join(str(list(spec.shape)) for spec in transfer.specs)
         return f"{action} {shapes}"
+
+    def _offload(self, action: Action, step: StepRun) -> None:
+        step.copies.offload(action, step.inputs[action.microbatch] if step.inputs else ())
+
+    def _load(self, action: Action, step: StepRun) -> None:
+        step.copies.load(action)
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]

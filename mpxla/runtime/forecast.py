@@ -100,7 +100,7 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
         schedule,
         _timeline(cut, schedule, costs.costs),
         costs,
-        peak_bytes(schedule, costs.saved_bytes, costs.kept_bytes, costs.made_bytes),
+        peak_bytes(schedule, costs.held),
         link_bytes(schedule, cut.placement, num_bytes),
         tuple(_programs(cut, lowered, splits)),
     )
@@ -148,20 +148,23 @@ def _step_costs(
         lowered: every stage, for what it really saves.
         splits: the split backwards among them.
     """
-    held = [held_bytes(stage, splits.get(stage.spec.index)) for stage in lowered]
-    saved, kept, made = zip(*held, strict=True)
+    first = cut.placement[0]
+    held = [
+        held_bytes(stage, splits.get(stage.spec.index), cut.placement[stage.spec.index] == first)
+        for stage in lowered
+    ]
+    costs = _with_recomputation(stage_costs(cut, machine), cut, lowered)
+    copies = [stage.moved / machine.host_bytes_per_s for stage in held]
     fixed = [0] * cut.partition.num_ranks
     for name, ranks in cut.partition.parameter_ranks.items():
         for rank in ranks:
             fixed[rank] += cut.partition.parameter_bytes[name]
     return StepCosts(
-        _with_recomputation(stage_costs(cut, machine), cut, lowered),
+        replace(costs, copy=copies),
         frozenset((t.source, t.target) for t in cut.forward),
         frozenset((t.source, t.target) for t in cut.backward),
-        saved,
-        kept,
+        held,
         fixed,
-        made,
     )
 
 

@@ -24,11 +24,12 @@ from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import get_logger, warn_once
-from mpxla.runtime.activations import PlannedStage, plan_stages
+from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.action import Action, format_schedule
+from mpxla.schedule.analysis import StageBytes, held_over_time
 from mpxla.schedule.choice import (
     compute_actions,
     custom_schedule,
@@ -36,6 +37,7 @@ from mpxla.schedule.choice import (
     paces,
     placement_of,
 )
+from mpxla.schedule.copies import add_copies, has_copies
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.flat import FlatShard
@@ -262,20 +264,24 @@ def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...
         schedule = add_communication(compute, cut.placement, forward, backward)
         if is_training:
             schedule = add_reduce(schedule, cut.placement)
+    if config.offload_activations and not has_copies(schedule):
+        schedule = add_copies(schedule, config.activation_loading_horizon)
     simulate(schedule, cut.placement, forward, backward)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
 
 
-def describe_plan(plan: StepPlan, group: Sequence[int]) -> dict[str, object]:
+def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[str, object]:
     """A plan and its estimated costs as plain data, for traces.
 
     Args:
         plan: what runs.
         group: global ranks of the pipeline.
+        pp_rank: this rank, of whose stages it is known what they hold.
     """
-    cut = plan.cut
-    costs = stage_costs(cut, MachineModel())
+    cut, machine = plan.cut, MachineModel()
+    costs = stage_costs(cut, machine)
+    held = [*stage_bytes(plan.programs), *([StageBytes()] * len(cut.stages))][: len(cut.stages)]
     return {
         "ranks": list(group),
         "placement": list(cut.placement),
@@ -286,6 +292,8 @@ def describe_plan(plan: StepPlan, group: Sequence[int]) -> dict[str, object]:
         "backward": costs.backward,
         "input_gradient": costs.input_gradient,
         "transfer": [(*edge, seconds) for edge, seconds in costs.transfer.items()],
+        "copy": [one.moved / machine.host_bytes_per_s for one in held],
+        "held_bytes": [after for _, after in held_over_time(plan.schedule[pp_rank], held)],
     }
 
 

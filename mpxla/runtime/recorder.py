@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mpxla.runtime.buffers import LiveValues
 from mpxla.schedule.action import Action
 
-__all__ = ["ActionRecord", "Recorder", "StepRecord", "Wait"]
+__all__ = ["ActionRecord", "CopyRecord", "Recorder", "StepRecord", "Wait"]
 
 
 @dataclass
@@ -40,6 +41,7 @@ class ActionRecord:
         begin: when its turn came.
         dispatched: when its program was started, or the message handed over.
         end: when its program was done.
+        held_bytes: saved activations on the device after it.
         waits: messages that it waited for before it started its program.
     """
 
@@ -47,7 +49,23 @@ class ActionRecord:
     begin: float
     dispatched: float
     end: float
+    held_bytes: int = 0
     waits: list[Wait] = field(default_factory=list)
+
+
+@dataclass
+class CopyRecord:
+    """One copy of saved values to the host or back, beside the actions.
+
+    Attributes:
+        action: the text of the action that began it.
+        begin: when its turn came in its direction.
+        end: when it was done.
+    """
+
+    action: str
+    begin: float
+    end: float
 
 
 @dataclass
@@ -59,6 +77,7 @@ class StepRecord:
         begin: when the call began.
         end: when it returned.
         actions: what the rank did, in order.
+        copies: of saved values, in the order in which they were done.
         plan: what was going to run, as plain data, from `describe_plan`.
     """
 
@@ -66,6 +85,7 @@ class StepRecord:
     begin: float
     end: float = 0.0
     actions: list[ActionRecord] = field(default_factory=list)
+    copies: list[CopyRecord] = field(default_factory=list)
     plan: dict[str, object] = field(default_factory=dict)
 
 
@@ -91,16 +111,21 @@ class Recorder:
         self._wait_for_device()
         self.steps[-1].end = time.monotonic()
 
-    def run(self, action: Action, handler: Callable[[], None]) -> None:
-        """Runs an action by its handler and notes its times."""
+    def run(self, action: Action, handler: Callable[[], None], values: LiveValues) -> None:
+        """Runs an action by its handler and notes its times, and what is held of `values` then."""
         self._waits = []
         begin = time.monotonic()
         handler()
         dispatched = time.monotonic()
         if action.op.is_compute:
             self._wait_for_device()
-        record = ActionRecord(str(action), begin, dispatched, time.monotonic(), self._waits)
+        end, held = time.monotonic(), values.saved_bytes
+        record = ActionRecord(str(action), begin, dispatched, end, held, self._waits)
         self.steps[-1].actions.append(record)
+
+    def note_copy(self, action: Action, begin: float, end: float) -> None:
+        """Saved values were moved; called by the threads that copy."""
+        self.steps[-1].copies.append(CopyRecord(str(action), begin, end))
 
     def note_wait(self, wait: Wait) -> None:
         """The running action waited for a message."""

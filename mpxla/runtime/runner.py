@@ -72,7 +72,7 @@ class PlanRunner:
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
         }
         self._executor = Executor(
-            plan.programs, cut.forward, cut.backward, link, self._reduce, leaves
+            plan.programs, cut.forward, cut.backward, link, self._reduce, leaves, backend
         )
 
     def run(

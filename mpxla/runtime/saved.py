@@ -22,6 +22,7 @@ from mpxla.graph.partition import SavedTensor
 from mpxla.graph.regions import Region, region_of
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, module_path
+from mpxla.schedule.analysis import StageBytes
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.spec import StageSpec
@@ -72,22 +73,20 @@ def saved_bytes(lowered: LoweredStage) -> int:
     )
 
 
-def held_bytes(lowered: LoweredStage, split: SplitBackward | None) -> tuple[int, int, int]:
+def held_bytes(lowered: LoweredStage, split: SplitBackward | None, has_inputs: bool) -> StageBytes:
     """What a stage keeps of one microbatch.
 
     Args:
         lowered: the stage.
         split: the two parts of its backward, if it is split.
-
-    Returns:
-        Bytes from the forward to the backward; bytes between the parts; those of them that the
-        first part makes.
+        has_inputs: whether the inputs of the step are on its rank, for all of the step.
     """
     saved = saved_bytes(lowered)
+    moved = saved - _input_bytes(lowered) if has_inputs else saved
     if split is None:
-        return saved, saved, 0
+        return StageBytes(saved, saved, 0, moved)
     if split.weight_part is None:
-        return saved, 0, 0
+        return StageBytes(saved, 0, 0, moved)
     own = [
         lowered.saved_specs[s.output].num_bytes
         if s.output is not None
@@ -102,7 +101,14 @@ def held_bytes(lowered: LoweredStage, split: SplitBackward | None) -> tuple[int,
         places[lowered.saved[place] if place < len(own) else place] = place
     new = sum(sizes[place] for place in places.values() if place >= len(own))
     kept = sum(sizes[place] for place in places.values())
-    return saved, split.crossing_bytes + kept, split.crossing_bytes + new
+    return StageBytes(saved, split.crossing_bytes + kept, split.crossing_bytes + new, moved)
+
+
+def _input_bytes(lowered: LoweredStage) -> int:
+    """Bytes of the step's inputs that a stage keeps, each once."""
+    first, ports = lowered.spec.first_input, lowered.spec.inputs
+    own = {s.argument for s in lowered.saved if s.argument is not None and s.argument >= first}
+    return sum(lowered.forward_inputs[a].num_bytes for a in own if ports[a - first].source is None)
 
 
 def _is_activation(lowered: LoweredStage, argument: int) -> bool:

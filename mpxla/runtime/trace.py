@@ -2,8 +2,10 @@
 
 Layout of the file, beside `traceEvents`, which is for viewers:
 
-    "mpxla": {"version": 1, "ranks": [{"rank", "steps": [{"name", "begin", "end", "plan",
-              "actions": [[text, begin, dispatched, end, [[stage, begin, arrived, end], ...]]]}]}]}
+    "mpxla": {"version": 2, "ranks": [{"rank", "steps": [{"name", "begin", "end", "plan",
+              "actions": [[text, begin, dispatched, end, [[stage, begin, arrived, end], ...],
+                           saved bytes on the device after it]],
+              "copies": [[text, begin, end]]}]}]}
 
 Times are seconds since the first recorded step began anywhere. Ranks of one host share a clock;
 another host's is taken to agree at the end of its first step, which all its ranks end together.
@@ -23,17 +25,25 @@ from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
 
 __all__ = [
+    "Curve",
     "describe_rank",
     "load_trace",
     "measured_costs",
+    "measured_memory",
     "measured_timeline",
     "merge_ranks",
     "pipelines",
+    "predicted_memory",
     "predicted_timeline",
 ]
 
-VERSION = 1
-_MEASURED, _PREDICTED = 1, 0
+VERSION = 2
+_COPIES, _MEASURED, _PREDICTED = 2, 1, 0
+_PROCESSES = {
+    _PREDICTED: "predicted",
+    _MEASURED: "measured",
+    _COPIES: "copies to and from the host",
+}
 
 
 def describe_rank(rank: int, host: str, steps: Sequence[StepRecord]) -> dict[str, Any]:
@@ -51,9 +61,11 @@ def describe_rank(rank: int, host: str, steps: Sequence[StepRecord]) -> dict[str
                     [
                         *(a.action, a.begin, a.dispatched, a.end),
                         [[w.peer, w.begin, w.arrived, w.end] for w in a.waits],
+                        a.held_bytes,
                     ]
                     for a in step.actions
                 ],
+                "copies": [[copy.action, copy.begin, copy.end] for copy in step.copies],
             }
             for step in steps
         ],
@@ -90,6 +102,8 @@ def _shift(rank: dict[str, Any], offset: float) -> None:
             action[1:4] = [time + offset for time in action[1:4]]
             for wait in action[4]:
                 wait[1:4] = [time + offset for time in wait[1:4]]
+        for copy in step["copies"]:
+            copy[1:3] = [time + offset for time in copy[1:3]]
 
 
 def load_trace(path: Path) -> list[dict[str, Any]]:
@@ -169,6 +183,7 @@ def predicted_timeline(plan: Mapping[str, Any], costs: Costs | None = None) -> T
             plan["backward"],
             transfer,
             input_gradient=plan["input_gradient"],
+            copy=plan["copy"],
         )
     forward = {(a, b) for a, b in plan["forward_edges"]}
     backward = {(a, b) for a, b in plan["backward_edges"]}
@@ -176,9 +191,38 @@ def predicted_timeline(plan: Mapping[str, Any], costs: Costs | None = None) -> T
     return simulate(schedule, plan["placement"], forward, backward, costs, rendezvous=False)
 
 
+Curve = list[tuple[float, int]]
+"""(seconds, bytes from then on) of one rank."""
+
+
+def measured_memory(ranks: Sequence[Mapping[str, Any]], step: int) -> list[Curve]:
+    """Saved activations of the ranks of one pipeline over a step, from its begin on."""
+    steps = [rank["steps"][step] for rank in ranks]
+    zero = min(s["begin"] for s in steps)
+    return [[(0.0, 0), *((a[3] - zero, a[5]) for a in s["actions"])] for s in steps]
+
+
+def predicted_memory(
+    ranks: Sequence[Mapping[str, Any]], step: int, timeline: Timeline
+) -> list[Curve]:
+    """The same by the forecast, at the times of a predicted timeline."""
+    return _predicted_memory([rank["steps"][step] for rank in ranks], timeline)
+
+
+def _predicted_memory(steps: Sequence[Mapping[str, Any]], timeline: Timeline) -> list[Curve]:
+    held = (step["plan"]["held_bytes"] for step in steps)
+    return [
+        [(0.0, 0), *zip(ends, sizes, strict=True)]
+        for ends, sizes in zip(timeline.ends, held, strict=True)
+    ]
+
+
 def _events(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for pid, name in ((_PREDICTED, "predicted"), (_MEASURED, "measured")):
+    has_copies = any(step["copies"] for rank in ranks for step in rank["steps"])
+    for pid, name in _PROCESSES.items():
+        if pid == _COPIES and not has_copies:
+            continue
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
     for rank in ranks:
         thread = {"ph": "M", "pid": _MEASURED, "tid": rank["rank"]}
@@ -186,6 +230,9 @@ def _events(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for step in rank["steps"]:
             for action in step["actions"]:
                 events += _action_events(rank["rank"], *action)
+            for text, begin, end in step["copies"]:
+                copy = _slice(text, "copy", begin, end)
+                events.append({"ph": "X", "pid": _COPIES, "tid": rank["rank"]} | copy)
     for group in pipelines(ranks):
         for index in range(min(len(rank["steps"]) for rank in group)):
             events += _prediction_events(group, index)
@@ -203,7 +250,13 @@ def pipelines(ranks: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 
 
 def _action_events(
-    rank: int, text: str, begin: float, dispatched: float, end: float, waits: Sequence[Any]
+    rank: int,
+    text: str,
+    begin: float,
+    dispatched: float,
+    end: float,
+    waits: Sequence[Any],
+    held_bytes: int,
 ) -> list[dict[str, Any]]:
     action = parse_action(text)
     place = {"ph": "X", "pid": _MEASURED, "tid": rank}
@@ -214,7 +267,14 @@ def _action_events(
     started = max([begin, *(wait[3] for wait in waits)])
     details = {"dispatch_us": round((dispatched - started) * 1e6)}
     span = _slice(text, action.op.name.lower(), started, end)
-    return [*found, place | span | {"args": details}]
+    counter = _counter(_MEASURED, rank, end, held_bytes)
+    return [*found, place | span | {"args": details}, counter]
+
+
+def _counter(pid: int, rank: int, time: float, held_bytes: int) -> dict[str, Any]:
+    """Saved activations of a rank from a time on; a viewer draws them as a curve."""
+    name = {"ph": "C", "name": f"activations of rank {rank}", "pid": pid, "tid": rank}
+    return name | {"ts": time * 1e6, "args": {"bytes": held_bytes}}
 
 
 def _slice(name: str, category: str, begin: float, end: float) -> dict[str, Any]:
@@ -225,8 +285,13 @@ def _prediction_events(group: Sequence[Mapping[str, Any]], index: int) -> list[d
     """The prediction of a step, from when it really began."""
     steps = [rank["steps"][index] for rank in group]
     zero = min(step["begin"] for step in steps)
-    trace = chrome_trace(predicted_timeline(steps[0]["plan"]), us_per_unit=1e6)
-    found: list[dict[str, Any]] = []
+    timeline = predicted_timeline(steps[0]["plan"])
+    trace = chrome_trace(timeline, us_per_unit=1e6)
+    found = [
+        _counter(_PREDICTED, rank["rank"], zero + time, held)
+        for rank, curve in zip(group, _predicted_memory(steps, timeline), strict=True)
+        for time, held in curve
+    ]
     for event in trace["traceEvents"]:
         if event["name"] == "process_name":
             continue

@@ -10,8 +10,9 @@ The notation for compute ("2F0": stage 2, forward, microbatch 0) is that of
 torch.distributed.pipelining; transfers also name the stage at the other end, because a value may
 skip stages. A backward may be split in two (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
 2024): "2I0" gives the gradients of the stage's inputs, which other stages wait for, and "2W0" those
-of its weights, which nobody waits for. This module must not know how schedules come about or what
-carries them out.
+of its weights, which nobody waits for. "2OFFLOAD0" begins to move what the forward saved to the
+host, and "2LOAD0" back, while programs run. This module must not know how schedules come about or
+what carries them out.
 """
 
 import re
@@ -43,6 +44,10 @@ class Op(StrEnum):
     """Sends the gradients of values that came from an earlier stage."""
     RECV_BACKWARD = "RECV_B"
     """Receives gradients from a later stage."""
+    OFFLOAD = "OFFLOAD"
+    """Begins to move what a forward saved to the host, see `copies`."""
+    LOAD = "LOAD"
+    """Begins to bring it back for the backward."""
     REDUCE = "REDUCE"
     """All gradients of the stage are complete: they may be reduced over data parallelism."""
 
@@ -50,6 +55,11 @@ class Op(StrEnum):
     def is_compute(self) -> bool:
         """Whether the action runs a stage's program."""
         return self in _COMPUTES
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the action moves saved values between the device and the host."""
+        return self in (Op.OFFLOAD, Op.LOAD)
 
     @property
     def begins_backward(self) -> bool:
@@ -125,7 +135,7 @@ class Action(NamedTuple):
 
 
 _PATTERN = re.compile(
-    r"(?P<stage>\d+)(?:(?P<reduce>REDUCE)|(?P<compute>[FBIW])(?P<computed>\d+)"
+    r"(?P<stage>\d+)(?:(?P<reduce>REDUCE)|(?P<work>[FBIW]|OFFLOAD|LOAD)(?P<done>\d+)"
     r"|(?P<transfer>SEND_[FB]|RECV_[FB])(?P<moved>\d+)(?P<arrow>[<>])(?P<peer>\d+))",
     re.ASCII,
 )
@@ -145,13 +155,14 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(
             f"{text!r} is not an action. Write stage, operation and microbatch: 2F0, 2B0, "
-            "2I0, 2W0, 0SEND_F2>1, 1RECV_F2<0, 1SEND_B2>0, 0RECV_B2<1 or 0REDUCE."
+            "2I0, 2W0, 0SEND_F2>1, 1RECV_F2<0, 1SEND_B2>0, 0RECV_B2<1, 2OFFLOAD0, 2LOAD0 or "
+            "0REDUCE."
         )
     stage = int(match["stage"])
     if match["reduce"]:
         return Action(stage, Op.REDUCE)
-    if match["compute"]:
-        return Action(stage, Op(match["compute"]), int(match["computed"]))
+    if match["work"]:
+        return Action(stage, Op(match["work"]), int(match["done"]))
     action = Action(stage, Op(match["transfer"]), int(match["moved"]), int(match["peer"]))
     if str(action) != text:
         raise ScheduleError(

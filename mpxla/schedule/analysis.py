@@ -3,55 +3,84 @@
 Works on simulated and on measured timelines alike. This module must not know where costs come from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from mpxla.schedule.action import Action, Op
+from mpxla.schedule.copies import offloads_done
 from mpxla.schedule.dataflow import Dataflow, Edge
 from mpxla.schedule.timeline import Span, Timeline
 
-__all__ = ["critical_path", "link_bytes", "peak_bytes"]
+__all__ = ["StageBytes", "critical_path", "held_over_time", "link_bytes", "peak_bytes"]
 
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
 
+class StageBytes(NamedTuple):
+    """What a stage holds of one microbatch, in bytes.
+
+    Attributes:
+        saved: what a forward keeps for its backward.
+        kept: what the first part of a split backward keeps for the second.
+        made: what of `kept` is not among the saved values.
+        moved: what of `saved` an offload moves to the host.
+    """
+
+    saved: int = 0
+    kept: int = 0
+    made: int = 0
+    moved: int = 0
+
+
 def peak_bytes(
-    schedule: Sequence[Sequence[Action]],
-    saved_bytes: Sequence[int],
-    kept_bytes: Sequence[int] | None = None,
-    made_bytes: Sequence[int] | None = None,
+    schedule: Sequence[Sequence[Action]], stages: Sequence[StageBytes]
 ) -> tuple[int, ...]:
-    """Most bytes of activations that every rank holds at a time.
+    """Most bytes of activations that every rank's device holds at a time.
 
     Args:
         schedule: actions of every rank.
-        saved_bytes: per stage, what a forward keeps for its backward, for one microbatch.
-        kept_bytes: per stage, what the first part of a split backward keeps for the second; the
-            same as `saved_bytes` by default.
-        made_bytes: per stage, what of it is not among the saved values; all of it by default.
+        stages: what each stage holds.
 
     Returns:
         One number per rank.
     """
-    kept_bytes = saved_bytes if kept_bytes is None else kept_bytes
-    made_bytes = kept_bytes if made_bytes is None else made_bytes
-    peaks: list[int] = []
-    for actions in schedule:
-        trains = any(action.op.begins_backward for action in actions)
-        held = peak = 0
-        for stage, op, _, _ in actions:
-            if op is Op.FORWARD and trains:
-                held += saved_bytes[stage]
-            elif op is Op.INPUT_GRADIENT:
-                # What it reads and what it makes exist while the program runs.
-                peak = max(peak, held + made_bytes[stage])
-                held += kept_bytes[stage] - saved_bytes[stage]
-            elif op is Op.WEIGHT_GRADIENT:
-                held -= kept_bytes[stage]
-            elif op is Op.BACKWARD:
-                held -= saved_bytes[stage]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(
+        max((most for most, _ in held_over_time(actions, stages)), default=0)
+        for actions in schedule
+    )
+
+
+def held_over_time(
+    actions: Sequence[Action], stages: Sequence[StageBytes]
+) -> Iterator[tuple[int, int]]:
+    """Bytes of activations on a rank's device, action by action.
+
+    Args:
+        actions: of one rank.
+        stages: what each stage of the pipeline holds.
+
+    Yields:
+        The most while an action runs, and what is held after it.
+    """
+    trains = any(action.op.begins_backward for action in actions)
+    done = offloads_done(actions)
+    held = 0
+    for step, (stage, op, _, _) in enumerate(actions):
+        held -= sum(stages[offload.stage].moved for offload in done.get(step, ()))
+        one, most = stages[stage], held
+        if op is Op.FORWARD and trains:
+            held += one.saved
+        elif op is Op.INPUT_GRADIENT:
+            # What it reads and what it makes exist while the program runs.
+            most = held + one.made
+            held += one.kept - one.saved
+        elif op is Op.WEIGHT_GRADIENT:
+            held -= one.kept
+        elif op is Op.BACKWARD:
+            held -= one.saved
+        elif op is Op.LOAD:
+            held += one.moved
+        yield max(most, held), held
 
 
 def link_bytes(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action
-from mpxla.schedule.analysis import peak_bytes
+from mpxla.schedule.analysis import StageBytes, peak_bytes
+from mpxla.schedule.copies import add_copies
 from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
@@ -55,19 +56,15 @@ class StepCosts:
         costs: durations in seconds.
         forward_edges: (source, destination) stages of values.
         backward_edges: (source, destination) stages of gradients.
-        saved_bytes: per stage, activations kept for one microbatch.
-        kept_bytes: per stage, what a split backward keeps for its second part.
+        held: per stage, activations of one microbatch.
         fixed_bytes: per rank, parameters, gradients and optimizer state.
-        made_bytes: per stage, what of `kept_bytes` is not in `saved_bytes`; None for all of it.
     """
 
     costs: Costs
     forward_edges: frozenset[Edge]
     backward_edges: frozenset[Edge]
-    saved_bytes: Sequence[int]
-    kept_bytes: Sequence[int]
+    held: Sequence[StageBytes]
     fixed_bytes: Sequence[int]
-    made_bytes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,7 @@ def search(
     tried: Iterable[Candidate],
     costs_of: Callable[[Candidate], StepCosts],
     memory_limit_bytes: int | None = None,
+    horizon: int | None = None,
 ) -> list[Found]:
     """Simulates candidates and sorts those that fit into memory, the fastest first.
 
@@ -134,6 +132,8 @@ def search(
         tried: candidates.
         costs_of: gives the costs of a step cut for a candidate.
         memory_limit_bytes: most bytes on any rank; None: no limit.
+        horizon: how many computes before their backward saved values come back from the host; None:
+            they stay on the device.
 
     Returns:
         What fits; of equally fast ones the one with less memory first.
@@ -141,7 +141,7 @@ def search(
     Raises:
         ScheduleError: nothing fits; the text says what comes nearest.
     """
-    found = [_try(num_ranks, candidate, costs_of(candidate)) for candidate in tried]
+    found = [_try(num_ranks, candidate, costs_of(candidate), horizon) for candidate in tried]
     limit = memory_limit_bytes
     fitting = [f for f in found if limit is None or max(f.rank_bytes) <= limit]
     if not fitting:
@@ -177,19 +177,24 @@ def compute_lists(num_ranks: int, candidate: Candidate) -> Lists:
 # Steps of other costs, such as other widths of a model, have the same lists.
 @functools.lru_cache(maxsize=16)
 def _all_lists(
-    num_ranks: int, candidate: Candidate, forward: frozenset[Edge], backward: frozenset[Edge]
+    num_ranks: int,
+    candidate: Candidate,
+    forward: frozenset[Edge],
+    backward: frozenset[Edge],
+    horizon: int | None,
 ) -> Lists:
-    """The same with transfers and reductions."""
+    """The same with transfers, reductions and copies."""
     placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     lists = add_communication(compute_lists(num_ranks, candidate), placement, forward, backward)
-    return tuple(map(tuple, add_reduce(lists, placement)))
+    lists = add_reduce(lists, placement)
+    return tuple(map(tuple, lists if horizon is None else add_copies(lists, horizon)))
 
 
-def _try(num_ranks: int, candidate: Candidate, step: StepCosts) -> Found:
+def _try(num_ranks: int, candidate: Candidate, step: StepCosts, horizon: int | None) -> Found:
     placement = place_stages(candidate.pipeline, num_ranks, candidate.stages_per_rank)
     edges = step.forward_edges, step.backward_edges
-    schedule = _all_lists(num_ranks, candidate, *edges)
+    schedule = _all_lists(num_ranks, candidate, *edges, horizon)
     timeline = simulate(schedule, placement, *edges, step.costs, rendezvous=False)
-    peaks = peak_bytes(schedule, step.saved_bytes, step.kept_bytes, step.made_bytes)
+    peaks = peak_bytes(schedule, step.held)
     rank_bytes = tuple(a + b for a, b in zip(peaks, step.fixed_bytes, strict=True))
     return Found(candidate, timeline.makespan, timeline.bubble, rank_bytes)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import OTHER_END, Action, Op
+from mpxla.schedule.copies import has_copies, offloads_done
 from mpxla.schedule.dataflow import Dataflow, Edge, Kind
 from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.timeline import Timeline
@@ -45,6 +46,8 @@ class Costs:
         transfer: cost of a transfer, for all edges or by (source, destination) stage of what
             travels; edges that are not named cost nothing.
         reduce: cost of a reduction, for all stages or one number per stage.
+        copy: cost of moving what a stage saved for one microbatch to the host, or back; for all
+            stages or one number per stage. It runs beside programs.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -53,6 +56,7 @@ class Costs:
     reduce: float | Sequence[float] = 0.0
     input_gradient: float | Sequence[float] | None = None
     weight_gradient: float | Sequence[float] | None = None
+    copy: float | Sequence[float] = 0.0
 
     def per_stage(self, num_stages: int) -> dict[Op, list[float]]:
         """Costs of what has no peer, by operation, one number per stage if lengths are right."""
@@ -72,6 +76,8 @@ class Costs:
             if self.weight_gradient is None
             else spread(self.weight_gradient),
             Op.REDUCE: spread(self.reduce),
+            Op.OFFLOAD: spread(self.copy),
+            Op.LOAD: spread(self.copy),
         }
 
 
@@ -158,6 +164,9 @@ class _Run:
         self.clock = [0.0] * len(schedule)
         self.starts: list[list[float]] = [[] for _ in schedule]
         self.ends: list[list[float]] = [[] for _ in schedule]
+        self.copies = [
+            _Copies(actions, durations) if has_copies([actions]) else None for actions in schedule
+        ]
 
     def timeline(self) -> Timeline:
         """Runs until nobody can go on.
@@ -218,10 +227,12 @@ class _RendezvousRun(_Run):
     def advance(self, rank: int, ready: list[int]) -> None:
         clock, durations, waiting = self.clock, self.durations, self._waiting
         actions, now = self.schedule[rank], clock[rank]
-        starts, ends = self.starts[rank], self.ends[rank]
+        starts, ends, copies = self.starts[rank], self.ends[rank], self.copies[rank]
         for step in range(len(ends), len(actions)):
             action = actions[step]
             stage, op, microbatch, peer = action
+            if copies is not None:
+                now = copies.begin(step, action, now)
             if peer is not None:
                 # Each end waits under its own name and looks for the other's, as a plain tuple.
                 other = waiting.pop((peer, OTHER_END[op], microbatch, stage), None)
@@ -234,7 +245,7 @@ class _RendezvousRun(_Run):
                 self.ends[other].append(clock[other])
                 ready.append(other)
             starts.append(now)
-            now += durations[stage, op, peer]
+            now += 0.0 if op.is_copy else durations[stage, op, peer]
             ends.append(now)
         clock[rank] = now
 
@@ -242,6 +253,28 @@ class _RendezvousRun(_Run):
         action = self.schedule[rank][len(self.ends[rank])].other_end()
         other = self.placement[action.stage]
         return other, action, f"rank {other} to reach {action}"
+
+
+class _Copies:
+    """Copies of one rank to and from the host: one after another in each direction."""
+
+    def __init__(self, actions: Sequence[Action], durations: _Durations):
+        self._durations = durations
+        self._done = offloads_done(actions)
+        self._free = {Op.OFFLOAD: 0.0, Op.LOAD: 0.0}
+        self._ends: dict[Action, float] = {}
+
+    def begin(self, step: int, action: Action, now: float) -> float:
+        """When an action that is ready can begin; a copy then runs by itself."""
+        awaited = [*self._done.get(step, ())]
+        if action.op.begins_backward:
+            awaited.append(action._replace(op=Op.LOAD))
+        now = max([now, *(self._ends.get(copy, 0.0) for copy in awaited)])
+        if action.op.is_copy:
+            begin = max(now, self._free[action.op])
+            end = begin + self._durations[action.stage, action.op, None]
+            self._free[action.op] = self._ends[action] = end
+        return now
 
 
 _Message = tuple[int, Op, int | None, int]
@@ -295,6 +328,7 @@ class _BufferedRun(_Run):
 
     def advance(self, rank: int, ready: list[int]) -> None:
         actions, ends, now = self.schedule[rank], self.ends[rank], self.clock[rank]
+        copies = self.copies[rank]
         for step in range(len(ends), len(actions)):
             action = actions[step]
             start = now
@@ -304,7 +338,10 @@ class _BufferedRun(_Run):
                     self._waiting[missing] = rank
                     break
                 start = max(now, arrival)
-                now = start + self.durations[action.stage, action.op, None]
+                if copies is not None:
+                    start = copies.begin(step, action, start)
+                is_copy = action.op.is_copy
+                now = start + (0.0 if is_copy else self.durations[action.stage, action.op, None])
             elif action.op in _SENDS:
                 self._depart(action, now, ready)
             self.starts[rank].append(start)

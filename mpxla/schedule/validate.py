@@ -5,7 +5,7 @@ own rank. So data dependencies are a matter of order within one list, and only t
 the lists fit together (deadlock) is left to the simulator. This module must not know time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
@@ -50,16 +50,17 @@ def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:
     forwards = [a.microbatch for actions in schedule for a in actions if a.op is Op.FORWARD]
     num_microbatches = 1 + max((m for m in forwards if m is not None), default=0)
     reduces = any(action.op is Op.REDUCE for actions in schedule for action in actions)
+    copying = {a.stage for actions in schedule for a in actions if a.op.is_copy}
     found = [
         _check_order(schedule, rank, _steps(rules, num_microbatches, reduces), rules, flow)
-        for rank, rules in enumerate(_rules(flow, len(schedule)))
+        for rank, rules in enumerate(_rules(flow, len(schedule), copying))
     ]
     for rank, steps in enumerate(found):
         missing = [
             str(Action(kind.stage, kind.op, _microbatch(kind, slot), kind.peer))
             for kind, slots in steps.items()
             for slot, step in enumerate(slots)
-            if step == _NOT_YET
+            if step == _NOT_YET and not kind.op.is_copy
         ]
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -72,7 +73,7 @@ def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:
             raise ScheduleError(format_failure(schedule, failing, headline))
 
 
-def _rules(flow: Dataflow, num_ranks: int) -> list[_Rules]:
+def _rules(flow: Dataflow, num_ranks: int, copying: Collection[int]) -> list[_Rules]:
     """What each rank does for a microbatch, and what must come before on the same rank."""
     rules: list[_Rules] = [{} for _ in range(num_ranks)]
     placement = flow.placement
@@ -91,6 +92,11 @@ def _rules(flow: Dataflow, num_ranks: int) -> list[_Rules]:
         rules[placement[stage]][Kind(stage, op, peer)] = (produced,)
         other = Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD
         rules[placement[peer]][Kind(peer, other, stage)] = ()
+    for stage in copying if flow.training else ():
+        if stage in range(len(placement)):
+            own, offload = rules[placement[stage]], Kind(stage, Op.OFFLOAD)
+            own[offload] = (Kind(stage, Op.FORWARD),)
+            own[Kind(stage, Op.LOAD)] = (offload,)
     return rules
 
 
@@ -140,12 +146,29 @@ def _check_order(
                     need = Action(need.stage, need.op, slot, need.peer)
                     problem = _unmet(action, need, schedule[rank])
                     break
+            else:
+                problem = _lost(action, steps, flow)
         if problem is not None:
             headline = f"Rank {rank}, step {step}, {action}: {problem}."
             raise ScheduleError(format_failure(schedule, Cell(rank, step), headline))
         assert slots is not None
         slots[slot] = step
     return steps
+
+
+def _lost(action: Action, steps: _Steps, flow: Dataflow) -> str | None:
+    """Says why saved values are not where an action looks for them: on the device."""
+    stage, op, slot, _ = action
+    offloaded = steps.get(Kind(stage, Op.OFFLOAD))
+    if slot is None or offloaded is None:
+        return None
+    backward = flow.gradient_op(stage)
+    if op.is_copy and steps[Kind(stage, backward)][slot] != _NOT_YET:
+        return f"{stage}{backward}{slot} has read the saved values before. Put it before that"
+    is_away = offloaded[slot] != _NOT_YET and steps[Kind(stage, Op.LOAD)][slot] == _NOT_YET
+    if op is backward and is_away:
+        return f"its saved values are on the host. Put {stage}LOAD{slot} before {action}"
+    return None
 
 
 def _unmet(action: Action, need: Action, actions: Sequence[Action]) -> str:
@@ -155,6 +178,7 @@ def _unmet(action: Action, need: Action, actions: Sequence[Action]) -> str:
         Op.BACKWARD: f"the backward of stage {need.stage}",
         Op.INPUT_GRADIENT: f"the input gradients of stage {need.stage}",
         Op.WEIGHT_GRADIENT: f"the weight gradients of stage {need.stage}",
+        Op.OFFLOAD: f"the saved values of stage {need.stage} on the host",
         Op.RECV_FORWARD: f"the values from stage {need.peer}",
         Op.RECV_BACKWARD: f"the gradients from stage {need.peer}",
     }[need.op]
@@ -188,7 +212,9 @@ def _misplaced(action: Action, rank: int, flow: Dataflow, slots: list[int] | Non
         )
     if op is Op.WEIGHT_GRADIENT and stage not in flow.split:
         return f"stage {stage} has no input gradients (I) that belong to it. Write I and W, or B"
-    if op.is_compute and peer is not None:
+    if op.is_copy and not flow.training:
+        return "there are no backwards, so nothing is saved. Remove it"
+    if (op.is_compute or op.is_copy) and peer is not None:
         return "only transfers have a peer. Leave it out"
     if op.is_transfer and peer is None:
         return "the transfer names no stage at its other end. Add it"

@@ -560,9 +560,7 @@ def test_ddp_options_only_need_the_key():
 
 @pytest.mark.parametrize("name", sorted(config_keys.IGNORED_KEYS.keys() - {"horovod"}))
 def test_ignored_keys_warn_once_with_the_reason(name, capsys):
-    value = {"ddp_port": 1234, "ddp_dist_backend": "nccl", "activation_loading_horizon": 2}.get(
-        name, not DEFAULTS.get(name)
-    )
+    value = {"ddp_port": 1234, "ddp_dist_backend": "nccl"}.get(name, not DEFAULTS.get(name))
     make({name: value, "ddp": True}, smp_parameters={name: value})
     reason = config_keys.IGNORED_KEYS[name]
     text = f"[mpxla] warning: configuration: {name} is ignored: {reason}\n"
@@ -579,7 +577,6 @@ def test_the_list_of_ignored_keys():
         "_fp32_grad_accumulation",
         "_match_weights",
         "_prescaled_batch",
-        "activation_loading_horizon",
         "checkpoint_attentions",
         "contiguous",
         "ddp_dist_backend",

@@ -30,13 +30,13 @@ WORKS = {
     "fp16": True,
     "fp16_params": True,
     "bf16": True,
+    "offload_activations": True,
 }
 WARNS = {
     "ddp_port": 1234,
     "ddp_dist_backend": "nccl",
     "deterministic_server": True,
     "skip_tracing": True,
-    "offload_activations": True,
     "activation_loading_horizon": 2,
     "sdp_reduce_bucket_size": 5e7,
     "sdp_param_persistence_threshold": 10,

@@ -61,9 +61,9 @@ def test_predicted_memory_and_programs_are_the_real_ones(pipeline):
     for rank, result in enumerate(results):
         sizes, peak, costs, activations, seen_by_partitioner, (programs, compiled) = result
         for stage, seen in sizes.items():
-            expected = {costs.saved_bytes[stage]}
+            expected = {costs.held[stage].saved}
             if pipeline == "zero_bubble":
-                expected.add(costs.kept_bytes[stage])
+                expected.add(costs.held[stage].kept)
             assert set(seen) == expected, f"stage {stage}"
         assert peak == activations[rank]
         if pipeline == "interleaved":

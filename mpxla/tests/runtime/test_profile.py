@@ -15,8 +15,11 @@ from mpxla.tests.ranks.run import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def profiled(path, pipeline):
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": pipeline})
+OFFLOAD = {"offload_activations": True, "activation_loading_horizon": 1}
+
+
+def profiled(path, pipeline, keys):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": pipeline, **keys})
     torch.manual_seed(1)
     model = smp.DistributedModel(Gpt())
     step = smp.step(predict_tokens)
@@ -45,7 +48,7 @@ def profiled(path, pipeline):
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("profile") / "trace.json"
-    results = run_ranks(profiled, 2, path, "zero_bubble", timeout_s=120)
+    results = run_ranks(profiled, 2, path, "zero_bubble", {}, timeout_s=120)
     return path, results
 
 
@@ -94,6 +97,45 @@ def test_perfetto_gets_measured_beside_predicted(trace):
         assert all(e["dur"] >= 0 and e["ts"] >= -1e-6 for e in spans)
 
 
+def test_memory_over_time_is_beside_the_timeline(trace):
+    from mpxla.runtime.trace import load_trace, measured_memory, pipelines
+
+    (group,) = pipelines(load_trace(trace[0]))
+    events = json.loads(trace[0].read_text())["traceEvents"]
+    for rank, curve in enumerate(measured_memory(group, 0)):
+        sizes = [size for _, size in curve]
+        assert sizes[0] == sizes[-1] == 0 and max(sizes) > 0
+        forecast = group[rank]["steps"][0]["plan"]["held_bytes"]
+        assert sizes[1:] == pytest.approx(forecast, rel=0.05), "action by action"
+        for pid in (0, 1):
+            drawn = [
+                event["args"]["bytes"]
+                for event in events
+                if event["ph"] == "C" and (event["pid"], event["tid"]) == (pid, rank)
+            ]
+            assert max(drawn) == pytest.approx(max(sizes), rel=0.05)
+            assert len(drawn) >= 2 * (len(sizes) - 1), "of both steps"
+
+
+@pytest.mark.slow
+def test_copies_have_rows_of_their_own(tmp_path):
+    from mpxla.runtime.trace import load_trace, pipelines
+
+    path = tmp_path / "trace.json"
+    for plain, again, _, _ in run_ranks(profiled, 2, path, "simple", OFFLOAD, timeout_s=120):
+        assert plain == again
+    (group,) = pipelines(load_trace(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in group:
+        for step in rank["steps"]:
+            begun = [a[0] for a in step["actions"] if "LOAD" in a[0]]
+            assert sorted(text for text, _, _ in step["copies"]) == sorted(begun) != []
+            sizes = [action[5] for action in step["actions"]]
+            assert sizes == pytest.approx(step["plan"]["held_bytes"], rel=0.05)
+        drawn = [e["name"] for e in events if (e["pid"], e["tid"]) == (2, rank["rank"])]
+        assert drawn.count(begun[0]) == 2, "once in each of two steps"
+
+
 def test_trace_says_where_the_time_went(trace, capsys, tmp_path):
     assert main(["trace", str(trace[0]), "--step", "0"]) == 0
     text = capsys.readouterr().out
@@ -135,7 +177,7 @@ def test_files_that_are_no_traces(tmp_path, capsys):
     for path, message in (
         (tmp_path / "absent.json", "cannot be read: No such file"),
         (other, "is not a trace that smp.profile wrote"),
-        (old, "has version 0 of mpxla's traces, and this mpxla reads 1"),
+        (old, "has version 0 of mpxla's traces, and this mpxla reads 2"),
     ):
         assert main(["trace", str(path)]) == 1
         assert message in capsys.readouterr().err

@@ -6,7 +6,13 @@ import pytest
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import parse_schedule
-from mpxla.schedule.analysis import critical_path, link_bytes, peak_bytes
+from mpxla.schedule.analysis import (
+    StageBytes,
+    critical_path,
+    held_over_time,
+    link_bytes,
+    peak_bytes,
+)
 from mpxla.schedule.dataflow import Dataflow
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication
@@ -19,11 +25,21 @@ pytestmark = pytest.mark.unit
 
 def test_peak_bytes_follow_saved_and_kept_values():
     schedule = parse_schedule("0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1B0 1F1 1B1")
-    assert peak_bytes(schedule, [10, 7], [4, 0]) == (24, 7)
-    assert peak_bytes(schedule, [10, 7], [15, 0]) == (40, 7), "both sets while I runs"
-    assert peak_bytes(schedule, [10, 7]) == (30, 7)
-    assert peak_bytes(parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1"), [10], [15]) == (25,)
-    assert peak_bytes(parse_schedule("0F0 0F1"), [10]) == (0,), "evaluation keeps nothing"
+    whole = StageBytes(7, 0, 0)
+    assert peak_bytes(schedule, [StageBytes(10, 4, 4), whole]) == (24, 7)
+    assert peak_bytes(schedule, [StageBytes(10, 15, 15), whole]) == (40, 7), "both while I runs"
+    assert peak_bytes(schedule, [StageBytes(10, 10, 0), whole]) == (20, 7), "nothing new"
+    in_turn = parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1")
+    assert peak_bytes(in_turn, [StageBytes(10, 15, 15)]) == (25,)
+    assert peak_bytes(parse_schedule("0F0 0F1"), [StageBytes(10)]) == (0,), "evaluation"
+
+
+def test_bytes_over_time_follow_copies():
+    (actions,) = parse_schedule("0F0 0OFFLOAD0 0F1 0F2 0F3 0LOAD0 0B3 0B0 0B1 0B2")
+    held = list(held_over_time(actions, [StageBytes(10, moved=8)]))
+    # The first forward after an offload hides it; the memory is free before the second.
+    assert [after for _, after in held] == [10, 10, 20, 22, 32, 40, 30, 20, 10, 0]
+    assert peak_bytes([actions], [StageBytes(10, moved=8)]) == (40,)
 
 
 def test_link_bytes_add_up_over_microbatches():
@@ -70,10 +86,11 @@ def guess(num_ranks):
         num_stages = num_ranks * candidate.stages_per_rank
         forward = 20.0 / num_stages / candidate.num_microbatches
         edges = frozenset((stage, stage + 1) for stage in range(num_stages - 1))
-        saved = [6400 // num_stages // candidate.num_microbatches] * num_stages
+        saved = 6400 // num_stages // candidate.num_microbatches
+        held = [StageBytes(saved, saved, saved, saved)] * num_stages
         costs = Costs(forward=forward, backward=2 * forward)
         back = frozenset((b, a) for a, b in edges)
-        return StepCosts(costs, edges, back, saved, saved, [1000] * num_ranks)
+        return StepCosts(costs, edges, back, held, [1000] * num_ranks)
 
     return costs_of
 
