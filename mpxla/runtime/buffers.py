@@ -7,8 +7,8 @@ bytes for the whole rank, because the schedule and the forecast promise bounds f
 """
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class LiveValues:
         self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
-        self._own: dict[tuple[int, int], dict[int, Any]] = {}
-        self._holders: Counter[int] = Counter()
+        self._own: dict[tuple[int, int], dict[int, tuple[Any, int]]] = {}
+        self._holders: dict[int, int] = {}
         self.saved_bytes = 0
         self.peak_saved_bytes = 0
         self.wait_s = 0.0
@@ -74,7 +74,7 @@ class LiveValues:
         stage: int,
         microbatch: int,
         saved: Sequence[torch.Tensor],
-        own: Iterable[torch.Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         """Keeps what the backward of (stage, microbatch) needs.
 
@@ -82,10 +82,12 @@ class LiveValues:
             stage: that has run its forward, or the first part of its backward.
             microbatch: which one.
             saved: everything that the backward reads.
-            own: those of them that exist once per microbatch.
+            sizes: their bytes; 0 for those that do not exist once per microbatch.
         """
         self._saved[stage, microbatch] = saved
-        self._count((stage, microbatch), {id(value): value for value in own})
+        # The sizes come from the compiled stage: to ask a buffer costs more than to keep it.
+        pairs = zip(saved, sizes, strict=False)
+        self._count((stage, microbatch), {id(v): (v, size) for v, size in pairs if size})
         self._in_flight[stage] += 1
         self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
 
@@ -99,17 +101,21 @@ class LiveValues:
 
     def release(self, stage: int, microbatch: int) -> None:
         """The program that reads the saved values of (stage, microbatch) was started."""
-        for key, value in self._own.pop((stage, microbatch), {}).items():
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self.saved_bytes -= value.nbytes
+        holders = self._holders
+        for key, (_, size) in self._own.pop((stage, microbatch), {}).items():
+            if holders[key] > 1:
+                holders[key] -= 1
+            else:
+                del holders[key]
+                self.saved_bytes -= size
 
-    def _count(self, key: tuple[int, int], own: dict[int, Any]) -> None:
+    def _count(self, key: tuple[int, int], own: dict[int, tuple[Any, int]]) -> None:
         """Adds to the bytes; what (stage, microbatch) had saved before goes after that."""
-        for identity, value in own.items():
-            self.saved_bytes += 0 if identity in self._holders else value.nbytes
-            self._holders[identity] += 1
+        holders = self._holders
+        for identity, (_, size) in own.items():
+            before = holders.get(identity, 0)
+            self.saved_bytes += 0 if before else size
+            holders[identity] = before + 1
         self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
         self.release(*key)
         self._own[key] = own
