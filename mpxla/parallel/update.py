@@ -107,8 +107,8 @@ class CompiledUpdate:
                 return False
             if not self._start_state(trained):
                 return False
-            is_there, source_of = self._backend.is_on_device, self._pieces.source_of
-            slots = Slots(optimizer, trained, constants, is_there, source_of)
+            source_of = self._pieces.source_of
+            slots = Slots(optimizer, trained, constants, self._backend, source_of)
         program = self._program(slots)
         if program is None:
             return False
@@ -117,9 +117,9 @@ class CompiledUpdate:
             slots.let_go()
             results = program(arguments)
         except BaseException:  # it did not start, and has taken nothing
-            slots.take_back(self._backend.publish([arguments[i] for i in slots.donated]))
+            slots.take_back([arguments[i] for i in slots.donated])
             raise
-        slots.store(self._backend.publish(results))
+        slots.store(results)
         self._slots = slots
         self._hidden = [(p, p.grad) for group in trained for p in group]
         for parameter, _ in self._hidden:
@@ -159,15 +159,12 @@ class CompiledUpdate:
     def _compile(self, slots: Slots) -> Executable:
         rate = TensorSpec((), wide_dtype(self._backend))
         inputs = [*(TensorSpec.of(t) for t in slots.tensors), *(rate for _ in slots.rates)]
-        # Not the parameters: their arrays may be results of a step that returned a weight as it is.
-        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
-        donated = slots.donated if self._backend.is_host else ()
         try:
             tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs, donated)
+            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype)
-            return self._backend.compile("optimizer update", tracer, inputs, donated)
+            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""
