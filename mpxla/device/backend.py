@@ -178,6 +178,13 @@ class Backend(Protocol):
         """Buffers as the tensors that users see, on `device`."""
         ...
 
+    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> None:
+        """Gives the user's tensors (parameters) the memory of buffers; they stay the same objects.
+
+        Waits where `publish` does.
+        """
+        ...
+
     def spec(self, buffer: Buffer) -> TensorSpec:
         """Shape and dtype of a buffer."""
         ...

@@ -223,6 +223,11 @@ class EagerBackend(Alone):
         """The tensors themselves."""
         return list(buffers)
 
+    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Exchanges the memory of tensors."""
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            tensor.data = buffer
+
     def spec(self, buffer: torch.Tensor) -> TensorSpec:
         """Shape and dtype of a tensor."""
         return TensorSpec.of(buffer)

@@ -118,8 +118,8 @@ class NullBackend(Alone):
 
     Attributes:
         compiled: the programs, in the order of their compilation.
-        calls: names of programs and of `put`, `get`, `view`, `adopt` and `publish`, in the order
-            of the calls.
+        calls: names of programs and of `put`, `get`, `view`, `adopt`, `publish` and `assign`, in
+            the order of the calls.
     """
 
     name = "null"
@@ -181,6 +181,12 @@ class NullBackend(Alone):
         """Zeros."""
         self.calls.append("publish")
         return [self._zeros(buffer) for buffer in buffers]
+
+    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Any]) -> None:
+        """The tensors become zeros."""
+        self.calls.append("assign")
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            tensor.data = self._zeros(buffer)
 
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""

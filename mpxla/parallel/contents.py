@@ -16,7 +16,7 @@ from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole
 from mpxla.nn.shards import Shard
-from mpxla.parallel.names import no_such_attribute
+from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
@@ -72,7 +72,7 @@ class PartitionedModule(nn.Module):
                     name=name,
                     obj=self,
                 ) from None
-            raise no_such_attribute(self, name, inner) from None
+            raise NoSuchAttributeError(self, name, inner) from None
 
     @property
     def partitioned(self) -> bool:

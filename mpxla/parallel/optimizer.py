@@ -22,7 +22,7 @@ from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_
 from mpxla.parallel.loss_scale import LossScale
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.models import Models
-from mpxla.parallel.names import no_such_attribute
+from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
 from mpxla.parallel.pieces import SHARD_KEY, join_shards
@@ -168,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             return getattr(self.optimizer, name)
         except AttributeError:
-            raise no_such_attribute(self, name, self.optimizer) from None
+            raise NoSuchAttributeError(self, name, self.optimizer) from None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -16,6 +16,7 @@ know how gradients are reduced, nor optimizers.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +33,23 @@ from mpxla.runtime.state import ModelState
 from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["ParameterStore", "set_gradients", "set_values"]
+__all__ = ["ParameterStore", "release", "set_gradients", "set_values"]
 
 
 def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Exchanges the memory of parameters; they stay the same objects."""
+    """Exchanges memory and type of parameters; they stay the same objects."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.data = value
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Takes the memory from parameters whose buffers are donated, until others are assigned."""
+    nothing: dict[Any, torch.Tensor] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if kind not in nothing:
+            nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        tensor.data = nothing[kind]
 
 
 def set_gradients(
@@ -213,7 +224,7 @@ class ParameterStore:
     def renew(self, names: Iterable[str]) -> None:
         """Update copies take what was written to the parameters named since the last update."""
         for part in self._concerned(names):
-            set_values([copy.parameter for copy in part.copies.values()], part.renew())
+            self.backend.assign([copy.parameter for copy in part.copies.values()], part.renew())
 
     def publish(self, names: Iterable[str]) -> None:
         """The parameters named take the values of their update copies. Collective if divided."""
@@ -236,14 +247,14 @@ class ParameterStore:
             self.state.shards[name].take(value) if name in parts else value
             for name, value in zip(names, values, strict=True)
         ]
-        published = self.backend.publish(self.backend.put(cut))
-        for name, value in zip(names, published, strict=True):
-            if name in parts:
-                set_values([parts[name]], [value])
-            elif name in self.state.parameters:
-                set_values([self.state.parameters[name]], [value])
-            else:
-                self.state.set_buffer(name, value)
+        buffers = dict(zip(names, self.backend.put(cut), strict=True))
+        held = {**self.state.parameters, **parts}
+        parameters = [name for name in names if name in held]
+        self.backend.assign(
+            [held[name] for name in parameters], [buffers.pop(name) for name in parameters]
+        )
+        for name, value in zip(buffers, self.backend.publish(list(buffers.values())), strict=True):
+            self.state.set_buffer(name, value)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Parameters take values that may be wider than they: update copies do not round them.
@@ -259,8 +270,7 @@ class ParameterStore:
             for c in copies
             for v in [values[c.name]]
         ]
-        uploaded = self.backend.publish(self.backend.put(exact))
-        set_values([copy.parameter for copy in copies], uploaded)
+        self.backend.assign([copy.parameter for copy in copies], self.backend.put(exact))
 
     # --- gradients ------------------------------------------------------------------------------
 

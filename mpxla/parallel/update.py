@@ -117,8 +117,8 @@ class CompiledUpdate:
                 return False
             if not self._start_state(trained):
                 return False
-            is_there, source_of = self._backend.is_on_device, self._pieces.source_of
-            slots = Slots(optimizer, trained, constants, is_there, source_of)
+            source_of = self._pieces.source_of
+            slots = Slots(optimizer, trained, constants, self._backend, source_of)
         program = self._program(slots)
         if program is None:
             return False
@@ -129,12 +129,12 @@ class CompiledUpdate:
             slots.let_go()
             results = program(arguments)
         except BaseException as error:  # it did not start, and has taken nothing
-            slots.take_back(self._backend.publish([arguments[i] for i in slots.donated]))
+            slots.take_back([arguments[i] for i in slots.donated])
             if not isinstance(error, NotTraceableError):
                 raise
             self._give_up(str(error))  # found out late by a backend that traces nothing
             return False
-        slots.store(self._backend.publish(results))
+        slots.store(results)
         self._slots = slots
         self._hidden = [(p, p.grad) for group in trained for p in group]
         for parameter, _ in self._hidden:
@@ -178,15 +178,12 @@ class CompiledUpdate:
         if self._rounding is not None:
             inputs.append(TensorSpec((2,), torch.int32))
             origins = self._rounding.origins()
-        # Not the parameters: their arrays may be results of a step that returned a weight as it is.
-        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
-        donated = slots.donated if self._backend.is_host else ()
         try:
             tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype, origins)
-            return self._backend.compile("optimizer update", tracer, inputs, donated)
+            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
             tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype, origins)
-            return self._backend.compile("optimizer update", tracer, inputs, donated)
+            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

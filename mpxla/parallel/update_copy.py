@@ -93,8 +93,8 @@ def renewal(
     extents: Sequence[Range | None],
     dtype: torch.dtype,
     copies: Sequence[UpdateCopy] = (),
-) -> list[torch.Tensor]:
-    """Values of update copies, as tensors that users may see.
+) -> list[Buffer]:
+    """Values of update copies.
 
     Args:
         programs: compiles and runs.
@@ -107,9 +107,7 @@ def renewal(
     # Copies of the same type have nothing that their parameters lack.
     wide = [c.parameter for c in copies if any(p.dtype != dtype for p in parameters)]
     arguments = backend.adopt([*parameters, *wide])
-    return backend.publish(
-        programs.run("renewal of update copies", _Renewal, (tuple(extents), dtype), arguments)
-    )
+    return programs.run("renewal of update copies", _Renewal, (tuple(extents), dtype), arguments)
 
 
 class Masters:
@@ -129,13 +127,13 @@ class Masters:
         self._dtype = dtype
         self._programs = programs
         self._extents = [None] * len(parameters)
-        values = renewal(programs, self._parameters, self._extents, dtype)
+        values = programs.backend.publish(renewal(programs, self._parameters, self._extents, dtype))
         self.copies = {
             name: UpdateCopy(name, tuple(value.shape), None, nn.Parameter(value))
             for name, value in zip(parameters, values, strict=True)
         }
 
-    def renew(self) -> list[torch.Tensor]:
+    def renew(self) -> list[Buffer]:
         """New values of the copies, in their order."""
         held = list(self.copies.values())
         return renewal(self._programs, self._parameters, self._extents, self._dtype, held)

@@ -3,13 +3,14 @@
 This module must not know how an update is traced or compiled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from mpxla.parallel.store import set_values
+from mpxla.device.backend import Backend, Buffer
+from mpxla.parallel.store import release
 from mpxla.parallel.update_python import describe, described
 
 __all__ = ["Slots", "constants_of"]
@@ -40,7 +41,7 @@ class Slots:
         rates: different learning rates of the groups, as the groups hold them.
         rate_of: for every group the index of its rate; None without one.
         changed: slots that an update changes, in the order of the program's results.
-        donated: those of them that hold state, whose memory the results may take.
+        donated: those of them whose memory the results may take.
         key: equal for updates that the same program can do.
     """
 
@@ -49,7 +50,7 @@ class Slots:
         optimizer: Any,
         trained: _Trained,
         constants: tuple[Any, ...],
-        is_on_device: Callable[[torch.Tensor], bool],
+        backend: Backend,
         source_of: Callable[[torch.nn.Parameter], torch.nn.Parameter | None] = lambda _: None,
     ):
         """Finds them.
@@ -58,11 +59,11 @@ class Slots:
             optimizer: the optimizer.
             trained: the parameters with a gradient, by group.
             constants: what `constants_of` says.
-            is_on_device: whether a program can take a tensor.
+            backend: of the parameters' device.
             source_of: the parameter that something in the groups is the master of, if it is one.
         """
         self._optimizer = optimizer
-        self._is_on_device = is_on_device
+        self._backend = backend
         self.trained = trained
         self.tensors: list[torch.Tensor] = []
         index_of: dict[int, int] = {}
@@ -123,9 +124,16 @@ class Slots:
         self._parameter_places = [places.parameter for places in flat]
         ordered = ((places.parameter, *places.state.values()) for places in flat)
         self.changed = list(dict.fromkeys((*chain.from_iterable(ordered), *self._sources)))
-        state_places = {place for _, _, place in self._entries}
-        kept = {*self._parameter_places, *self._gradient_places, *self._sources}
-        self.donated = sorted(state_places - kept)
+        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
+        donates = self._backend.donates and self._backend.is_host
+        self.donated = sorted(set(self.changed) - set(self._gradient_places)) if donates else []
+        written = {**dict(self._written()), **self._sources}
+        self._state_places = list({place for _, _, place in self._entries} - set(written))
+        self._own: list[Any] = [None] * len(self.tensors)  # what the last update has left
+
+    def _written(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """The parameters that the optimizer holds, by place."""
+        return zip(self._parameter_places, self._parameters, strict=True)
 
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
@@ -168,36 +176,47 @@ class Slots:
             elif found[place] is not value:
                 return False
         self.tensors = found
-        is_complete = all(isinstance(t, torch.Tensor) and self._is_on_device(t) for t in found)
+        # What the last update has left needs no other look.
+        new = (t for t, own in zip(found, self._own, strict=True) if t is not own)
+        is_there = self._backend.is_on_device
+        is_complete = all(isinstance(t, torch.Tensor) and is_there(t) for t in new)
         return is_complete and len(set(map(id, found))) == len(found)
 
     def let_go(self) -> None:
-        """Forgets the state that is donated, before the program that takes its memory is called.
+        """Forgets what is donated, before the program that takes its memory is called.
 
         A view that somebody sees keeps its memory from being taken, and those here would. Aliases
         that users hold do so too, which is why they stay as they are.
         """
+        if not self.donated:
+            return
         taken = set(self.donated)
         for state, key, place in self._entries:
             if place in taken:
                 state[key] = None
-        self.tensors = [None] * len(self.tensors)
+        release(p for at, p in (*self._written(), *self._sources.items()) if at in taken)
+        self.tensors = self._own = [None] * len(self.tensors)
 
-    def take_back(self, donated: Sequence[torch.Tensor]) -> None:
-        """Puts the state that was donated back, after a program that could not be called."""
-        value_of = dict(zip(self.donated, donated, strict=True))
-        for state, key, place in self._entries:
-            state[key] = value_of.get(place, state[key])
+    def take_back(self, donated: Sequence[Buffer]) -> None:
+        """Puts what was donated back, after a program that could not be called."""
+        self._put_back(dict(zip(self.donated, donated, strict=True)))
 
-    def store(self, results: Sequence[torch.Tensor]) -> None:
+    def store(self, results: Sequence[Buffer]) -> None:
         """Makes a program's results the parameters and the state, and lets go of the old ones."""
-        new: list[Any] = [None] * len(self.tensors)
-        for place, result in zip(self.changed, results, strict=True):
-            new[place] = result
-        set_values(self._parameters, [new[place] for place in self._parameter_places])
-        set_values(list(self._sources.values()), [new[place] for place in self._sources])
+        self._put_back(dict(zip(self.changed, results, strict=True)))
+
+    def _put_back(self, value_of: Mapping[int, Buffer]) -> None:
+        written = [(p, t) for p, t in (*self._written(), *self._sources.items()) if p in value_of]
+        self._backend.assign([t for _, t in written], [value_of[place] for place, _ in written])
+        places = [place for place in self._state_places if place in value_of]
+        published = self._backend.publish([value_of[place] for place in places])
+        state_of = {**dict(written), **dict(zip(places, published, strict=True))}
         for state, key, place in self._entries:
-            state[key] = new[place]
+            if place in state_of:
+                state[key] = state_of[place]
+        self._own = [None] * len(self.tensors)
+        for place, value in zip(places, published, strict=True):
+            self._own[place] = value
 
 
 def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:

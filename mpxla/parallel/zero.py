@@ -89,9 +89,10 @@ class Shard:
         self._extents = list(ranges.values())
         self._parameters = [parameters[name] for name in ranges]
         self._packer = self._make_packer(ranges)
+        values = programs.backend.publish(self._renewed(()))
         self.copies = {
             name: UpdateCopy(name, tuple(parameters[name].shape), extent, nn.Parameter(value))
-            for (name, extent), value in zip(ranges.items(), self._renewed(()), strict=True)
+            for (name, extent), value in zip(ranges.items(), values, strict=True)
         }
 
     def _make_packer(self, ranges: Mapping[str, Range]) -> Packer | None:
@@ -102,13 +103,13 @@ class Shard:
         flat = Bucket(names, pieces, bucket.holders, self._length)
         return Packer(flat, names, self._dtype, self._programs.backend)
 
-    def _renewed(self, copies: Sequence[UpdateCopy]) -> list[torch.Tensor]:
+    def _renewed(self, copies: Sequence[UpdateCopy]) -> list[Buffer]:
         if not self._extents:
             return []
         dtype = self._piece_dtype
         return renewal(self._programs, self._parameters, self._extents, dtype, copies)
 
-    def renew(self) -> list[torch.Tensor]:
+    def renew(self) -> list[Buffer]:
         """New values of the pieces, in their order."""
         return self._renewed(list(self.copies.values()))
 

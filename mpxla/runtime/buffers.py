@@ -8,8 +8,8 @@ saved values may be on the host (`host_copies.py`).
 """
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ class LiveValues:
         self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
-        self._own: dict[tuple[int, int], dict[int, Any]] = {}
-        self._holders: Counter[int] = Counter()
+        self._own: dict[tuple[int, int], dict[int, tuple[Any, int]]] = {}
+        self._holders: dict[int, int] = {}
         self.saved_bytes = 0
         self.peak_saved_bytes = 0
         self._away: dict[tuple[int, int], _Away] = {}
@@ -81,7 +81,7 @@ class LiveValues:
         stage: int,
         microbatch: int,
         saved: Sequence[torch.Tensor],
-        own: Iterable[torch.Tensor] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         """Keeps what the backward of (stage, microbatch) needs.
 
@@ -89,10 +89,12 @@ class LiveValues:
             stage: that has run its forward, or the first part of its backward.
             microbatch: which one.
             saved: everything that the backward reads.
-            own: those of them that exist once per microbatch.
+            sizes: their bytes; 0 for those that do not exist once per microbatch.
         """
         self._saved[stage, microbatch] = saved
-        self._count((stage, microbatch), {id(value): value for value in own})
+        # The sizes come from the compiled stage: to ask a buffer costs more than to keep it.
+        pairs = zip(saved, sizes, strict=False)
+        self._count((stage, microbatch), {id(v): (v, size) for v, size in pairs if size})
         self._in_flight[stage] += 1
         self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
 
@@ -110,8 +112,8 @@ class LiveValues:
         self.host_bytes -= away.num_bytes
         loaded = away.arrival()
         for value in loaded:
-            self._own[key][id(value)] = value
-            self._holders[id(value)] += 1
+            self._own[key][id(value)] = value, value.nbytes
+            self._holders[id(value)] = 1
         return [
             value if place is None else loaded[place]
             for value, place in zip(saved, away.places, strict=True)
@@ -119,7 +121,7 @@ class LiveValues:
 
     def own(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         """The saved values of (stage, microbatch) that exist once per microbatch, each once."""
-        return list(self._own[stage, microbatch].values())
+        return [value for value, _ in self._own[stage, microbatch].values()]
 
     def move_out(
         self, stage: int, microbatch: int, names: Sequence[int], copies: Sequence[torch.Tensor]
@@ -138,7 +140,7 @@ class LiveValues:
         pairs = zip(self._saved[key], places, strict=True)
         self._saved[key] = [value if place is None else None for value, place in pairs]
         for name in names:
-            self._drop(name, self._own[key].pop(name))
+            self._drop(name, self._own[key].pop(name)[1])
         self._away[key] = away = _Away(places, list(copies))
         self.host_bytes += away.num_bytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
@@ -164,21 +166,24 @@ class LiveValues:
 
     def release(self, stage: int, microbatch: int) -> None:
         """The program that reads the saved values of (stage, microbatch) was started."""
-        for name, value in self._own.pop((stage, microbatch), {}).items():
-            self._drop(name, value)
+        for name, (_, size) in self._own.pop((stage, microbatch), {}).items():
+            self._drop(name, size)
 
-    def _drop(self, name: int, value: Any) -> None:
+    def _drop(self, name: int, size: int) -> None:
         """One of those that hold a value lets go of it."""
-        self._holders[name] -= 1
-        if not self._holders[name]:
+        if self._holders[name] > 1:
+            self._holders[name] -= 1
+        else:
             del self._holders[name]
-            self.saved_bytes -= value.nbytes
+            self.saved_bytes -= size
 
-    def _count(self, key: tuple[int, int], own: dict[int, Any]) -> None:
+    def _count(self, key: tuple[int, int], own: dict[int, tuple[Any, int]]) -> None:
         """Adds to the bytes; what (stage, microbatch) had saved before goes after that."""
-        for identity, value in own.items():
-            self.saved_bytes += 0 if identity in self._holders else value.nbytes
-            self._holders[identity] += 1
+        holders = self._holders
+        for identity, (_, size) in own.items():
+            before = holders.get(identity, 0)
+            self.saved_bytes += 0 if before else size
+            holders[identity] = before + 1
         self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
         self.release(*key)
         self._own[key] = own

@@ -47,12 +47,16 @@ class CompiledStage:
     finish: Executable | None = None
 
     @functools.cached_property
-    def owns_saved(self) -> tuple[bool, ...]:
-        """For every saved value, whether it exists once per microbatch."""
-        return tuple(
-            s.argument is None or s.argument >= self.lowered.spec.first_input
-            for s in self.lowered.saved
-        )
+    def own_bytes(self) -> tuple[int, ...]:
+        """Bytes of the backward's arguments after the accumulators.
+
+        0 for those that do not exist once per microbatch: parameters, and the objectives' seed.
+        """
+        lowered = self.lowered
+        owns = [s.argument is None or s.argument >= lowered.spec.first_input for s in lowered.saved]
+        specs = lowered.backward_inputs[lowered.num_accumulators :]
+        owns += [True] * len(lowered.grad_ports) + [False]
+        return tuple(s.num_bytes if own else 0 for s, own in zip(specs, owns, strict=True))
 
     @property
     def programs(self) -> tuple[Executable, ...]:
@@ -243,8 +247,7 @@ class Executor:
                 arguments[s.argument] if s.output is None else saved_outputs[s.output]
                 for s in stage.lowered.saved
             ]
-            own = (v for v, is_own in zip(saved, stage.owns_saved, strict=True) if is_own)
-            step.values.save(spec.index, microbatch, saved, own)
+            step.values.save(spec.index, microbatch, saved, stage.own_bytes[: len(saved)])
 
     def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
         """Transposed weights of a stage, computed once per step."""
@@ -299,10 +302,8 @@ class Executor:
             self._deliver_gradients(stage, microbatch, outputs[: split.num_input_grads], step)
         places = split.weight_part.arguments if split.weight_part else ()
         kept = [arguments[i] for i in places]
-        # The last argument is the seed of the objectives, which all microbatches share.
-        owns = (*stage.owns_saved, *(True for _ in stage.lowered.grad_ports), False)
-        own = [arguments[i] for i in places if owns[i]]
-        step.values.save(action.stage, microbatch, [*kept, *crossing], [*own, *crossing])
+        sizes = [stage.own_bytes[i] for i in places] + [value.nbytes for value in crossing]
+        step.values.save(action.stage, microbatch, [*kept, *crossing], sizes)
 
     def _run_weight_gradient(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]

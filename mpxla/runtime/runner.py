@@ -109,6 +109,7 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.begin()
         self._executor.run(self.plan.schedule[self._pp_rank], run)
+        self._copy_parameters_in(run)
         self._fetch = fetch = exchange_results(
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
@@ -126,6 +127,15 @@ class PlanRunner:
             leaves, structure, count, lambda index: backend.publish(fetch(index)), backend.adopt
         )
         return returned, run
+
+    def _copy_parameters_in(self, run: StepRun) -> None:
+        """Copies parameters that are results, whose memory the next update would take."""
+        if not self._backend.donates:
+            return
+        held = set(map(id, run.tensors.values()))
+        for key, value in run.results.items():
+            if id(value) in held:
+                (run.results[key],) = self._backend.put(self._backend.get([value]))
 
     def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
         """What is wrong with the indices that the last run made; every rank of the pipeline."""

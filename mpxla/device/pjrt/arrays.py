@@ -25,7 +25,7 @@ __all__ = [
     "from_constant",
     "host_copies",
     "host_view",
-    "shared_tensor",
+    "shared_tensors",
 ]
 
 _capsule_to_array: Any = getattr(_jax, "dlpack_managed_tensor_to_buffer", None)
@@ -35,7 +35,7 @@ _array_to_capsule: Any = getattr(_jax, "buffer_to_dlpack_managed_tensor", None)
 """Not public either: with it a tensor of an array takes 3 us, by `torch.from_dlpack` 12."""
 
 _WITHOUT_DLPACK = (torch.float8_e4m3fn, torch.float8_e5m2)
-_ARRAYS_WITHOUT_DLPACK = tuple(jax_dtype(dtype) for dtype in _WITHOUT_DLPACK)
+_ARRAYS_WITHOUT_DLPACK = frozenset(jax_dtype(dtype) for dtype in _WITHOUT_DLPACK)
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -75,27 +75,39 @@ def import_tensor(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
 
 def host_view(array: jax.Array) -> torch.Tensor:
     """Waits; a host tensor for reading only, which shares memory on the CPU."""
-    found = shared_tensor(array, torch.device("cpu"))
+    (found,) = shared_tensors([array], torch.device("cpu"), array.device.platform)
     return found if found.device.type == "cpu" else found.cpu()
 
 
-def shared_tensor(array: jax.Array, device: torch.device) -> torch.Tensor:
-    """Waits; a tensor of PyTorch's device, sharing memory if the array lies there."""
-    platform = array.device.platform
-    kind = "cuda" if platform == "gpu" else platform
-    if kind != device.type or not array.size or array.dtype in _ARRAYS_WITHOUT_DLPACK:
-        return _as_tensor(np.array(array)).to(device)
-    if _array_to_capsule is not None and platform == "cpu":
-        array.block_until_ready()  # the capsule does not wait
-        return torch.utils.dlpack.from_dlpack(_array_to_capsule(array))
-    return torch.from_dlpack(array)
+def shared_tensors(
+    arrays: Sequence[jax.Array], device: torch.device, platform: str
+) -> list[torch.Tensor]:
+    """Waits; tensors of PyTorch's device, sharing memory with the arrays if they lie there.
+
+    Args:
+        arrays: all on one device.
+        device: where the tensors shall be.
+        platform: jax's name of the platform of the arrays' device; to ask an array takes 1 us.
+    """
+    jax.block_until_ready(arrays)  # a capsule does not wait
+    shares = device.type == ("cuda" if platform == "gpu" else platform)
+    is_host = platform == "cpu" and _array_to_capsule is not None
+    found = []
+    for array in arrays:
+        if not shares or 0 in array.shape or array.dtype in _ARRAYS_WITHOUT_DLPACK:
+            found.append(_as_tensor(np.array(array)).to(device))
+        elif is_host:
+            found.append(torch.utils.dlpack.from_dlpack(_array_to_capsule(array)))
+        else:
+            found.append(torch.from_dlpack(array))
+    return found
 
 
 def host_copies(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Waits; copies of arrays as host tensors."""
     if all(array.device.platform == "cpu" for array in arrays):
         # Copied by PyTorch: threads of the device would do it after the programs that wait there.
-        return [shared_tensor(array, torch.device("cpu")).clone() for array in arrays]
+        return [view.clone() for view in shared_tensors(arrays, torch.device("cpu"), "cpu")]
     return [_as_tensor(np.array(found)) for found in jax.device_get(list(arrays))]
 
 
@@ -130,21 +142,29 @@ class ImportCache:
             return self._import(tensor, self._device)
         key = id(tensor)
         known = self._found.get(key)
-        version, pointer = tensor._version, tensor.data_ptr()
-        if known is not None and known[0]() is tensor and known[1:3] == (version, pointer):
-            return known[3]
+        if known is not None:
+            place, version, pointer, array = known
+            is_same = place() is tensor and version == tensor._version
+            # One whose memory a program has taken is gone, though somebody may hold its tensor.
+            if is_same and pointer == tensor.data_ptr() and not array.is_deleted():
+                return array
         array = self._import(tensor, self._device)
-        if self._shares_memory and array.unsafe_buffer_pointer() == pointer:
-            self.remember(tensor, array)  # a copy would not see what is written through `.data`
+        self.remember(tensor, array)
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
-        """Takes note of a tensor that shares memory with an array."""
+        """Takes note of a tensor that shares memory with an array, if it does.
+
+        A copy would not see what is written to the tensor through `.data`.
+        """
+        pointer = tensor.data_ptr()
+        if not self._shares_memory or array.unsafe_buffer_pointer() != pointer:
+            return
         if tensor.is_inference():
             return
         place = _Place(tensor, self._forget)
         place.key = id(tensor)
-        self._found[place.key] = (place, tensor._version, tensor.data_ptr(), array)
+        self._found[place.key] = (place, tensor._version, pointer, array)
 
     def _forget(self, place: "_Place") -> None:
         self._found.pop(place.key, None)

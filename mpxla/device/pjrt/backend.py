@@ -25,7 +25,7 @@ from mpxla.device.pjrt.arrays import (
     copy_to_device,
     host_copies,
     host_view,
-    shared_tensor,
+    shared_tensors,
 )
 from mpxla.device.pjrt.cache import keep_programs
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
@@ -202,16 +202,23 @@ class PjrtBackend:
 
     def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""
-        with explained(_WAITED, self._device):
-            found = [
-                buffer if isinstance(buffer, torch.Tensor) else shared_tensor(buffer, self.device)
-                for buffer in buffers
-            ]
-        if self._shares_memory:
-            for tensor, buffer in zip(found, buffers, strict=True):
-                if tensor is not buffer:
-                    self._imports.remember(tensor, buffer)
+        arrays = [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]
+        shared = iter(self._shared(arrays))
+        found = [b if isinstance(b, torch.Tensor) else next(shared) for b in buffers]
+        for tensor, buffer in zip(found, buffers, strict=True):
+            if tensor is not buffer:
+                self._imports.remember(tensor, buffer)
         return found
+
+    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[jax.Array]) -> None:
+        """Waits; what `adopt` gives for the tensors are these buffers then."""
+        for tensor, buffer, value in zip(tensors, buffers, self._shared(buffers), strict=True):
+            tensor.data = value
+            self._imports.remember(tensor, buffer)
+
+    def _shared(self, arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+        with explained(_WAITED, self._device):
+            return shared_tensors(arrays, self.device, self._device.platform)
 
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""

@@ -108,6 +108,11 @@ class TorchXlaBackend:
         """Buffers are what users see."""
         return list(buffers)
 
+    def assign(self, tensors_: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Exchanges the memory of tensors."""
+        for tensor, buffer in zip(tensors_, buffers, strict=True):
+            tensor.data = buffer
+
     def spec(self, buffer: torch.Tensor) -> TensorSpec:
         """Shape and dtype of a buffer."""
         return TensorSpec.of(buffer)

@@ -33,7 +33,7 @@ def test_one_program_updates_parameters_and_state():
     assert shapes == [(2, 3), (2, 3), (2, 3), (4,), (4,), (4,), ()]
     assert [spec.shape for spec in program.outputs] == [(2, 3), (2, 3), (4,), (4,)]
     assert program.inputs[-1].dtype is torch.float64, "a rate has the digits of Python's numbers"
-    assert backend.calls[-3:] == ["put", "optimizer update", "publish"]
+    assert backend.calls[-3:] == ["optimizer update", "assign", "publish"]
     assert kept and not any(p.any() for p in parameters), "results are the parameters"
     momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters]
     assert not any(value.any() for value in momenta)
@@ -44,11 +44,11 @@ def test_later_steps_compile_and_upload_nothing():
     step(parameters, update)
     backend.calls.clear()
     step(parameters, update)
-    assert backend.calls == ["adopt", "optimizer update", "publish"]
+    assert backend.calls == ["adopt", "optimizer update", "assign", "publish"]
     optimizer.param_groups[0]["lr"] = 0.05
     backend.calls.clear()
     step(parameters, update)
-    assert backend.calls == ["adopt", "put", "optimizer update", "publish"]
+    assert backend.calls == ["adopt", "put", "optimizer update", "assign", "publish"]
     assert update.num_programs == backend.num_compilations == 1
 
 
@@ -60,11 +60,11 @@ def test_a_setting_is_a_constant_of_the_program():
     assert update.num_programs == 2
 
 
-def test_state_is_donated_and_parameters_and_gradients_are_not():
+def test_parameters_and_state_are_donated_and_gradients_are_not():
     parameters, optimizer, backend, update = update_of()
     step(parameters, update)
     (program,) = backend.compiled
-    assert sorted(program.donated) == [0, 3], "momentum, parameter, gradient; and again"
+    assert sorted(program.donated) == [0, 1, 3, 4], "momentum, parameter, gradient; and again"
     backend.is_host = False
     optimizer.param_groups[0]["weight_decay"] = 0.1
     step(parameters, update)
@@ -84,3 +84,4 @@ def test_state_is_still_there_after_a_program_that_cannot_be_called():
         step(parameters, update)
     momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters]
     assert [tuple(value.shape) for value in momenta] == [(2, 3), (4,)]
+    assert [tuple(p.shape) for p in parameters] == [(2, 3), (4,)]

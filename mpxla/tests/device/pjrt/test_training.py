@@ -37,13 +37,16 @@ def train(config):
     def step(model, x, y):
         loss = F.cross_entropy(model(x), y)
         model.backward(loss)
-        return loss
+        return loss, model.module[4].weight
 
-    losses = []
+    losses, weights = [], []
     for x, y in batches():
         optimizer.zero_grad()
-        losses.append(step(model, x, y).reduce_mean().item())
-        optimizer.step()
+        weights.append(model.state_dict()["4.weight"])
+        loss, weight = step(model, x, y)
+        optimizer.step()  # takes the memory of the parameters, but not of results
+        assert torch.equal(weight.outputs[0], weights[-1])
+        losses.append(loss.reduce_mean().item())
     kinds = {(type(p), p.device.type) for p in model.local_parameters()}
     gradients = {n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None}
     was_there = "torch_xla" in sys.modules
