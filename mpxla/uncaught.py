@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from mpxla.errors import MpxlaError, PeerFailure
+from mpxla.errors import CaptureError, MpxlaError, PeerFailure
 from mpxla.user_lines import is_script_code, script_place_of
 
 __all__ = ["UncaughtErrors", "format_error"]
@@ -103,8 +103,11 @@ def _shorten(shown: traceback.TracebackException, error: BaseException) -> None:
         if before is None or inner is None:
             continue
         # What an answer of mpxla was made of is in its text, unless the user's code raised it.
-        has_users = any(is_script_code(frame.filename) for frame in inner.stack)
-        if _is_answer(error, shown.stack) and not has_users:
+        users = [frame for frame in inner.stack if is_script_code(frame.filename)]
+        if isinstance(error, CaptureError):
+            kept += users  # which way to the line; below it are only pages of torch
+            setattr(shown, name, None)
+        elif _is_answer(error, shown.stack) and not users:
             setattr(shown, name, None)
         else:
             _shorten(inner, before)

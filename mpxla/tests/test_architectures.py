@@ -20,6 +20,7 @@ def tried(names):
     return outcomes(names)
 
 
+@pytest.mark.slow
 def test_a_sample_trains():
     (found,) = run_ranks(tried, 1, SAMPLE, timeout_s=300)
     assert found == dict.fromkeys(SAMPLE, ("passed", ""))

@@ -153,7 +153,13 @@ def train(secret, runtime_dir):
     return losses, gathered, listening
 
 
-@pytest.mark.parametrize("secret", [None, "0123456789abcdef" * 4], ids=["file", "environment"])
+@pytest.mark.parametrize(
+    "secret",
+    [
+        pytest.param(None, id="file"),
+        pytest.param("0123456789abcdef" * 4, id="environment", marks=pytest.mark.slow),
+    ],
+)
 def test_strangers_at_every_port_change_nothing(tmp_path, secret):
     with attacker() as ports:
         found = run_ranks(train, 2, secret, str(tmp_path))

@@ -84,6 +84,7 @@ def train_all():
     return [train(without_effect, False), train(torch.enable_grad, True), train(reduced, False)]
 
 
+@pytest.mark.slow
 def test_partition_holds_under_autocast():
     plain = made(False, lambda _: contextlib.nullcontext())
     loss = loss_of(plain, inputs(), torch.enable_grad)

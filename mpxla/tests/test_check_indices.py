@@ -107,7 +107,7 @@ def values_made_inside(stages):
     return found
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_values_made_inside_are_checked_on_request(stages):
     results = run_ranks(values_made_inside, stages, stages)
     for by_default, loss, asked_for, other_loss, unchecked in results:

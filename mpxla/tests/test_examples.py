@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import os
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "mnist_mlp"
@@ -72,6 +75,19 @@ def run(*command: str, timeout_s: float = 240) -> str:
         pytest.fail(f"{command} took more than {timeout_s} s\n{output}\n{errors[-4000:]}")
     assert process.returncode == 0, f"{command}\n{output}\n{errors[-4000:]}"
     return output
+
+
+def run_file(path: str, *arguments: str) -> None:
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_forked(num_ranks: int, script: str, *arguments: str) -> str:
+    """Runs a script in processes that have imported torch already; returns rank 0's output."""
+    results = run_ranks_unpooled(run_file, num_ranks, str(EXAMPLE / script), *arguments)
+    assert [result.exit_code for result in results] == [0] * num_ranks, results[0].stderr[-4000:]
+    return results[0].stdout
 
 
 def run_ranks_script(num_ranks: int, *arguments: str, script: str = "train_smp.py") -> str:
@@ -332,14 +348,25 @@ def test_smp_script_learns_the_digits_on_two_ranks():
     ("num_ranks", "num_epochs", "arguments"),
     [
         pytest.param(2, 3, [], marks=pytest.mark.slow),
-        (2, 1, ["--manual"]),
+        pytest.param(2, 1, ["--manual"], marks=pytest.mark.slow),
         pytest.param(3, 3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
         pytest.param(4, 3, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
     ],
 )
-def test_smp_script_follows_the_plain_script(num_ranks: int, num_epochs: int, arguments: list[str]):
+def test_torchrun_follows_the_plain_script(num_ranks: int, num_epochs: int, arguments: list[str]):
     output = run_ranks_script(num_ranks, f"--epochs={num_epochs}", *arguments)
-    actual, expected = epoch_losses(output), plain_losses()[:num_epochs]
+    check_run(output, plain_losses()[:num_epochs])
+
+
+@pytest.mark.ranks
+def test_two_ranks_follow_the_plain_script():
+    expected = epoch_losses(run_forked(1, "train_cpu.py", "--epochs=1"))
+    check_run(run_forked(2, "train_smp.py", "--epochs=1", "--manual"), expected)
+
+
+def check_run(output: str, expected: list[tuple[float, float]]) -> None:
+    """The losses are those of the plain script, and all is printed that should be."""
+    actual = epoch_losses(output)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
     assert re.search(r"^throughput [\d.]+ iterations/s, \d+ samples/s", output, re.MULTILINE)
     for name in ("fc1", "fc2", "fc3"):

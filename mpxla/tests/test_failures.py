@@ -113,6 +113,7 @@ def test_rank_that_raises_in_a_step_is_named_with_its_error(failing):
         assert "train: this rank has had enough" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=slow)])
 def test_rank_that_raises_between_steps_is_named_with_its_error(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "raise outside")
@@ -130,7 +131,8 @@ def train_and_leave(leaving):
         train(model, torch.ones(4, 4)).reduce_mean()
 
 
-@pytest.mark.parametrize("leaving", [pytest.param(0, marks=slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("leaving", [0, 1])
 def test_rank_that_leaves_early_is_named(leaving):
     results = run_ranks_unpooled(train_and_leave, 2, leaving)
     other = results[1 - leaving]

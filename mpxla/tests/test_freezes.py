@@ -233,6 +233,7 @@ def check(work, stopped, folder):
     return text
 
 
+@pytest.mark.slow
 def test_stopped_while_the_other_is_at_a_barrier(tmp_path):
     text = check(at_barrier, 1, tmp_path)
     assert "was waiting in smp.barrier at test_freezes.py:" in text

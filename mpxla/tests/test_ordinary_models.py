@@ -37,6 +37,7 @@ def compared(names):
     return found
 
 
+@pytest.mark.slow
 def test_one_step_in_two_stages():
     (found,) = run_ranks(compared, 1, SAMPLE, timeout_s=300)
     assert found == dict.fromkeys(SAMPLE, "")

@@ -213,10 +213,10 @@ def assert_little_state(case: Case, observed: Sequence[Found]) -> None:
 
 CASES = [
     Case("mlp", 2, 2, is_sharded=True, max_norm=0.5, strategy="spread"),
-    Case("shared", 2, 2, max_norm=0.5, passes=2, microbatches=3),
 ]
 GRIDS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (2, 3)]
 SLOW = [
+    Case("shared", 2, 2, max_norm=0.5, passes=2, microbatches=3),
     Case("mlp", 2, 1, is_sharded=True, max_norm=0.1),
     Case("gpt", 2, 2, is_sharded=True, max_norm=0.5, strategy="spread"),
 ] + [

@@ -24,7 +24,7 @@ def python_blocks(text: str) -> list[str]:
 
 
 (FIRST,) = python_blocks(README)
-BLOCKS = {
+BLOCKS = {"README": FIRST} | {
     f"{name}-{number}": block
     for name in GUIDES
     for number, block in enumerate(python_blocks((DOCS / f"{name}.md").read_text()))
@@ -58,8 +58,9 @@ def test_a_page_lists_the_features_that_are_refused():
     assert sorted(row.split(", ")) == sorted(MISSING_FEATURES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-def test_first_block_runs(tmp_path: Path):
+def test_first_block_runs_by_itself(tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(FIRST)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
@@ -70,14 +71,16 @@ def test_first_block_runs(tmp_path: Path):
     assert result.returncode == 0, result.stderr[-4000:]
 
 
+# In a process that has imported torch already.
+
+
 def run_file(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", BLOCKS)
-def test_further_block_runs(name: str, tmp_path: Path):
-    """In a process that has imported torch already."""
+def test_block_runs(name: str, tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[name])
     (result,) = run_ranks_unpooled(run_file, 1, str(script))

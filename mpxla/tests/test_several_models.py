@@ -57,8 +57,7 @@ def test_over_replicas_that_divide_updates(name):
 @pytest.mark.parametrize(
     ("name", "world_size", "config"),
     [
-        ("actor_and_critic", 1, {}),
-        *(pytest.param(name, 1, {}, marks=slow) for name in SCENARIOS if name[0] != "a"),
+        *(pytest.param(name, 1, {}, marks=slow) for name in SCENARIOS),
         *(pytest.param(name, 2, REPLICAS, marks=slow) for name in SCENARIOS),
         *(pytest.param(name, 2, SHARDED, marks=slow) for name in ("distillation",)),
         *(pytest.param(name, 4, {**STAGES, **REPLICAS}, marks=slow) for name in SCENARIOS),

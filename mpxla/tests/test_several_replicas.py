@@ -113,6 +113,7 @@ def train_around_a_frozen_critic():
     return gradients_of(d), {n: b.cpu() for n, b in d.local_named_buffers()}
 
 
+@pytest.mark.slow
 def test_a_step_that_only_changes_buffers_is_no_pass_of_a_model():
     first, second = run_ranks(train_around_a_frozen_critic, 2)
     for one, other in zip(first, second, strict=True):
@@ -139,7 +140,8 @@ def train_unevenly(counts, stages):
     return g.state_dict(), d.state_dict()
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_join_covers_all_models(stages):
     counts = (1, 3)
     results = run_ranks(train_unevenly, 2 * stages, counts, stages)

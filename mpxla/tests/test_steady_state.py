@@ -124,9 +124,9 @@ def peaks_of(pipeline, active):
     ("pipeline", "active", "expected"),
     [
         ("interleaved", None, [3, 2, 1]),
-        ("interleaved", 2, [2, 2, 1]),
+        pytest.param("interleaved", 2, [2, 2, 1], marks=pytest.mark.slow),
         ("interleaved", 1, [1, 1, 1]),
-        ("simple", None, [4, 4, 4]),
+        pytest.param("simple", None, [4, 4, 4], marks=pytest.mark.slow),
     ],
 )
 def test_saved_activations_are_those_that_the_schedule_promises(pipeline, active, expected):

@@ -68,6 +68,31 @@ def test_other_errors_keep_their_frames_and_causes():
 
 
 @pytest.mark.unit
+def test_a_capture_error_shows_the_way_to_the_users_line_and_nothing_of_torch():
+    def model():
+        break_json()
+
+    def capture():
+        try:
+            model()
+        except ValueError as error:
+            raise smp.CaptureError("The step function at f.py:1 cannot be captured.") from error
+
+    text = format_error(caught(capture))
+    assert [line.strip() for line in text.splitlines() if line.startswith("    ")][-3:] == [
+        "model()",
+        "break_json()",
+        'json.loads("{")',
+    ]
+    assert "decoder.py" not in text and "direct cause" not in text
+    assert text.endswith(
+        "\nmpxla.errors.CaptureError: The step function at f.py:1 cannot be captured.\n"
+    )
+    complete = format_error(caught(capture), is_complete=True)
+    assert "decoder.py" in complete and "direct cause" in complete
+
+
+@pytest.mark.unit
 def test_what_lies_between_the_users_frames_is_left_out():
     """As a capture does, whose frames are hundreds."""
 

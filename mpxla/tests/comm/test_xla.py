@@ -249,5 +249,6 @@ def leave_early(transport):
     return re.sub(r" \(.*", "", str(caught.value))
 
 
+@pytest.mark.slow
 def test_rank_that_left_is_named():
     assert run_xla(leave_early, 2)[0].startswith("rank 1 finished")

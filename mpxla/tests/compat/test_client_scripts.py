@@ -27,7 +27,12 @@ def test_01_02_09_inputs():
 
 
 @pytest.mark.parametrize(
-    ("built", "scheduler"), [("before", "inner"), ("before", "linear"), ("after", "step")]
+    ("built", "scheduler"),
+    [
+        ("before", "inner"),
+        ("before", "linear"),
+        pytest.param("after", "step", marks=pytest.mark.slow),
+    ],
 )
 def test_03_04_05_06_18_23_optimizers(built, scheduler):
     run_client("optimizers", PIPELINE, "--built", built, "--scheduler", scheduler)

@@ -99,6 +99,7 @@ def test_one_process(script):
     assert done_lines(output) == ["done 0 1 0 1 0.1"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_torchrun(script):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -141,6 +142,25 @@ def launch(script):
 def launched(path):
     (result,) = run_ranks_unpooled(launch, 1, str(path))
     return result
+
+
+def launch_configured(words, config):
+    from mpxla.compat.__main__ import main
+
+    os.environ["SM_HP_MP_PARAMETERS"] = config  # as torchrun hands it on
+    sys.exit(main(words))
+
+
+@pytest.mark.ranks
+def test_two_ranks(script):
+    config = '{"partitions": 2, "microbatches": 2}'
+    ranks = run_ranks_unpooled(launch_configured, 2, [str(script), "--lr=0.5"], config)
+    assert [rank.exit_code for rank in ranks] == [0, 0], ranks[0].stderr[-4000:]
+    assert [done_lines(rank.stdout) for rank in ranks] == [
+        ["done 0 2 0 2 0.5"],
+        ["done 1 2 1 2 0.5"],
+    ]
+    assert [rank.stderr.count("INFO:root:trained") for rank in ranks] == [1, 1], "its own logging"
 
 
 @pytest.mark.ranks

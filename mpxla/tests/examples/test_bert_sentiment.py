@@ -40,6 +40,7 @@ def predictions(folder, sentences):
     return found
 
 
+@pytest.mark.slow
 def test_two_stages_write_what_transformers_reads(few_sentences, tmp_path):
     plain, split = tmp_path / "plain", tmp_path / "split"
     options = (*TINY, "--data", str(few_sentences), "--epochs", "2", "--batch-size", "12")

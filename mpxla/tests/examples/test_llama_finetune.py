@@ -36,6 +36,7 @@ def approx(losses):
     return pytest.approx(losses, rel=RELATIVE_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_two_stages_log_and_keep_checkpoints(text, tmp_path):
     expected, folder = plain_losses(text), tmp_path / "checkpoints"
     options = ("--text", text, "--log-dir", tmp_path / "log", "--checkpoint-dir", folder)

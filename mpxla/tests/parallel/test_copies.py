@@ -122,7 +122,7 @@ def train_all(config, cases):
     [
         pytest.param(1, {}, [("swa", 0)], id="one", marks=pytest.mark.slow),
         pytest.param(2, TWO, [("mean", 0), ("swa", 2), ("ema", 0)], id="stages"),
-        pytest.param(2, {}, [("each", 1)], id="replicas"),
+        pytest.param(2, {}, [("each", 1)], id="replicas", marks=pytest.mark.slow),
     ],
 )
 def test_averages_of_weights_are_those_of_one_process(world_size, config, cases):

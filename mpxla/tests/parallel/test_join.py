@@ -160,7 +160,8 @@ def stop_early(ends_itself):
         smp.shutdown()
 
 
-@pytest.mark.parametrize("ends_itself", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_itself", [True, False])
 def test_without_join_the_numbers_are_named_on_all_ranks(ends_itself):
     """No hang, whether the scripts end with smp.shutdown() or just end."""
     first, second = run_ranks_unpooled(stop_early, 2, ends_itself, timeout_s=120)

@@ -140,7 +140,11 @@ def resume(how, stages):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "stages"),
-    [("full", 1), pytest.param("partial", 2, marks=pytest.mark.slow), ("share", 2)],
+    [
+        pytest.param("full", 1, marks=pytest.mark.slow),
+        pytest.param("partial", 2, marks=pytest.mark.slow),
+        ("share", 2),
+    ],
 )
 def test_training_resumes_from_gathered_and_from_own_state(how, stages):
     results = run_ranks(resume, 2 * stages, how, stages)

@@ -33,7 +33,10 @@ __all__ = [
     "stop_zygote",
 ]
 
-_PRELOADED = ("torch", "torch_xla", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer")
+_PRELOADED = (
+    *("torch", "torch_xla", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
+    *("torch.export", "mpxla.runtime.plan", "mpxla.device.torch_xla.backend", "mpxla.comm.host"),
+)
 """What nearly every rank imports: these modules import most of mpxla."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
@@ -200,7 +203,9 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
     for name in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    _warm_up()
     # Collections in the children, the last of all at their end, need not visit the modules again.
+    gc.collect()
     gc.freeze()
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"{num_threads} threads after imports: forking would lose all but one"
@@ -232,6 +237,21 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
         for passed in [connection, stdout, stderr]:
             os.close(passed)
         control.send(str(pid).encode())
+
+
+def _warm_up() -> None:
+    """Exports a small model, as captures do, without derivatives, which would start threads.
+
+    PyTorch registers and remembers much when it first does so, which the children then need not.
+    """
+    import torch
+    from torch import nn
+
+    state = torch.random.get_rng_state()
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+    inputs = (torch.zeros(2, dtype=torch.int64),)
+    torch.export.export(model, inputs, strict=False)
+    torch.random.set_rng_state(state)
 
 
 def _reap(statuses: dict[int, int]) -> None:

@@ -74,7 +74,7 @@ def compare_parts(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["block", "conv"])
+@pytest.mark.parametrize("kind", ["block", pytest.param("conv", marks=pytest.mark.slow)])
 def test_parts_give_what_the_whole_gives(kind):
     ((whole, parts, counts, crossing, shapes),) = run_ranks(compare_parts, 1, kind)
     assert_close_by_norm(

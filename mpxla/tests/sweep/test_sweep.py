@@ -19,6 +19,7 @@ def bugs(outcomes):
     ]
 
 
+@pytest.mark.slow
 def test_some_operators():
     outcomes = list(sweep(FAST, 1))
     assert not bugs(outcomes)

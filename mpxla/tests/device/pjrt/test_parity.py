@@ -16,7 +16,7 @@ from mpxla.tests.test_parity import case_of
 pytestmark = pytest.mark.ranks
 
 PJRT = {"MPXLA_DEVICE": "pjrt"}
-CASES = [case_of("unet", "2x3I"), case_of("gpt", "2x2S+")]
+CASES = [case_of("unet", "2x3I"), pytest.param(case_of("gpt", "2x2S+"), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -62,7 +62,7 @@ def resume(path):
     return run.train(2)
 
 
-@pytest.mark.parametrize("writer", ["torch_xla", "pjrt"])
+@pytest.mark.parametrize("writer", ["torch_xla", pytest.param("pjrt", marks=pytest.mark.slow)])
 def test_a_run_goes_on_on_the_other_backend(writer, tmp_path):
     first, second = (PJRT, {}) if writer == "pjrt" else ({}, PJRT)
     expected, _ = run_ranks(save_in_mid_run, 2, str(tmp_path), env=first)
