@@ -15,7 +15,7 @@ import mpxla as smp
 from mpxla.parallel.optimizer_state import MASTER_KEY
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity_masters import distance
-from mpxla.tests.test_parity_tensor import WORDS, batch_of, build
+from mpxla.tests.test_parity_tensor import batch_of, build
 from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
