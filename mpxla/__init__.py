@@ -30,7 +30,8 @@ _SOURCES = {
         "PartitionError", "PeerFailure", "RankMismatch", "ScheduleError", "StepError",
         "TopologyError",
     ),
-    "mpxla.nn.distribute": ("set_tensor_parallelism",),
+    "mpxla.nn.distribute": ("set_tensor_parallelism", "tensor_parallelism"),
+    "mpxla.nn.registry": ("tp_register", "tp_register_with_module"),
     "mpxla.parallel.checkpointing": ("set_activation_checkpointing",),
     "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
     "mpxla.parallel.model": ("DistributedModel",),
@@ -91,6 +92,9 @@ if TYPE_CHECKING:
     from mpxla.errors import StepError as StepError
     from mpxla.errors import TopologyError as TopologyError
     from mpxla.nn.distribute import set_tensor_parallelism as set_tensor_parallelism
+    from mpxla.nn.distribute import tensor_parallelism as tensor_parallelism
+    from mpxla.nn.registry import tp_register as tp_register
+    from mpxla.nn.registry import tp_register_with_module as tp_register_with_module
     from mpxla.parallel.checkpointing import (
         set_activation_checkpointing as set_activation_checkpointing,
     )

@@ -9,7 +9,7 @@ beyond how many there are.
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 from mpxla.config_keys import (
@@ -250,6 +250,17 @@ class Config:
             for name, value in self.as_dict().items()
             if self.source(name) != "default" and value != _DEFAULTS[name]
         ]
+
+    def for_batches(self, count: int) -> "Config":
+        """The configuration of steps to which several ranks bring their batches.
+
+        Args:
+            count: how many; their microbatches are one list then.
+        """
+        active = self.active_microbatches
+        if active == self.microbatches:
+            active *= count
+        return replace(self, microbatches=count * self.microbatches, active_microbatches=active)
 
     def check_world_size(self, world_size: int) -> None:
         """Checks the keys that depend on how many processes there are.

@@ -107,17 +107,6 @@ _RULES = (
         "tensor_parallel_degree: {tensor_parallel_degree} needs ddp: True",
     ),
     Rule(
-        ("tensor_parallel_degree", "prescaled_batch", "ddp", "sharded_data_parallel_degree"),
-        lambda v, given: (
-            v["tensor_parallel_degree"] > 1
-            and not v["prescaled_batch"]
-            and v["ddp"]
-            and v["sharded_data_parallel_degree"] == 1
-        ),
-        "tensor_parallel_degree: {tensor_parallel_degree} needs prescaled_batch: True for now: "
-        "every rank of a tensor-parallel group gets the same batch, that of its rdp_rank",
-    ),
-    Rule(
         ("sharded_data_parallel_degree", "ddp"),
         lambda v, given: v["sharded_data_parallel_degree"] > 1 and not v["ddp"],
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} needs ddp: True",

@@ -5,7 +5,11 @@ with the values that they had. Everything else (cutting, schedules, optimizers) 
 smaller on each rank. (SMP made new layers with new weights.)
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import inspect
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +18,32 @@ from torch import nn
 from mpxla.comm.transport import Members
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
+from mpxla.nn.base import SETTINGS
 from mpxla.nn.layers import divide_size, find_shards, split
+from mpxla.nn.marks import marking
 from mpxla.nn.plans import Unit, units_of
+from mpxla.nn.registry import exchange, is_registered, known_arguments
 from mpxla.nn.shards import Shard
-from mpxla.stage.delayed import is_delayed
+from mpxla.nn.transformer import DistributedTransformerLayer, DistributedTransformerLMHead
+from mpxla.stage.delayed import materialize
 
-__all__ = ["distribute", "set_tensor_parallelism", "without_shards"]
+__all__ = [
+    "distribute",
+    "exchange_registered",
+    "set_tensor_parallelism",
+    "tensor_parallelism",
+    "without_shards",
+]
 
 _SWITCH = "_mpxla_tensor_parallelism"
-_ANY_SETTING = frozenset(
-    {
-        *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
-        *("distribute_embedding",),
-    }
-)
-"""Settings that say how SMP's kernels compute; XLA fuses as it likes, and embeddings are split."""
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """What a script says of a module."""
+
+    is_on: bool
+    settings: Mapping[str, Any]
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **settings: Any) -> None:
@@ -36,25 +51,99 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **settings: 
 
     Call it before `DistributedModel`, on the whole model or on a part; the innermost call counts.
     Which layers are split follows from the model: transformers' own plan (`tp_plan`), or mpxla's
-    for models that have none (GPT-2, BERT, RoBERTa). What cannot be split stays whole, and a log
-    line says why. Loaded weights stay: every rank keeps its part of them. (SMP API reference,
-    "smp.set_tensor_parallelism", where weights are drawn anew.)
+    for models that have none (GPT-2, BERT, RoBERTa, ViT). What cannot be split stays whole, and a
+    log line says why. Loaded weights stay: every rank keeps its part of them. (SMP API reference,
+    "smp.set_tensor_parallelism", where weights are drawn anew.) Modules of classes that were
+    registered by `smp.tp_register` are exchanged for new ones.
 
     Args:
         module: the model, or a part of it.
         enabled: False leaves it whole.
-        **settings: SMP's settings of fused kernels, without effect.
+        **settings: arguments for constructors of registered classes, and SMP's settings of fused
+            kernels, without effect.
 
     Raises:
         ConfigError: an unknown setting.
     """
-    unknown = sorted(set(settings) - _ANY_SETTING)
+    vars(module)[_SWITCH] = _switch("smp.set_tensor_parallelism", enabled, settings)
+
+
+@contextlib.contextmanager
+def tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]:
+    """As `set_tensor_parallelism`, for the modules that are built inside; the innermost counts.
+
+    (SMP API reference, "smp.tensor_parallelism".)
+
+    Args:
+        enabled: False leaves them whole.
+        **settings: as for `set_tensor_parallelism`.
+
+    Raises:
+        ConfigError: an unknown setting.
+    """
+    with marking(_SWITCH, _switch("smp.tensor_parallelism", enabled, settings)):
+        yield
+
+
+def _switch(what: str, enabled: bool, settings: Mapping[str, Any]) -> _Switch:
+    known = SETTINGS | known_arguments()
+    for kind in (DistributedTransformerLMHead, DistributedTransformerLayer):
+        known |= set(inspect.signature(kind).parameters)
+    unknown = sorted(set(settings) - known)
     if unknown:
         raise ConfigError(
-            f"smp.set_tensor_parallelism has no setting {unknown[0]!r} here; the layers compute as "
-            f"the model has them, and what they compute is set in the model's configuration."
+            f"{what} has no setting {unknown[0]!r} here; the layers compute as the model has them, "
+            f"and what they compute is set in the model's configuration."
         )
-    vars(module)[_SWITCH] = bool(enabled)
+    return _Switch(bool(enabled), dict(settings))
+
+
+def exchange_registered(model: nn.Module) -> nn.Module:
+    """Puts distributed modules in the places of registered ones that are switched on.
+
+    Of nested ones only the outermost are exchanged. Those that share parameters with the rest of
+    the model stay, and a log line says so.
+
+    Args:
+        model: the whole model; changed in place.
+
+    Returns:
+        The model, or what takes its place.
+
+    Raises:
+        ConfigError: a hook returns the wrong things, see `registry`.
+    """
+    holders: dict[str, set[str]] = {}
+    ids = {id(p): n for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(ids[id(parameter)], set()).add(name)
+    made: dict[int, nn.Module] = {}
+    done: list[str] = []
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if any(path == other or path.startswith(f"{other}.") for other in done):
+            continue
+        switch = _switch_at(model, path)
+        if not is_registered(module) or switch is None or not switch.is_on:
+            continue
+        inside = f"{path}." if path else ""
+        shared = [n for n in holders.values() if len({m.startswith(inside) for m in n}) > 1]
+        if shared:
+            get_logger().warning(
+                "tensor parallelism: %s stays as it is, because it shares %s with the rest of the "
+                "model",
+                path,
+                min(shared[0]),
+            )
+            continue
+        if id(module) not in made:
+            made[id(module)] = exchange(path, module, switch.settings)
+        done.append(path)
+        if not path:
+            return made[id(module)]
+        vars(made[id(module)])[_SWITCH] = switch
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, made[id(module)])
+    return model
 
 
 def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
@@ -73,17 +162,18 @@ def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
     size = len(group.ranks)
     if size == 1:
         return {}
-    _check_values(model)
-    _equalize(model, group)
     chosen = [unit for unit in units_of(model, size) if _is_enabled(model, unit)]
     index = group.ranks.index(group.transport.rank)
     known: dict[int, Shard] = {}
+    give_values = functools.partial(_give_values, group, set())
     for unit in chosen:
         if unit.problem is None:
             for entry in unit.entries:
+                give_values(entry.path, entry.module)
                 split(entry.module, entry.style, index, size, entry.blocks, known)
             for module, name in {(id(m), n): (m, n) for m, n in unit.sizes}.values():
                 divide_size(module, name, size)
+    give_values("", model)
     _report(model, chosen, size, index)
     names = {id(p): n for n, p in model.named_parameters()}
     return find_shards(model, names)
@@ -107,23 +197,32 @@ def without_shards(
     return found
 
 
-def _check_values(model: nn.Module) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    missing = [name for name, tensor in tensors if tensor.is_meta or is_delayed(tensor)]
-    if missing:
-        raise ConfigError(
-            f"tensor parallelism splits the values of a model, and {missing[0]} has none yet "
-            f"(smp.delay_param_initialization, or the device meta). Build the model without delay."
-        )
+def _give_values(group: Members, done: set[int], path: str, module: nn.Module) -> None:
+    """Gives the tensors of a module the values of the first rank; delayed ones are made now.
 
+    Parts of different wholes would fit nowhere. Layers are split one by one, so that only one
+    whole tensor of those that are split is there at a time.
 
-def _equalize(model: nn.Module, group: Members) -> None:
-    """All ranks get the values of the first: parts of different wholes would fit nowhere."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        value = tensor.detach()
+    Args:
+        group: the ranks that share tensors; all of them call it.
+        done: identities of tensors that have such values; gets those of the module.
+        path: of the module, for messages.
+        module: the module.
+    """
+    names = [*module.named_parameters(path), *module.named_buffers(path)]
+    for name, tensor in names:
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        value = materialize(name, tensor)
         given = group.transport.broadcast(value, group.ranks[0], group.ranks).result()
-        with torch.no_grad():
-            value.copy_(given)
+        given = given.to(value.dtype).view(value.shape)
+        if not tensor.is_meta:
+            tensor.data = given
+        else:  # the same object, with storage
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made = nn.Parameter(given, tensor.requires_grad) if is_parameter else given
+            torch.utils.swap_tensors(tensor, made)
 
 
 def _is_enabled(model: nn.Module, unit: Unit) -> bool:
@@ -132,14 +231,21 @@ def _is_enabled(model: nn.Module, unit: Unit) -> bool:
 
 
 def _switch_of(model: nn.Module, path: str, enabled: bool) -> bool:
+    switch = _switch_at(model, path)
+    return enabled if switch is None else switch.is_on
+
+
+def _switch_at(model: nn.Module, path: str) -> _Switch | None:
+    """What the innermost module on the way to one says."""
+    found: _Switch | None = None
     for module in _way_to(model, path):
-        enabled = vars(module).get(_SWITCH, enabled)
-    return enabled
+        found = vars(module).get(_SWITCH, found)
+    return found
 
 
 def _way_to(model: nn.Module, path: str) -> Iterator[nn.Module]:
     yield model
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         model = model.get_submodule(name)
         yield model
 

@@ -5,6 +5,7 @@
     whole column outputs                 all outputs, gathered
     row          inputs                  all outputs, summed over the ranks
     vocabulary   rows of an embedding    all columns, summed over the ranks
+    experts      inner sizes of each     all outputs, summed over the ranks
     itself       as it says              the whole result (layers of `smp.nn`)
 
 A layer of the user's becomes one in place: it keeps its parameters, which get smaller, its name,
@@ -45,6 +46,7 @@ class Style(Enum):
     WHOLE_COLUMN = "whole column"
     ROW = "row"
     VOCABULARY = "vocabulary"
+    EXPERTS = "experts"
     ITSELF = "itself"
 
 
@@ -60,6 +62,8 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
         return {}
     if style is Style.ITSELF:
         return {"weight": 1}  # input channels, or columns
+    if style is Style.EXPERTS:
+        return _dims_of_experts(module)
     if type(module) is nn.Embedding:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return {"weight": 0} if style is Style.VOCABULARY and plain else {}
@@ -69,6 +73,23 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
     if style is Style.ROW:
         return {"weight": 1 - outputs}
     return {"weight": outputs} | ({"bias": 0} if module.bias is not None else {})
+
+
+def _dims_of_experts(experts: Any) -> dict[str, int]:
+    """Of stacked weights [experts, ...] of transformers; none where biases or norms are inside."""
+    is_plain = getattr(experts, "has_bias", True) is False
+    is_plain = is_plain and not getattr(experts, "has_post_expert_norm", False)
+    is_plain = is_plain and getattr(experts, "is_concatenated", True)
+    if not is_plain:
+        return {}
+    inner = int(experts.is_transposed)
+    enter = "gate_up_proj" if experts.has_gate else "up_proj"
+    return {enter: 1 + inner, "down_proj": 2 - inner}
+
+
+def _blocks_of(style: Style, name: str, blocks: int) -> int:
+    """Equal blocks of a parameter along the dim that is split."""
+    return 2 if style is Style.EXPERTS and name == "gate_up_proj" else blocks
 
 
 def can_split(module: nn.Module, style: Style, size: int, blocks: int = 1) -> str | None:
@@ -85,8 +106,8 @@ def can_split(module: nn.Module, style: Style, size: int, blocks: int = 1) -> st
         return f"a {type(module).__name__} cannot be split by {style.value}"
     for name, dim in dims.items():
         length = getattr(module, name).shape[dim]
-        if length % (size * blocks):
-            step = size * blocks
+        step = size * _blocks_of(style, name, blocks)
+        if length % step:
             return f"its {length} do not divide by {size}; pad to {-(-length // step) * step}"
     return None
 
@@ -130,7 +151,8 @@ def split(
     for name, dim in _shard_dims(module, style).items():
         parameter = getattr(module, name)
         if id(parameter) not in known:
-            known[id(parameter)] = Shard(tuple(parameter.shape), dim, index, size, blocks)
+            own = _blocks_of(style, name, blocks)
+            known[id(parameter)] = Shard(tuple(parameter.shape), dim, index, size, own)
             parameter.data = known[id(parameter)].take(parameter.data)
         shards[name] = known[id(parameter)]
     setattr(module, _SHARDS, shards)
@@ -168,7 +190,7 @@ def make_whole(model: nn.Module) -> None:
 
 def _tell_sizes(module: Any, style: Style, size: int) -> None:
     """What the layer says of itself, for those who print it or ask."""
-    if style is Style.VOCABULARY:
+    if style in (Style.VOCABULARY, Style.EXPERTS):
         return  # the number of words stays what the rest of the model means by it
     outputs = style is not Style.ROW
     names = ("out_features", "nf") if outputs else ("in_features", "nx")
@@ -203,6 +225,13 @@ class _Row:
         return total if layer.bias is None else total + layer.bias
 
 
+class _Experts:
+    """Each rank has a part of every expert, and so computes a part of every sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return sum_over(super().forward(*args, **kwargs))  # type: ignore[misc]
+
+
 class _Vocabulary:
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         layer: Any = self
@@ -220,4 +249,5 @@ _FORWARDS: dict[Style, type] = {
     Style.WHOLE_COLUMN: _WholeColumn,
     Style.ROW: _Row,
     Style.VOCABULARY: _Vocabulary,
+    Style.EXPERTS: _Experts,
 }

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from mpxla.graph.collectives import gather_parts, sum_over, vary
+from mpxla.nn.base import DistributedModule
 from mpxla.nn.layers import shards_of
 
 __all__ = ["DistributedEmbedding", "DistributedLinear"]
 
 
-class DistributedLinear(nn.Linear):
+class DistributedLinear(DistributedModule, nn.Linear):
     """`nn.Linear` split over its input channels; results are summed over the ranks.
 
     (SMP API reference, "smp.nn.DistributedLinear".)
@@ -41,7 +42,7 @@ class DistributedLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
-class DistributedEmbedding(nn.Embedding):
+class DistributedEmbedding(DistributedModule, nn.Embedding):
     """`nn.Embedding` whose columns are split; rows are put together on all ranks.
 
     (SMP API reference, "smp.nn.DistributedEmbedding"; its private arguments are left out.)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from mpxla.nn.base import DistributedModule
 from mpxla.nn.layers import Style, can_split
 from mpxla.nn.modules import DistributedEmbedding, DistributedLinear
 
@@ -28,6 +29,7 @@ _STYLES = {
     "colwise_rep": Style.WHOLE_COLUMN,
     "colwise_gather_output": Style.WHOLE_COLUMN,
     "embedding_rowwise": Style.VOCABULARY,
+    "moe_tp_experts": Style.EXPERTS,
 }
 """Transformers' names of styles (versions 4.5x and 5)."""
 _WITHOUT_EFFECT = ("replicated", "replicated_with_grad_allreduce", "sequence_parallel")
@@ -48,12 +50,35 @@ _PLANS: Mapping[str, Mapping[str, _Layers]] = {
         "attn": {"c_attn": (Style.COLUMN, 3), "c_proj": (Style.ROW, 1)},
         "mlp": {"c_fc": (Style.COLUMN, 1), "c_proj": (Style.ROW, 1)},
     },
+    "DistributedAttentionLayer": {
+        "": {
+            "query": (Style.COLUMN, 1),
+            "key": (Style.COLUMN, 1),
+            "value": (Style.COLUMN, 1),
+            "dense": (Style.ROW, 1),
+        },
+    },
+    "DistributedTransformerOutputLayer": {
+        "": {"dense1": (Style.COLUMN, 1), "dense2": (Style.ROW, 1)},
+    },
     "BertLayer": _BERT_LAYER,
     "RobertaLayer": _BERT_LAYER,
+    "ViTAttention": {
+        "": {
+            "q_proj": (Style.COLUMN, 1),
+            "k_proj": (Style.COLUMN, 1),
+            "v_proj": (Style.COLUMN, 1),
+            "o_proj": (Style.ROW, 1),
+        },
+    },
+    "ViTMLP": {"": {"fc1": (Style.COLUMN, 1), "fc2": (Style.ROW, 1)}},
 }
 """Class of a block -> path of a unit in it -> path of a layer in that -> (style, blocks)."""
 
-_SIZES: Mapping[str, Sequence[str]] = {"GPT2Attention": ("split_size",)}
+_SIZES: Mapping[str, Sequence[str]] = {
+    "GPT2Attention": ("split_size",),
+    "DistributedAttentionLayer": ("num_heads",),
+}
 """Class of a module -> attributes that count its outputs, of which a rank has a part."""
 
 
@@ -128,6 +153,7 @@ def _by_table(model: nn.Module) -> Iterator[Unit]:
     for path, module in model.named_modules():
         for inner, layers in _PLANS.get(type(module).__name__, {}).items():
             unit = Unit(_joined(path, inner) if inner else f"{path} (MLP)")
+            unit.is_asked_for = isinstance(module, DistributedModule)
             for name, (style, blocks) in layers.items():
                 layer = _joined(_joined(path, inner), name)
                 unit.entries.append(Entry(layer, model.get_submodule(layer), style, blocks))
@@ -147,7 +173,8 @@ def _ends(model: nn.Module) -> Iterator[Unit]:
         if isinstance(module, nn.Module) and id(module) in names:
             path = names[id(module)]
             if style is not Style.VOCABULARY or isinstance(module, nn.Embedding):
-                yield Unit(path, [Entry(path, module, style)])
+                own = isinstance(model, DistributedModule)
+                yield Unit(path, [Entry(path, module, style)], is_asked_for=own)
 
 
 def _by_class(model: nn.Module) -> Iterator[Unit]:

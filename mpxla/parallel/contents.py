@@ -14,7 +14,7 @@ from torch import nn
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
 from mpxla.errors import MpxlaError
-from mpxla.nn.layers import make_whole
+from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
 from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.sharded import refuse_with_parts
@@ -26,14 +26,6 @@ from mpxla.stage.delayed import is_delayed
 __all__ = ["PartitionedModule"]
 
 _GATHER = "model.state_dict"
-
-
-_TENSOR_PARALLELISM = (
-    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
-    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
-    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
-)
-"""Methods of SMP's wrapper that belong to a missing part of a feature."""
 
 
 class PartitionedModule(nn.Module):
@@ -56,11 +48,6 @@ class PartitionedModule(nn.Module):
         self._awaits_values = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TENSOR_PARALLELISM:
-            raise AttributeError(
-                f"model.{name} belongs to tensor parallelism by SMP's own modules, which mpxla "
-                f"does not have yet."
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -87,6 +74,41 @@ class PartitionedModule(nn.Module):
     def canonical_names(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
         return dict(self._state.canonical_names)
+
+    # --- tensor parallelism ---------------------------------------------------------------------
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Modules that have a part of their tensors here."""
+        return (module for module in self.module.modules() if shards_of(module))
+
+    def _split_ids(self) -> set[int]:
+        return {id(self._state.parameters[name]) for name in self.shards_of_tensors}
+
+    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
+        """Whether this rank has a part of a parameter, and other ranks have the rest."""
+        return id(param) in self._split_ids()
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """The same of a buffer: never, since buffers stay whole."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter sees the batches of all ranks that share tensors: all of them do."""
+        return current().topology.tp_size > 1
+
+    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
+        """The same of a buffer."""
+        return current().topology.tp_size > 1
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those whose gradients are reduced over `DP_GROUP`."""
+        if current().topology.tp_size == 1:
+            yield from self._state.parameters.items()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those whose gradients are reduced over `RDP_GROUP`."""
+        if current().topology.tp_size > 1:
+            yield from self._state.parameters.items()
 
     @property
     def tensors(self) -> ModelState:

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 
 from mpxla.errors import ConfigError
+from mpxla.nn.distribute import tensor_parallelism as block
 from mpxla.stage.delayed import build_delayed
 
 __all__ = ["delay_param_initialization", "model_creation"]
-
-_TENSOR_PARALLEL_SETTINGS = frozenset(
-    {
-        *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
-        *("attention_in_fp32", "query_key_layer_scaling", "fp32_residual_addition", "use_alibi"),
-        *("alibi_bias_max", "distribute_embedding"),
-    }
-)
 
 
 @contextlib.contextmanager
@@ -43,12 +36,13 @@ def model_creation(
     zero_init: bool = False,
     **tensor_parallel_config: Any,
 ) -> Generator[None]:
-    """`delay_param_initialization`, with another default dtype while the model is built.
+    """`delay_param_initialization`, with another default dtype, and `tensor_parallelism`.
 
     (SMP API reference, "smp.model_creation".)
 
     Args:
-        tensor_parallelism: not available yet; see `smp.set_tensor_parallelism`.
+        tensor_parallelism: as a block of `smp.tensor_parallelism` around it. Ranks that share
+            tensors make them in `DistributedModel` then, and keep their parts.
         dtype: of floating point parameters; None keeps torch's default.
         zero_init: belongs to sharded data parallelism, which is not available yet.
         **tensor_parallel_config: settings of tensor parallelism; without it they have no effect.
@@ -56,29 +50,19 @@ def model_creation(
     Raises:
         ConfigError: a missing feature was asked for, or a setting is unknown.
     """
-    if tensor_parallelism:
-        raise ConfigError(
-            "smp.model_creation(tensor_parallelism=True): tensor parallelism is not available yet "
-            "for models that are built without values; leave it False, build the model in the "
-            "ordinary way, and call smp.set_tensor_parallelism(model)."
-        )
     if zero_init:
         raise ConfigError(
             "smp.model_creation(zero_init=True): sharded data parallelism is not available yet; "
             "leave it False."
         )
-    unknown = sorted(set(tensor_parallel_config) - _TENSOR_PARALLEL_SETTINGS)
-    if unknown:
-        known = ", ".join(sorted(_TENSOR_PARALLEL_SETTINGS))
-        raise ConfigError(
-            f"smp.model_creation has no argument {unknown[0]!r}; its arguments are "
-            f"tensor_parallelism, dtype, zero_init and {known}."
-        )
+    marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if tensor_parallelism or tensor_parallel_config:  # checked in any case
+        marked = block(tensor_parallelism, **tensor_parallel_config)
     before = torch.get_default_dtype()
     if dtype is not None:
         torch.set_default_dtype(dtype)
     try:
-        with build_delayed():
+        with marked, build_delayed():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -19,7 +19,7 @@ from mpxla.comm.transport import Group, Members
 from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
-from mpxla.nn.distribute import distribute, without_shards
+from mpxla.nn.distribute import distribute, exchange_registered, without_shards
 from mpxla.nn.refusals import refuse_with_shards
 from mpxla.parallel.compute_dtype import (
     compute_dtype,
@@ -111,6 +111,7 @@ class DistributedModel(PartitionedModule):
         if self._compute_dtype is not None:
             convert(module, self._compute_dtype)
         sharing = session.topology.tp_group(session.rank)
+        module = exchange_registered(module)
         shards = distribute(module, Members(sharing, session.transport))
         super().__init__(module, session.backend, shards)
         place = session.topology.sdp_group(session.rank).index(session.rank)
@@ -129,6 +130,7 @@ class DistributedModel(PartitionedModule):
             broadcast_buffers,
             TRANSFER_DTYPES[session.config.reduction_dtype],
             session.config.shard_optimizer_state and session.topology.rdp_size > 1,
+            1 if session.config.prescaled_batch else session.topology.tp_size,
         )
         self._models = models_of_session()
         self._engine = self._models.engine

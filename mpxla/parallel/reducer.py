@@ -33,6 +33,7 @@ class ReductionOptions:
         is_overlapping: reduce a bucket once it is complete, or all at the end of the step.
         broadcasts_buffers: whether buffers follow the first replica after every training step.
         transfer_dtype: in which gradients travel; None for their own.
+        num_batches: that the ranks of one replica bring to a step, over which gradients are means.
         is_sharded: whether replicas divide the updates; gradients go to the owners only then.
     """
 
@@ -43,6 +44,7 @@ class ReductionOptions:
     broadcasts_buffers: bool = True
     transfer_dtype: torch.dtype | None = None
     is_sharded: bool = False
+    num_batches: int = 1
 
     @property
     def capacity_bytes(self) -> int:
@@ -125,7 +127,9 @@ class GradientReducer:
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""
-        return 1.0 / num_microbatches if self.options.is_averaged and self.hook is None else 1.0
+        if self.hook is not None:
+            return 1.0
+        return 1.0 / (num_microbatches if self.options.is_averaged else self.options.num_batches)
 
     def next_pass_reduces(self) -> bool:
         """Counts step calls; whether the one that begins is the last before an update."""

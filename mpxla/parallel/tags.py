@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from mpxla.errors import MpxlaError, PartitionError
+from mpxla.nn.marks import marking
 
 __all__ = ["partition", "partition_pins", "set_partition"]
 
 _TAG = "_mpxla_partition"
-_stack: list[int] = []
-_original_init = nn.Module.__init__
 
 
 @contextlib.contextmanager
@@ -32,21 +31,8 @@ def partition(index: int) -> Generator[None]:
         PartitionError: the index is out of range.
     """
     _check_index(index)
-    _stack.append(index)
-    if len(_stack) == 1:
-        nn.Module.__init__ = _tagging_init  # type: ignore[method-assign]
-    try:
+    with marking(_TAG, index):
         yield
-    finally:
-        _stack.pop()
-        if not _stack:
-            nn.Module.__init__ = _original_init  # type: ignore[method-assign]
-
-
-def _tagging_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _original_init(self, *args, **kwargs)
-    if _stack:
-        self.__dict__[_TAG] = _stack[-1]
 
 
 def set_partition(module: nn.Module, index: int) -> None:

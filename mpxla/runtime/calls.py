@@ -7,7 +7,7 @@ made or run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -85,7 +85,8 @@ class Calls:
         self._pp_rank = session.topology.pp_rank(session.rank)
         self.control = ControlChannel(session.transport, group)
         sharing = session.topology.tp_group(session.rank)
-        self._sharing = Sharing(session.objects, sharing, session.backend)
+        is_prescaled = session.config.prescaled_batch or len(sharing) == 1
+        self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -127,11 +128,14 @@ class Calls:
             parts = split_arguments(rule, args, kwargs, count)
             number = self._functions.setdefault(name, Identities()).number(rule.function)
             call = self._sign(_title(name, number), parts, view)
+        except AnnouncedError:
+            raise
         except MpxlaError as error:
             self._compare(f"{name}, which fails: {error}", ())
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
-        self._compare(name, call.tensors, portable(call.signature))
+        if self._sharing.is_prescaled:
+            self._compare(name, call.tensors, portable(call.signature))
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -143,6 +147,18 @@ class Calls:
         self.plans.use(call.plan.number)
         self.control.announce(("known", name, call.plan.number, call.seed))
         return call
+
+    def _gather(
+        self, signature: Signature, tensors: list[list[torch.Tensor]]
+    ) -> tuple[Signature, list[list[torch.Tensor]]]:
+        """The call with the microbatches of all ranks that share tensors."""
+        name = signature.function
+        try:
+            everyone = self._sharing.gather(name, tensors, portable(signature))
+        except RankMismatch as error:
+            self.control.announce(("error", name, RankMismatch, str(error)))
+            raise as_announced(error) from None
+        return replace(signature, num_microbatches=len(everyone)), everyone
 
     def _compare(
         self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any = None
@@ -161,6 +177,8 @@ class Calls:
         def described() -> Call:
             inputs = self._numbers.inputs(title)
             signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
+            if not self._sharing.is_prescaled:
+                signature, tensors = self._gather(signature, tensors)
             return Call(signature, tensors, objects, self.plans.find(signature, view, tensors))
 
         call = described()

@@ -119,8 +119,12 @@ class StepEngine:
         self.last_used: tuple[str, ...] = ()
         self.is_tracing = False
         backend, transport = session.backend, session.transport
-        num_replicas = len(session.topology.rdp_group(session.rank))
-        self.meter = Meter(backend, transport, num_replicas)
+        self._place = sharing.index(session.rank)
+        # Each replica brings a batch to a step, or each of its ranks that share tensors does.
+        self._num_batches = 1 if session.config.prescaled_batch else len(sharing)
+        self._config = session.config.for_batches(self._num_batches)
+        num_batches = len(session.topology.rdp_group(session.rank)) * self._num_batches
+        self.meter = Meter(backend, transport, num_batches)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
@@ -233,7 +237,10 @@ class StepEngine:
             description = describe_plan(runner.plan, self._group, self._pp_rank)
             recorder.begin_step(signature.function, description)
         count = signature.num_microbatches
-        returned, self.last_run = runner.run(tensors, count, seed, progress, recorder)
+        own_count = count // self._num_batches
+        first = self._place % self._num_batches * own_count
+        own = slice(first, first + own_count)
+        returned, self.last_run = runner.run(tensors, count, seed, progress, recorder, own)
         self.last_used = runner.models
         if recorder is not None:
             recorder.end_step()
@@ -263,7 +270,7 @@ class StepEngine:
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
         count, backend = signature.num_microbatches, self._session.backend
-        config = self._session.config
+        config = self._config
         schedule = schedule_step(cut, config)
         is_for_speed = config.optimize == "speed"
         plan = self._together(
@@ -389,7 +396,7 @@ class StepEngine:
         fixed: Mapping[str, tuple[int, ...]],
         measured_s: Mapping[str, float] | None = None,
     ) -> CutStep:
-        config, stateful = self._session.config, self.placement.stateful
+        config, stateful = self._config, self.placement.stateful
         lowering = self._session.backend.lowering
         return cut_step(step, config, lowering, self._pins(), fixed or None, stateful, measured_s)
 

@@ -82,6 +82,7 @@ class PlanRunner:
         seed: int,
         progress: Progress,
         recorder: Recorder | None = None,
+        own: slice = slice(None),
     ) -> tuple[Any, StepRun]:
         """Runs the step once; every rank of the pipeline must.
 
@@ -91,6 +92,7 @@ class PlanRunner:
             seed: from which the seeds of random programs are drawn.
             progress: is told what runs.
             recorder: notes what runs when, while a profile is taken.
+            own: the microbatches that this rank brought, whose results it gets.
 
         Returns:
             What the step function returns, and the state of the run.
@@ -121,10 +123,14 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
-        backend, count = self._backend, num_microbatches
+        backend, count = self._backend, len(range(num_microbatches)[own])
         leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(
-            leaves, structure, count, lambda index: backend.publish(fetch(index)), backend.adopt
+            leaves,
+            structure,
+            count,
+            lambda index: backend.publish(fetch(index)[own]),
+            backend.adopt,
         )
         return returned, run
 

@@ -1,8 +1,14 @@
 """How the ranks of a tensor-parallel group agree on a call of a step function.
 
-All of them are given the same batch and compute with the same random numbers, except where their
-shards differ. Each would go on with another batch without noticing, and what is equal on all of
-them would drift apart; so they compare digests before every call.
+All of them compute the same batches with the same random numbers, except where their shards differ.
+
+    prescaled_batch: True     all are given the same batch. Each would go on with another one
+                              without noticing, and what is equal on all of them would drift apart;
+                              so they compare digests before every call.
+    prescaled_batch: False    each is given samples of its own, which all of them compute: the
+                              microbatches of rank 0, then those of rank 1, and so on. Each rank
+                              gets the results of its own microbatches, so that losses and gradients
+                              are those of as many replicas (SMP API reference, "prescaled_batch").
 """
 
 import hashlib
@@ -27,9 +33,11 @@ class Sharing:
         objects: the session's object communication.
         ranks: global ranks of the group.
         backend: of this rank's device.
+        is_prescaled: whether all of them have one batch, or each has its own.
     """
 
-    def __init__(self, objects: Objects, ranks: Group, backend: Backend):
+    def __init__(self, objects: Objects, ranks: Group, backend: Backend, is_prescaled: bool = True):
+        self.is_prescaled = is_prescaled
         self._objects = objects
         self._ranks = ranks
         self._backend = backend
@@ -45,24 +53,55 @@ class Sharing:
         Raises:
             RankMismatch: another rank has another call or other values; on all of them.
         """
-        if len(self._ranks) == 1:
-            return
-        shapes = [str(list(value.shape)) for value in (tensors[0] if tensors else ())]
-        text += f" with microbatches of {', '.join(shapes) or 'nothing'}"
-        own = text, self._digest(tensors, str(signature))
+        if len(self._ranks) > 1:
+            text = _with_shapes(text, tensors)
+            digest = self._digest(tensors, str(signature))
+            self._check_equal(self._objects.allgather((text, digest), self._ranks))
+
+    def gather(
+        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any
+    ) -> list[list[torch.Tensor]]:
+        """The microbatches of all ranks, one rank after the other. All of them call it.
+
+        Args:
+            text: the call.
+            tensors: tensor leaves of every microbatch of this rank.
+            signature: what has to be equal.
+
+        Raises:
+            RankMismatch: another rank has another call or other shapes; on all of them.
+        """
+        flat = self._backend.get([t for leaves in tensors for t in leaves])
+        own = _with_shapes(text, tensors), self._digest((), str(signature)), flat
         everyone = self._objects.allgather(own, self._ranks)
-        for rank, (other_text, digest) in zip(self._ranks, everyone, strict=True):
-            if (other_text, digest) == everyone[0]:
+        self._check_equal([(other, digest) for other, digest, *_ in everyone])
+        found: list[list[torch.Tensor]] = []
+        for _, _, values in everyone:
+            rest = iter(values)
+            found += [[next(rest) for _ in leaves] for leaves in tensors]
+        return found
+
+    def _check_equal(self, everyone: Sequence[tuple[str, str]]) -> None:
+        for rank, (text, digest, *_) in zip(self._ranks, everyone, strict=True):
+            first, text_of_first = self._ranks[0], everyone[0][0]
+            if (text, digest) == tuple(everyone[0][:2]):
                 continue
-            first = self._ranks[0]
-            if other_text != everyone[0][0]:
-                what = f"rank {first} came with {everyone[0][0]}, and rank {rank} with {other_text}"
+            if text != text_of_first:
+                what = f"rank {first} came with {text_of_first}, and rank {rank} with {text}"
             else:
                 what = f"the values that ranks {first} and {rank} were given differ, in {text}"
+            start = f"the ranks {list(self._ranks)} share the tensors of a model, and have to"
+            if not self.is_prescaled:
+                raise RankMismatch(
+                    f"{start} call the step function together, with batches of one shape: {what}. "
+                    f"Give every rank as many samples, and equal arguments that are no tensors "
+                    f"(drop_last=True in the loader)."
+                )
             raise RankMismatch(
-                f"the ranks {list(self._ranks)} share the tensors of a model, and have to call the "
-                f"step function with the same batch: {what}. Divide the data by smp.rdp_rank() and "
-                f"smp.rdp_size(), and draw it from the same seed in the whole group."
+                f"{start} call the step function with the same batch: {what}. Divide the data by "
+                f"smp.rdp_rank() and smp.rdp_size(), and draw it from the same seed in the whole "
+                f"group; or set prescaled_batch: False, with which every rank has samples of its "
+                f"own."
             )
 
     def seed(self, own: int) -> int:
@@ -76,3 +115,8 @@ class Sharing:
         for value in self._backend.get([t for leaves in tensors for t in leaves]):
             digest.update(as_memory(value.contiguous()))
         return digest.hexdigest()
+
+
+def _with_shapes(text: str, tensors: Sequence[Sequence[torch.Tensor]]) -> str:
+    shapes = [str(list(value.shape)) for value in (tensors[0] if tensors else ())]
+    return f"{text} with microbatches of {', '.join(shapes) or 'nothing'}"

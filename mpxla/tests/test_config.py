@@ -480,23 +480,6 @@ def test_refused_combinations(user, text):
     ("user", "text"),
     [
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree: 2 needs ddp: True"),
-        (
-            {"tensor_parallel_degree": 2, "ddp": True},
-            "tensor_parallel_degree: 2 needs prescaled_batch: True for now",
-        ),
-        (
-            {
-                "tensor_parallel_degree": 2,
-                "ddp": True,
-                "prescaled_batch": True,
-                "shard_optimizer_state": True,
-            },
-            "tensor_parallel_degree: 2 does not go with shard_optimizer_state: True yet",
-        ),
-        (
-            {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True, "fp16": True},
-            "tensor_parallel_degree: 2 does not go with fp16: True yet",
-        ),
         ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree: 2 needs ddp: True"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 4},
@@ -534,6 +517,7 @@ def test_refused_combinations_of_missing_features(user, text):
     "user",
     [
         {"tensor_parallel_degree": 2, "ddp": True, "partitions": 2, "prescaled_batch": True},
+        {"tensor_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True, "bf16": True},
         {"sharded_data_parallel_degree": 2, "ddp": True, "bf16": True},
         {
             "sharded_data_parallel_degree": 2,

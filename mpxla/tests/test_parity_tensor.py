@@ -30,11 +30,20 @@ class Case:
     backend: str = "torch_xla"
     transport: str = "auto"
     pipeline: str = "interleaved"
+    prescaled: bool = True
+    averaged: bool = True
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
         words = [sizes] + [self.transport] * (self.transport != "auto")
-        return "-".join(words + [self.pipeline] * (self.pipeline != "interleaved"))
+        words += [self.pipeline] * (self.pipeline != "interleaved")
+        words += ["own"] * (not self.prescaled) + ["sums"] * (not self.averaged)
+        return "-".join(words)
+
+    @property
+    def num_batches(self) -> int:
+        """Ranks that bring samples of their own."""
+        return self.replicas * (1 if self.prescaled else self.tensor)
 
     @property
     def world_size(self) -> int:
@@ -45,7 +54,7 @@ class Case:
             "ddp": True,
             "tensor_parallel_degree": self.tensor,
             "pipeline_parallel_degree": self.stages,
-            "prescaled_batch": True,
+            "prescaled_batch": self.prescaled,
             "microbatches": MICROBATCHES,
             "memory_weight": 0.0,
             "transport": self.transport,
@@ -100,6 +109,11 @@ def batch_of(number, replicas):
     return torch.randint(0, WORDS, (2 * MICROBATCHES * replicas, 8), generator=generator)
 
 
+def labels_of(ids):
+    """Some words do not count, so that a mean of means is not that of all."""
+    return torch.where(ids < ids[0, 0] // 3, -100, ids)
+
+
 def make_optimizer(parameters):
     """A large eps: gradients that are rounding only must not decide."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
@@ -110,10 +124,14 @@ def train_plainly(case):
     optimizer = make_optimizer(model.parameters())
     for number in range(NUM_STEPS):
         optimizer.zero_grad()
-        parts = batch_of(number, case.replicas).chunk(MICROBATCHES * case.replicas)
-        losses = [model(input_ids=part, labels=part).loss / len(parts) for part in parts]
-        sum(losses).backward()
-        found.losses.append(sum(losses).item())
+        ids = batch_of(number, case.num_batches)
+        rows = zip(
+            *(t.chunk(MICROBATCHES * case.num_batches) for t in (ids, labels_of(ids))), strict=True
+        )
+        losses = [model(input_ids=part, labels=labels).loss for part, labels in rows]
+        count = len(losses) if case.averaged else case.num_batches
+        (sum(losses) / count).backward()
+        found.losses.append((sum(losses) / len(losses)).item())
         found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
     found.state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -129,12 +147,12 @@ def train(case):
     if smp.tp_rank() > 0:  # the group takes over the values of its first rank
         torch.nn.init.zeros_(next(raw.parameters()))
     smp.set_tensor_parallelism(raw)
-    model = smp.DistributedModel(raw)
+    model = smp.DistributedModel(raw, average_grads_across_microbatches=case.averaged)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     @smp.step
-    def step(model, ids):
-        loss = model(input_ids=ids, labels=ids).loss
+    def step(model, ids, labels):
+        loss = model(input_ids=ids, labels=labels).loss
         model.backward(loss)
         return loss
 
@@ -145,8 +163,11 @@ def train(case):
         if number == 2:
             found.compilations = -current().backend.num_compilations
         optimizer.zero_grad()
-        batch = batch_of(number, case.replicas).chunk(case.replicas)[smp.rdp_rank()]
-        returned = step(model, batch)
+        ids = batch_of(number, case.num_batches)
+        place = smp.rdp_rank() if case.prescaled else smp.dp_rank()
+        own = [t.chunk(case.num_batches)[place] for t in (ids, labels_of(ids))]
+        returned = step(model, *own)
+        assert len(returned.outputs) == MICROBATCHES
         found.losses.append(returned.reduce_mean().item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found.norms.append(norm.item())
@@ -165,7 +186,7 @@ def train(case):
 
 
 CASES = (
-    Case("llama", 2),
+    Case("llama", 2, prescaled=False),
     Case("gpt2", 2, stages=2, backend="pjrt"),
 )
 SWEEP = (
@@ -176,6 +197,9 @@ SWEEP = (
     Case("gpt2", 4, backend="pjrt"),
     Case("gpt2", 2, replicas=2, backend="pjrt"),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
+    Case("llama", 2),
+    Case("llama", 2, replicas=2, backend="pjrt", prescaled=False),
+    Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
 )
 
 
@@ -211,11 +235,11 @@ def check(case):
         assert max(of_group) < whole * (share + 0.1)
 
 
-def other_batches(differs):
+def other_batches(differs, is_prescaled):
     """Runs on every rank; the ranks of a group are given different data."""
     import mpxla as smp
 
-    smp.init(Case("llama", 2).config())
+    smp.init(Case("llama", 2, prescaled=is_prescaled).config())
     raw = build("llama")
     smp.set_tensor_parallelism(raw)
     model = smp.DistributedModel(raw)
@@ -236,11 +260,18 @@ def other_batches(differs):
 
 @pytest.mark.parametrize("differs", ["values", "shapes"])
 def test_other_batches_in_a_group_are_noticed(differs):
-    texts = run_ranks(other_batches, 2, differs)
+    texts = run_ranks(other_batches, 2, differs, True)
     words = "the values that ranks 0 and 1 were given differ" if differs == "values" else "[2, 6]"
     for text in texts:
         assert words in text
         assert "Divide the data by smp.rdp_rank() and smp.rdp_size()" in text
+
+
+def test_own_batches_have_one_shape():
+    for text in run_ranks(other_batches, 2, "shapes", False):
+        assert "rank 0 came with" in text and "and rank 1 with" in text and "[2, 6]" in text
+        assert "with batches of one shape" in text
+        assert "Give every rank as many samples" in text
 
 
 def refused():

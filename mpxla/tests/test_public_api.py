@@ -32,7 +32,8 @@ NAMES = {
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
-    *("set_activation_checkpointing", "set_tensor_parallelism"),
+    *("set_activation_checkpointing", "set_tensor_parallelism", "tensor_parallelism"),
+    *("tp_register", "tp_register_with_module"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -65,6 +66,10 @@ SIGNATURES = {
     "set_activation_checkpointing": "module, preserve_rng_state=True, pack_args_as_tuple=False, "
     "strategy='each'",
     "set_tensor_parallelism": "module, enabled=True, **settings",
+    "tensor_parallelism": "enabled=True, **settings",
+    "tp_register": "dist_module, init_hook=None, forward_hook=None, return_hook=None",
+    "tp_register_with_module": "module_cls, dist_module, init_hook=None, forward_hook=None, "
+    "return_hook=None",
     "delay_param_initialization": "enabled=True",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",

@@ -22,7 +22,7 @@ from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
-from mpxla.nn.distribute import distribute, set_tensor_parallelism
+from mpxla.nn.distribute import distribute, exchange_registered, set_tensor_parallelism
 from mpxla.nn.shards import Shard
 from mpxla.runtime.state import ModelState
 from mpxla.stage.collective import CollectiveRunner
@@ -59,9 +59,10 @@ def distributed(build: Callable[[], nn.Module], size: int, is_marked: bool = Tru
     ranks = tuple(range(size))
     groups = [Members(ranks, transport) for transport in loopback_world(size)]
     models = [build() for _ in ranks]
-    for model in models:
-        if is_marked:
+    if is_marked:
+        for model in models:
             set_tensor_parallelism(model)
+    models = [exchange_registered(model) for model in models]
     shards = in_threads(distribute, models, groups)
     return [Rank(*parts) for parts in zip(models, groups, shards, strict=True)]
 
