@@ -145,9 +145,7 @@ _RULES = (
     ),
     Rule(
         ("sharded_data_parallel_degree", "tensor_parallel_degree"),
-        lambda v, given: (
-            v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1
-        ),
+        lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1,
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} does not go with "
         "tensor_parallel_degree: {tensor_parallel_degree} yet; set one of them to 1",
     ),

@@ -61,7 +61,9 @@ def local_inventory(
     if model is not None:
         names = model_names(model)
         for name, parameter in model.local_named_parameters():
-            values[_slot("model", name, "", parameter)] = parameter
+            held, shard = model.tensors.held(name), model.tensors.shards.get(name)
+            offset = 0 if shard is None else shard.extent[0]
+            values[_slot("model", name, "", held, parameter.shape, offset)] = held
         for name, buffer in model.local_named_buffers():
             if name not in names:
                 continue

@@ -34,7 +34,7 @@ from mpxla.checkpoint.layout import (
 )
 from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
 from mpxla.checkpoint.save import finish_pending
-from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
+from mpxla.checkpoint.shards import ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
@@ -205,7 +205,13 @@ def _copy_into(
     """Loads what this rank holds, and reads nothing else."""
     local = {name for name, _ in model.local_named_parameters()}
     local |= {name for name, _ in model.local_named_buffers()}
-    values = {name: read(saved) for name, saved in names.items() if name in local}
+    divided = [name for name in names if model.canonical_names[name] in model.tensors.parts]
+    for name in divided:  # one by one: together they may be more than a host has
+        if name in local:
+            model.load_state_dict({name: read(names[name])}, strict=False)
+    values = {
+        name: read(saved) for name, saved in names.items() if name in local and name not in divided
+    }
     model.load_state_dict(values, strict=False)
 
 
@@ -274,7 +280,7 @@ class _PartialLoader:
         self._folder = find_partial(folder, tag)
         self._weights_only = weights_only
         self._manifest = read_manifest(self._folder, tag)
-        self._reader = ShardReader(self._folder, _index(self._manifest))
+        self._reader = ShardReader(self._folder, index_of(self._manifest))
         self._names: dict[str, str] = {}
         if self._manifest["has_model"]:
             index = self._reader.index
@@ -410,15 +416,3 @@ class _SavedOptimizer:
     def flat(self, name: str, key: str, offset: int, count: int) -> torch.Tensor:
         """See `SavedState`."""
         return self._reader.flat("optimizer", self._saved(name), key, offset, count)
-
-
-def _index(manifest: Mapping[str, Any]) -> ShardIndex:
-    entries = []
-    numbers: dict[str, dict[str, Any]] = {}
-    for part in manifest["parts"]:
-        for *fields, file in part["slots"]:
-            kind, name, key, dtype, shape, offset, count = fields
-            entries.append((Slot(kind, name, key, dtype, tuple(shape), offset, count), file))
-        for name, key, value in part["numbers"]:
-            numbers.setdefault(name, {})[key] = value
-    return ShardIndex(entries, manifest["aliases"], numbers)

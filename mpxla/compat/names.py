@@ -129,7 +129,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
     },
     "optimizers": {name: _refused(_FUSED) for name in ("FusedNovoGrad", "FusedLamb", "FusedLAMB")},
     "sharded_data_parallel_checkpoint": {
-        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(_SHARDING)
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _supported()
     },
     "patches": {"checkpoint": _supported("a module")},
     "patches.checkpoint": {name: _supported() for name in ("checkpoint", "checkpoint_sequential")},

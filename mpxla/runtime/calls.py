@@ -25,6 +25,7 @@ from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.sharded_calls import ShardedCalls
 from mpxla.runtime.sharing import Sharing
 from mpxla.runtime.signature import (
     Signature,
@@ -86,6 +87,8 @@ class Calls:
         self.control = ControlChannel(session.transport, group)
         sharing = session.topology.tp_group(session.rank)
         self._sharing = Sharing(session.objects, sharing, session.backend)
+        sharded = session.topology.sdp_group(session.rank)
+        self._sharded = ShardedCalls(session.objects, sharded)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -149,6 +152,7 @@ class Calls:
     ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ."""
         try:
+            self._sharded.compare(text)
             self._sharing.compare(text, tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))

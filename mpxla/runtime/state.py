@@ -157,9 +157,7 @@ class ModelState:
         refuse_gradient_hooks(self.module)
         _release_parameters(self.module)
         self.local_names = frozenset(local_names)
-        self._recorded = [
-            t.detach() for t in (*self.parameters.values(), *self.buffers.values())
-        ]
+        self._recorded = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
                 is_local = name in self.local_names

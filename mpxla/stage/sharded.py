@@ -55,8 +55,10 @@ def divide_stage(
         arguments[i] = shard.spec(arguments[i].dtype)
     _gather(lowered.forward, divided, blocks, max_live)
     divided_stage = replace(lowered, forward_inputs=tuple(arguments))
-    return divided_stage if lowered.backward is None else _divide_backward(
-        divided_stage, divided, blocks, max_live
+    return (
+        divided_stage
+        if lowered.backward is None
+        else _divide_backward(divided_stage, divided, blocks, max_live)
     )
 
 
@@ -178,9 +180,7 @@ def _turns(uses: Sequence[_Use], blocks: Mapping[int, str]) -> list[list[_Use]]:
     return turns
 
 
-def _live_elements(
-    turns: Sequence[Sequence[_Use]], shards: Mapping[int, FlatShard]
-) -> list[int]:
+def _live_elements(turns: Sequence[Sequence[_Use]], shards: Mapping[int, FlatShard]) -> list[int]:
     """Elements that every turn gathers."""
     return [sum(shards[i].num_elements for i in {use.argument for use in turn}) for turn in turns]
 
@@ -242,9 +242,7 @@ def _scatter(
     module.recompile()
 
 
-def _scattered(
-    graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype
-) -> fx.Node:
+def _scattered(graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype) -> fx.Node:
     value, count = gradient.meta["val"], shard.num_elements
     node = gradient
     if value.dtype != dtype:
