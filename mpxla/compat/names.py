@@ -60,7 +60,6 @@ def _refused(text: str) -> Name:
 
 _TP = "tensor parallelism by SMP's own modules"
 TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
-_SHARDING = "sharded data parallelism"
 
 
 def _missing(feature: str) -> Name:
@@ -79,7 +78,7 @@ _SWITCHES = {
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
     "tp_register": _missing(_TP),
     "tp_register_with_module": _missing(_TP),
-    "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
+    "register_parameter": Name(Fate.IDLE, "what a step reads is gathered, whoever owns it"),
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported("loss scaling over all ranks")
@@ -149,7 +148,7 @@ METHODS: dict[str, Name] = {
     },
     "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
-    "_global_grad_norm": _missing(_SHARDING),
+    "_global_grad_norm": _supported("an error without sharded_data_parallel_degree"),
     "distributed_modules": _missing(_TP),
     "is_distributed_parameter": _missing(_TP),
     "is_distributed_buffer": _missing(_TP),

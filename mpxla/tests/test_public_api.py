@@ -32,7 +32,7 @@ NAMES = {
     *("step", "StepOutput", "DistributedModel", "DistributedOptimizer"),
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
-    *("set_activation_checkpointing", "set_tensor_parallelism"),
+    *("set_activation_checkpointing", "set_tensor_parallelism", "register_parameter"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -66,6 +66,7 @@ SIGNATURES = {
     "strategy='each'",
     "set_tensor_parallelism": "module, enabled=True, **settings",
     "delay_param_initialization": "enabled=True",
+    "register_parameter": "module, parameter",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "

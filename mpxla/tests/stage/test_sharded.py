@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
@@ -15,7 +14,7 @@ from mpxla.graph.collectives import is_collective
 from mpxla.runtime.plan import cut_step
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage
-from mpxla.stage.pieces import TURN, CollectivePiece, ComputePiece, split_graph
+from mpxla.stage.pieces import TURN, CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.split_backward import flatten_backward
 from mpxla.tests.test_parity_sharded import Model, batch_of, loss_of
@@ -45,9 +44,9 @@ def captured(model, ids, autocast=False):
     return cut_step(graph, config, EagerBackend().lowering, {}, None).stages[0]
 
 
-def lowered_for(index, spec, model, threshold=16, max_live=10**9, size=len(RANKS)):
+def lowered_for(index, spec, model, threshold=16, max_live=10**9):
     shards = {
-        name: FlatShard(tuple(p.shape), index, size)
+        name: FlatShard(tuple(p.shape), index, len(RANKS))
         for name, p in model.named_parameters()
         if p.numel() >= threshold
     }
@@ -55,9 +54,8 @@ def lowered_for(index, spec, model, threshold=16, max_live=10**9, size=len(RANKS
     return divide_stage(stage, shards, max_live), shards
 
 
-def run_on(index, spec, model, ids, transport):
+def run_on(spec, model, lowered, shards, ids, transport):
     """Loss and gradients of one rank: parts of those of divided parameters."""
-    lowered, shards = lowered_for(index, spec, model)
     backend, groups = EagerBackend(), {SHARDING_GROUP: Members(RANKS, transport)}
     forward = backend.compile("forward", lowered.forward, lowered.forward_inputs, groups=groups)
     inputs = lowered.backward_inputs
@@ -79,8 +77,8 @@ def test_gradients_are_means_over_the_group():
     with ThreadPoolExecutor(2) as pool:
         found = list(
             pool.map(
-                lambda i, ids, transport: run_on(i, spec, model, ids, transport),
-                RANKS,
+                lambda lowered, ids, world: run_on(spec, model, *lowered, ids, world),
+                [lowered_for(index, spec, model) for index in RANKS],  # torch traces in one thread
                 batches,
                 loopback_world(2),
                 timeout=60,
@@ -107,8 +105,6 @@ def kind_of(node):
 
 def pieces_of(lowered):
     graph = flatten_backward(lowered.backward, len(lowered.backward_inputs), torch.device("cpu"))
-    from mpxla.stage.pieces import annotate
-
     annotate(graph, lowered.backward_inputs, lowered.backward.derivative)
     annotate(lowered.forward.graph, lowered.forward_inputs, lowered.forward)
     backward = split_graph(graph, kind_of, lowered.backward.derivative)
@@ -171,4 +167,5 @@ def test_parts_fit_together():
     assert [p.tolist() for p in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
     padded = [s.padded(p) for s, p in zip(shards, parts, strict=True)]
     assert torch.equal(shards[0].join(padded), tensor)
-    assert [FlatShard.fits(count, 4) for count in (0, 3, 4, 5, 8)] == [False, False, True, False, True]
+    fits = {count: FlatShard.fits(count, 4) for count in (0, 3, 4, 5, 8)}
+    assert fits == {0: False, 3: False, 4: True, 5: False, 8: True}
