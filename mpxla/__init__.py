@@ -33,7 +33,9 @@ _SOURCES = {
     "mpxla.nn.distribute": ("set_tensor_parallelism", "tensor_parallelism"),
     "mpxla.nn.registry": ("tp_register", "tp_register_with_module"),
     "mpxla.parallel.checkpointing": ("set_activation_checkpointing",),
-    "mpxla.parallel.creation": ("delay_param_initialization", "model_creation"),
+    "mpxla.parallel.creation": (
+        "delay_param_initialization", "model_creation", "register_parameter",
+    ),
     "mpxla.parallel.model": ("DistributedModel",),
     "mpxla.parallel.norms": ("clip_grad_norm_",),
     "mpxla.parallel.optimizer": ("DistributedOptimizer",),
@@ -47,7 +49,7 @@ _SOURCES = {
     "mpxla.topology": ("CommGroup", "RankType"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names}
-_MODULES = ("amp", "nn", "patches")
+_MODULES = ("amp", "nn", "patches", "sharded_data_parallel_checkpoint")
 _GROUPS = ("WORLD", "MP_GROUP", "DP_GROUP", "PP_GROUP", "TP_GROUP", "RDP_GROUP")
 
 # pyright cannot evaluate the list; what it tells readers is at the end.
@@ -75,6 +77,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from mpxla import amp as amp
+    from mpxla import sharded_data_parallel_checkpoint as sharded_data_parallel_checkpoint
     from mpxla.api import *  # noqa: F403
     from mpxla.checkpoint.load import resume_from_checkpoint as resume_from_checkpoint
     from mpxla.checkpoint.save import save_checkpoint as save_checkpoint
@@ -100,6 +103,7 @@ if TYPE_CHECKING:
     )
     from mpxla.parallel.creation import delay_param_initialization as delay_param_initialization
     from mpxla.parallel.creation import model_creation as model_creation
+    from mpxla.parallel.creation import register_parameter as register_parameter
     from mpxla.parallel.model import DistributedModel as DistributedModel
     from mpxla.parallel.norms import clip_grad_norm_ as clip_grad_norm_
     from mpxla.parallel.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -27,7 +27,7 @@ from mpxla.config_keys import (
     text,
     word,
 )
-from mpxla.config_rules import broken_rules, idle_keys, missing_features
+from mpxla.config_rules import broken_rules, idle_keys
 from mpxla.env import ROUNDING_VARIABLE, LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
@@ -102,17 +102,22 @@ class Config:
     delayed_parameter_initialization: bool = key(False, boolean())
     """Create parameters only after partitioning, on the rank that owns them."""
     sharded_data_parallel_degree: int = key(1, integer(1))
-    """Number of ranks over which parameters, gradients and optimizer state are sharded."""
+    """Number of replicas over which parameters, gradients and optimizer state are divided: each
+    rank of a group has a part of every large parameter, and gathers the rest block by block while
+    it computes. It divides the number of replicas; all ranks call the same step functions."""
     sdp_reduce_bucket_size: int = key(500_000_000, integer(1, is_exponent_allowed=True))
-    """Gradient bucket of sharded data parallelism, in elements."""
+    """Ignored."""
     sdp_param_persistence_threshold: int = key(1_000_000, integer(0, is_exponent_allowed=True))
-    """Parameters with fewer elements are not sharded."""
+    """Parameters with fewer elements stay whole on every rank."""
     sdp_max_live_parameters: int = key(1_000_000_000, integer(1, is_exponent_allowed=True))
-    """Most elements of sharded parameters that are gathered at a time."""
+    """Most elements of divided parameters that are whole at a time on a rank. Two blocks of the
+    model are, one computing and the next one being gathered; where they have more elements
+    together, the next one waits. A single block may have more."""
     sdp_hierarchical_allgather: bool = key(True, boolean())
-    """Gather sharded parameters inside each node first."""
+    """Ignored."""
     sdp_gradient_clipping: float = key(1.0, number(above=0))
-    """Gradient norm to clip at under sharded data parallelism."""
+    """With sharded data parallelism, `optimizer.step()` first clips gradients at this norm, taken
+    over all ranks."""
     load_partition: bool = key(False, boolean())
     """Load the partition decision from `partition_file` instead of making one."""
     partition_file: str | None = key(None, text(is_nullable=True))
@@ -451,8 +456,7 @@ def _find_problems(
     values: Mapping[str, Any], given: Mapping[str, str], wrong: set[str]
 ) -> list[str]:
     """Problems of converted values; rules about keys known to be wrong would only add noise."""
-    missing = missing_features(values, _DEFAULTS)
-    return [*missing.values(), *broken_rules(values, given, wrong | missing.keys())]
+    return broken_rules(values, given, wrong)
 
 
 def _complete(values: Mapping[str, Any]) -> dict[str, Any]:

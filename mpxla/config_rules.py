@@ -1,4 +1,4 @@
-"""How configuration keys constrain each other, and which features cannot be switched on yet.
+"""How configuration keys constrain each other.
 
 Every rule is a row of a table: the keys it concerns, when it strikes, and what the user reads. The
 rows see plain values by key; they must not know where values come from (`config` does).
@@ -7,12 +7,9 @@ rows see plain values by key; they must not know where values come from (`config
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["MISSING_FEATURES", "broken_rules", "idle_keys", "missing_features"]
+__all__ = ["broken_rules", "idle_keys"]
 
 Values = Mapping[str, Any]
-
-MISSING_FEATURES: dict[str, str] = {}
-"""Key -> the feature that any value but the default asks for. A finished feature loses its row."""
 
 
 class Rule(NamedTuple):
@@ -152,10 +149,8 @@ _RULES = (
 )
 
 _SHARDING_KEYS = (
-    "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold",
     "sdp_max_live_parameters",
-    "sdp_hierarchical_allgather",
     "sdp_gradient_clipping",
 )
 _IDLE_RULES = (
@@ -183,24 +178,6 @@ _IDLE_RULES = (
         "memory_weight: {memory_weight} has no effect, because auto_partition is False",
     ),
 )
-
-
-def missing_features(values: Values, defaults: Values) -> dict[str, str]:
-    """Finds features that are switched on but do not exist yet.
-
-    Args:
-        values: Value of every key.
-        defaults: Default of every key.
-
-    Returns:
-        Text for the user by key.
-    """
-    return {
-        key: f"{key}: {values[key]!r} asks for {feature}, which mpxla does not have yet; remove "
-        f"the key or set it to {defaults[key]!r}"
-        for key, feature in MISSING_FEATURES.items()
-        if values[key] != defaults[key]
-    }
 
 
 def broken_rules(values: Values, given: Collection[str], wrong: Collection[str]) -> list[str]:

@@ -62,8 +62,9 @@ def local_inventory(
     if model is not None:
         names = model_names(model)
         for name, parameter in model.local_named_parameters():
-            shard = model.shards_of_tensors.get(name)
-            values[_slot("model", name, "", parameter, shard=shard)] = parameter
+            shard, divided = model.shards_of_tensors.get(name), model.tensors.shards.get(name)
+            held, offset = model.tensors.held(name), 0 if divided is None else divided.extent[0]
+            values[_slot("model", name, "", held, parameter.shape, offset, shard)] = held
         for name, buffer in model.local_named_buffers():
             if name not in names:
                 continue

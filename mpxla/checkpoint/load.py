@@ -34,7 +34,7 @@ from mpxla.checkpoint.layout import (
 )
 from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
 from mpxla.checkpoint.save import finish_pending
-from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
+from mpxla.checkpoint.shards import ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
@@ -207,7 +207,10 @@ def _copy_into(
     local = {name for name, _ in model.local_named_parameters()}
     local |= {name for name, _ in model.local_named_buffers()}
     shards = model.shards_of_tensors
-    values = {n: read(saved, shards.get(n)) for n, saved in names.items() if n in local}
+    divided = {n for n in names if model.canonical_names[n] in model.tensors.parts}
+    for name in sorted(divided & local):  # one by one: together they may be more than a host has
+        model.load_state_dict({name: read(names[name], None)}, strict=False)
+    values = {n: read(names[n], shards.get(n)) for n in names if n in local - divided}
     model.load_state_dict(values, strict=False)
 
 
@@ -277,7 +280,7 @@ class _PartialLoader:
         self._folder = find_partial(folder, tag)
         self._weights_only = weights_only
         self._manifest = read_manifest(self._folder, tag)
-        self._reader = ShardReader(self._folder, _index(self._manifest))
+        self._reader = ShardReader(self._folder, index_of(self._manifest))
         self._names: dict[str, str] = {}
         if self._manifest["has_model"]:
             index = self._reader.index
@@ -415,17 +418,3 @@ class _SavedOptimizer:
     ) -> torch.Tensor:
         """See `SavedState`."""
         return self._reader.flat("optimizer", self._saved(name), key, offset, count, shard)
-
-
-def _index(manifest: Mapping[str, Any]) -> ShardIndex:
-    entries = []
-    numbers: dict[str, dict[str, Any]] = {}
-    for part in manifest["parts"]:
-        for *fields, file in part["slots"]:
-            kind, name, key, dtype, shape, offset, count, *place = fields
-            places = map(tuple, place)  # older checkpoints have none
-            slot = Slot(kind, name, key, dtype, tuple(shape), offset, count, *places)
-            entries.append((slot, file))
-        for name, key, value in part["numbers"]:
-            numbers.setdefault(name, {})[key] = value
-    return ShardIndex(entries, manifest["aliases"], numbers)

@@ -23,7 +23,7 @@ from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
 
-__all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers"]
+__all__ = ["ShardIndex", "ShardReader", "Slot", "assign_writers", "index_of"]
 
 
 @register
@@ -261,3 +261,18 @@ class ShardReader:
         if file not in self._files:
             self._files[file] = load_object(self._folder / file, mmap=True)
         return self._files[file]
+
+
+def index_of(manifest: Mapping[str, Any]) -> ShardIndex:
+    """What the manifest of a partial checkpoint says about tensors and numbers."""
+    entries = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for part in manifest["parts"]:
+        for *fields, file in part["slots"]:
+            kind, name, key, dtype, shape, offset, count, *place = fields
+            places = map(tuple, place)  # older checkpoints have none
+            slot = Slot(kind, name, key, dtype, tuple(shape), offset, count, *places)
+            entries.append((slot, file))
+        for name, key, value in part["numbers"]:
+            numbers.setdefault(name, {})[key] = value
+    return ShardIndex(entries, manifest["aliases"], numbers)

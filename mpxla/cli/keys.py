@@ -13,7 +13,6 @@ from typing import Any
 
 from mpxla.config import Config
 from mpxla.config_keys import ALIASES, IGNORED_KEYS
-from mpxla.config_rules import MISSING_FEATURES
 
 __all__ = ["add_parser", "table_of_keys"]
 
@@ -39,8 +38,6 @@ def table_of_keys() -> list[str]:
         if kind is None:
             continue
         name, meaning = found.name, meanings[found.name]
-        if name in MISSING_FEATURES:
-            meaning += " Not yet: any value but the default is refused."
         if name in IGNORED_KEYS:
             meaning += f" ({IGNORED_KEYS[name]})"
         key = f"`{name}`" + (f", `{spellings[name]}`" if name in spellings else "")

@@ -25,7 +25,6 @@ from mpxla.compat.names import (
     cuda_name,
     smp_name,
 )
-from mpxla.config_rules import MISSING_FEATURES
 
 __all__ = ["Finding", "check_script", "format_findings"]
 
@@ -39,7 +38,6 @@ _SWITCHES: dict[str, tuple[str, int, bool]] = {
     "tensor_parallelism": ("enabled", 0, True),
     "model_creation": ("tensor_parallelism", 0, False),
 }
-_SHARDING = "sharded data parallelism"
 _COMMON_WORDS = ("loss_scale", "overflow")
 """Attributes of an optimizer that other objects have too."""
 
@@ -133,8 +131,6 @@ class _Reader(ast.NodeVisitor):
         self._file = file
         self._imported: dict[str, str] = {}
         """Name in the file -> dotted path of what it stands for."""
-        self._configurations: dict[str, ast.expr] = {}
-        """Name in the file -> the dictionary last written out for it."""
         self._used: set[int] = set()
         """Nodes of names that were noted as used."""
         self._unlikely: dict[int, str] = {}
@@ -185,12 +181,6 @@ class _Reader(ast.NodeVisitor):
         for name in SMP_MODULES[below]:
             self._imported[name] = f"{module}.{name}"
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self._configurations[target.id] = node.value
-        self.generic_visit(node)
-
     def visit_Name(self, node: ast.Name) -> None:
         if node.id in self._imported:
             self._note(node, self._imported[node.id])
@@ -234,8 +224,6 @@ class _Reader(ast.NodeVisitor):
             is_place = keyword.arg in ("device", "map_location", "device_type")
             if is_place and _is_cuda_text(keyword.value):
                 self._add(node, f'{keyword.arg}="cuda"', _ON_DEVICE)
-        if called in (f"{SMP_PACKAGE}.init", "mpxla.init"):
-            self._check_configuration(node)
         self._use(node.func)
         self._check_switch(node, called or "")
         self.generic_visit(node)
@@ -250,7 +238,6 @@ class _Reader(ast.NodeVisitor):
     def _check_switch(self, call: ast.Call, called: str) -> None:
         name = (_below(called) or "").rpartition(".")[2]
         keywords = {k.arg: k.value for k in call.keywords}
-        values = {name: v.value for name, v in keywords.items() if isinstance(v, ast.Constant)}
         if name in _SWITCHES:
             argument, place, default = _SWITCHES[name]
             has_others = None in keywords or any(isinstance(a, ast.Starred) for a in call.args)
@@ -260,27 +247,10 @@ class _Reader(ast.NodeVisitor):
             value = default and not has_others if given is None else getattr(given, "value", None)
             if value in (True, 1) and not isinstance(given, ast.Attribute | ast.Subscript):
                 self._add_missing(call, f"smp.{name}({argument}=True)", TP_WHILE_BUILT)
-        if name == "model_creation":
-            if values.get("zero_init") is True:
-                self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)
 
     def _add_missing(self, node: ast.AST, name: str, feature: str) -> None:
         text = f"{feature}, which mpxla does not have yet; switch it off"
         self._add(node, name, Name(Fate.REFUSED, text))
-
-    def _check_configuration(self, call: ast.Call) -> None:
-        for value in (*call.args, *(keyword.value for keyword in call.keywords)):
-            if isinstance(value, ast.Name):
-                value = self._configurations.get(value.id, value)
-            for key, setting in _items(value):
-                if key not in MISSING_FEATURES:
-                    continue
-                feature, name = MISSING_FEATURES[key], f'configuration "{key}"'
-                if not isinstance(setting, ast.Constant):
-                    self._add(setting, name, Name(Fate.SUPPORTED, f"an error with {feature}"))
-                elif setting.value is True or setting.value not in (False, None, 1):
-                    text = f"{feature}, which mpxla does not have yet"
-                    self._add(setting, name, Name(Fate.REFUSED, text))
 
     def _path(self, node: ast.AST) -> str | None:
         """Dotted path that an expression `a.b.c` stands for, if `a` was imported."""
@@ -350,18 +320,6 @@ def _may_be_wrapped(method: str, owner: str) -> bool:
         part in owner.lower()
         for part in ("arg", "conf", "cfg", "hp", "param", "flag", "setting", "option")
     )
-
-
-def _items(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Keys and values of a dictionary written out, or of a call of `dict`."""
-    if isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield key.value, value
-    elif isinstance(node, ast.Call):
-        for keyword in node.keywords:
-            if keyword.arg is not None:
-                yield keyword.arg, keyword.value
 
 
 def _is_cuda_text(node: ast.AST) -> bool:

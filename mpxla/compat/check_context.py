@@ -11,7 +11,6 @@ __all__ = ["caught_imports", "unlikely_uses"]
 # Feature, as `names.py` writes it -> parts of names in a condition that asks whether it is on.
 _SWITCHES = {
     "tensor parallelism": ("tensor_parallel", "tp_size", "tp_degree"),
-    "sharded data parallelism": ("sharded", "sdp", "zero"),
 }
 _CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 

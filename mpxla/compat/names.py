@@ -60,7 +60,6 @@ def _refused(text: str) -> Name:
 
 _TP = "tensor parallelism by SMP's own modules"
 TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
-_SHARDING = "sharded data parallelism"
 
 
 def _missing(feature: str, instead: str) -> Name:
@@ -87,7 +86,7 @@ _SWITCHES = {
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
     "tp_register": _LAYER,
     "tp_register_with_module": _LAYER,
-    "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
+    "register_parameter": Name(Fate.IDLE, "what a step reads is gathered, whoever owns it"),
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported("loss scaling over all ranks")
@@ -143,9 +142,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         "FusedLAMB": _LAMB,
     },
     "sharded_data_parallel_checkpoint": {
-        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _missing(
-            _SHARDING, "its checkpoints are files of SMP: take the state of a plain one"
-        )
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint": _supported()
     },
     "patches": {"checkpoint": _supported("a module")},
     "patches.checkpoint": {name: _supported() for name in ("checkpoint", "checkpoint_sequential")},
@@ -165,9 +162,7 @@ METHODS: dict[str, Name] = {
     },
     "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
-    "_global_grad_norm": _missing(
-        _SHARDING, "use what torch.nn.utils.clip_grad_norm_(...) returns"
-    ),
+    "_global_grad_norm": _supported("an error without sharded_data_parallel_degree"),
     **{
         name: _OF_LAYERS
         for name in (

@@ -23,7 +23,7 @@ from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
 from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.collective import CollectiveRunner
-from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, split_graph
+from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
@@ -190,6 +190,7 @@ class EagerBackend(Alone):
             graph = fx.GraphModule(graph.derivative, flat)
         if not isinstance(graph, fx.GraphModule) or not any(map(is_collective, graph.graph.nodes)):
             return EagerExecutable(name, graph, len(inputs))
+        annotate(graph.graph, inputs, graph)
         plan = split_graph(graph.graph, _kind_of, graph)
         runners = [
             CollectiveRunner(name, piece, groups or {}, self.view, self.put)

@@ -175,7 +175,9 @@ class BucketedReduction:
         return [name for name in bucket.names if name in self._sources]
 
     def _describe(self) -> str:
-        buckets = [(bucket.names, bucket.specs) for bucket in self._buckets]
+        # Parts of one parameter differ in length, and replicas compare what they reduce.
+        shapes = {n: tuple(p.shape) for n, p in self._replica.state.parameters.items()}
+        buckets = [([(n, shapes[n]) for n in b.names], b.dtype) for b in self._buckets]
         what = f"{buckets} {sorted(self._sources)} {self._flow.changed}"
         return f"{self._reducer.label} {self._reducer.options} {what}"
 

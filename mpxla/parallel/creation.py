@@ -5,12 +5,14 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch import nn
 
 from mpxla.errors import ConfigError
 from mpxla.nn.distribute import tensor_parallelism as block
+from mpxla.session import current
 from mpxla.stage.delayed import build_delayed
 
-__all__ = ["delay_param_initialization", "model_creation"]
+__all__ = ["delay_param_initialization", "model_creation", "register_parameter"]
 
 
 @contextlib.contextmanager
@@ -44,16 +46,17 @@ def model_creation(
         tensor_parallelism: as a block of `smp.tensor_parallelism` around it. Ranks that share
             tensors make them in `DistributedModel` then, and keep their parts.
         dtype: of floating point parameters; None keeps torch's default.
-        zero_init: belongs to sharded data parallelism, which is not available yet.
+        zero_init: for sharded data parallelism only: no rank ever has more than its parts of the
+            parameters and one whole parameter. Every model built here is made that way.
         **tensor_parallel_config: settings of tensor parallelism; without it they have no effect.
 
     Raises:
         ConfigError: a missing feature was asked for, or a setting is unknown.
     """
-    if zero_init:
+    if zero_init and current().topology.sdp == 1:
         raise ConfigError(
-            "smp.model_creation(zero_init=True): sharded data parallelism is not available yet; "
-            "leave it False."
+            "smp.model_creation(zero_init=True) belongs to sharded data parallelism, which the key "
+            "sharded_data_parallel_degree switches on; leave it False, or set the key."
         )
     marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if tensor_parallelism or tensor_parallel_config:  # checked in any case
@@ -66,3 +69,24 @@ def model_creation(
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Says that `module.forward` reads a parameter of another module; without effect here.
+
+    Sharded data parallelism gathers what the captured step reads, whoever owns it, so a parameter
+    that was not registered is gathered as well. (SMP API reference, "smp.register_parameter".)
+
+    Args:
+        module: reads the parameter.
+        parameter: of another module.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    # Scripts pass anything.
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):  # pyright: ignore
+        raise ConfigError(
+            f"smp.register_parameter takes a module and a parameter that its forward reads, not a "
+            f"{type(module).__name__} and a {type(parameter).__name__}."
+        )

@@ -14,6 +14,8 @@ The model's own `nn.Parameter`s have no storage then. This file must not know ho
 reduced, nor optimizers.
 """
 
+from typing import Any
+
 from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.replica import Replica
 from mpxla.runtime.state import ModelState
@@ -35,9 +37,11 @@ def divide_over_group(replica: Replica) -> None:
         holders = store.ranks.get(name, ())
         if replica.pp_rank not in holders or name in state.parts:
             continue
-        value = state.whole_on_host(name)
-        if replica.count > 1:
-            value = replica.transport.broadcast(value, replica.group[0], replica.group).result()
+        sender = replica.group[0]
+        value: Any = TensorSpec.of(state.parameters[name])
+        if replica.rank == sender:
+            value = state.whole_on_host(name)
+        value = replica.transport.broadcast(value, sender, replica.group).result()
         first, *others = holders
         if others and replica.pp_rank == first:
             replica.link.send_values(others, [value], "tied")

@@ -25,6 +25,7 @@ from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.sharded_calls import ShardedCalls
 from mpxla.runtime.sharing import Sharing
 from mpxla.runtime.signature import (
     Signature,
@@ -87,6 +88,8 @@ class Calls:
         sharing = session.topology.tp_group(session.rank)
         is_prescaled = session.config.prescaled_batch or len(sharing) == 1
         self._sharing = Sharing(session.objects, sharing, session.backend, is_prescaled)
+        sharded = session.topology.sdp_group(session.rank)
+        self._sharded = ShardedCalls(session.objects, sharded)
         self.plans = Plans(session.backend.get)
         self._watch = ModelWatch(model)
         self._numbers = NumberPolicy()
@@ -165,6 +168,7 @@ class Calls:
     ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ."""
         try:
+            self._sharded.compare(text)
             self._sharing.compare(text, tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpxla import config_keys, config_rules
+from mpxla import config_keys
 from mpxla.config import Config, describe_difference, resolve
 from mpxla.env import LaunchEnv, prepare_xla, read_environment
 from mpxla.errors import ConfigError
@@ -77,12 +77,6 @@ def refused(user=None, **launch):
     with pytest.raises(ConfigError) as caught:
         make(user, **launch)
     return str(caught.value)
-
-
-@pytest.fixture
-def all_features(monkeypatch):
-    """As if every feature existed: rules about those still missing can be tested."""
-    monkeypatch.setattr(config_rules, "MISSING_FEATURES", {})
 
 
 # Keys and values.
@@ -420,33 +414,9 @@ def test_one_problem_is_singular():
 def test_wrong_values_do_not_cause_further_noise():
     text = refused({"default_partition": "last", "auto_partition": False})
     assert text.count("\n  - ") == 1
-    text = refused({"master_dtype": "float16", "sharded_data_parallel_degree": 2})
+    text = refused({"master_dtype": "float16", "sharded_data_parallel_degree": "2"})
     assert text.count("\n  - ") == 2
     assert "needs ddp" not in text
-
-
-# Features that are not there yet.
-
-
-@pytest.mark.parametrize(
-    ("key", "on", "feature"),
-    [
-        ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
-    ],
-)
-def test_missing_features(key, on, feature):
-    text = refused({key: on})
-    assert (
-        f"{key}: {on!r} asks for {feature}, which mpxla does not have yet; remove the key or set "
-        f"it to {DEFAULTS[key]!r}"
-    ) in text
-    assert text.count("\n  - ") == 1
-    with pytest.raises(ConfigError, match=f"asks for {feature}"):
-        Config(**{key: on})
-
-
-def test_table_of_missing_features_names_real_keys():
-    assert set(config_rules.MISSING_FEATURES) <= set(DEFAULTS)
 
 
 # Refused combinations.
@@ -475,17 +445,11 @@ def test_refused_combinations(user, text):
     assert problems.count("\n  - ") == 1
 
 
-@pytest.mark.usefixtures("all_features")
 @pytest.mark.parametrize(
     ("user", "text"),
     [
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree: 2 needs ddp: True"),
         ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree: 2 needs ddp: True"),
-        (
-            {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 4},
-            "sharded_data_parallel_degree: 2 cannot be combined with pipeline_parallel_degree: 4; "
-            "set one of them to 1",
-        ),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True},
             "sharded_data_parallel_degree: 2 already shards the optimizer state; remove "
@@ -493,8 +457,8 @@ def test_refused_combinations(user, text):
         ),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 4},
-            "sharded_data_parallel_degree: 2 with tensor_parallel_degree: 4 needs "
-            "prescaled_batch: True",
+            "sharded_data_parallel_degree: 2 does not go with tensor_parallel_degree: 4 yet; set "
+            "one of them to 1",
         ),
         (
             {"bf16": True, "fp16": True, "sharded_data_parallel_degree": 2, "ddp": True},
@@ -506,29 +470,23 @@ def test_refused_combinations(user, text):
         ),
     ],
 )
-def test_refused_combinations_of_missing_features(user, text):
+def test_refused_combinations_of_features(user, text):
     problems = refused(user)
     assert text in problems
     assert problems.count("\n  - ") == 1
 
 
-@pytest.mark.usefixtures("all_features")
 @pytest.mark.parametrize(
     "user",
     [
         {"tensor_parallel_degree": 2, "ddp": True, "partitions": 2, "prescaled_batch": True},
         {"tensor_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True, "bf16": True},
         {"sharded_data_parallel_degree": 2, "ddp": True, "bf16": True},
-        {
-            "sharded_data_parallel_degree": 2,
-            "ddp": True,
-            "tensor_parallel_degree": 4,
-            "prescaled_batch": True,
-        },
+        {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 4},
         {"fp16": True},
     ],
 )
-def test_allowed_combinations_of_missing_features(user):
+def test_allowed_combinations_of_features(user):
     assert (
         make(user).as_dict().items()
         >= {name: value for name, value in user.items() if name != "partitions"}.items()
@@ -544,7 +502,11 @@ def test_ddp_options_only_need_the_key():
 
 @pytest.mark.parametrize("name", sorted(config_keys.IGNORED_KEYS.keys() - {"horovod"}))
 def test_ignored_keys_warn_once_with_the_reason(name, capsys):
-    value = {"ddp_port": 1234, "ddp_dist_backend": "nccl"}.get(name, not DEFAULTS.get(name))
+    value = {
+        "ddp_port": 1234,
+        "ddp_dist_backend": "nccl",
+        "sdp_reduce_bucket_size": 5,
+    }.get(name, not DEFAULTS.get(name))
     make({name: value, "ddp": True}, smp_parameters={name: value})
     reason = config_keys.IGNORED_KEYS[name]
     text = f"[mpxla] warning: configuration: {name} is ignored: {reason}\n"
@@ -569,6 +531,8 @@ def test_the_list_of_ignored_keys():
         "fast_mode",
         "horovod",
         "overlapping_allreduce",
+        "sdp_hierarchical_allgather",
+        "sdp_reduce_bucket_size",
         "skip_tracing",
         "static_mode",
     ]
@@ -651,15 +615,12 @@ def test_world_sizes_without_a_problem(user, world_size):
     make(user).check_world_size(world_size)
 
 
-@pytest.mark.usefixtures("all_features")
 def test_sharding_degree_divides_the_replicas():
-    config = make({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True})
-    config.check_world_size(8)
-    sharded = dataclasses.replace(config, sharded_data_parallel_degree=3)
-    sharded.check_world_size(12)
+    config = make({"ddp": True, "partitions": 2, "sharded_data_parallel_degree": 3})
+    config.check_world_size(12)
     text = "sharded_data_parallel_degree: 3 must divide the number of replicas, which is 4 with 8"
     with pytest.raises(ConfigError, match=text):
-        sharded.check_world_size(8)
+        config.check_world_size(8)
 
 
 # Comparing ranks.

@@ -33,7 +33,7 @@ LAYERS = (
     ("runtime",),
     ("nn",),
     ("parallel", "checkpoint"),
-    ("api", "amp", "patches"),
+    ("api", "amp", "patches", "sharded_data_parallel_checkpoint"),
     ("compat",),
     ("__init__", "cli", "__main__"),
 )

@@ -170,7 +170,7 @@ def train(case):
         found.norms.append(float(optimizer._global_grad_norm))
     found.compilations += current().backend.num_compilations
     found.elements = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
-    found.state = {name: value.cpu() for name, value in model.state_dict().items()}
+    found.state = {name: value.cpu().float() for name, value in model.state_dict().items()}
     found.optimizer = optimizer.state_dict()["state"]
     return found
 
@@ -188,6 +188,19 @@ SWEEP = (
     Case(2, keys=(("activation_memory", "recompute"),)),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
 )
+
+
+BF16 = (
+    Case(2, keys=(("bf16", True),)),
+    Case(2, stages=2, groups=2, keys=(("bf16", True),)),
+)
+"""Rounded to 8 bits: only a wrong factor shows."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_training_in_bfloat16(case):
+    check(case, 2e-2, 1e-1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -211,6 +224,12 @@ def check(case, loss=1e-5, state=1e-5):
         torch.testing.assert_close(of_rank.norms, expected.norms, rtol=10 * loss, atol=1e-6)
         assert_close_by_norm(of_rank.state, expected.state, state)
         assert of_rank.compilations == 0
+        assert "master_param" in of_rank.optimizer[0] or not dict(case.keys).get("bf16")
         for position, entry in expected.optimizer.items():
             other = {k: v for k, v in of_rank.optimizer[position].items() if k in entry}
             assert_close_by_norm(other, entry, 10 * state)
+    if case.stages == case.groups == 1:
+        sizes = [p.numel() for p in build().parameters()]
+        divided = sum(size for size in sizes if size >= 16)
+        whole = sum(sizes) - divided
+        assert sum(of_rank.elements for of_rank in found) == divided + case.degree * whole

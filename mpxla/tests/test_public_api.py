@@ -33,7 +33,7 @@ NAMES = {
     *("partition", "set_partition", "delay_param_initialization", "model_creation"),
     *("profile", "clip_grad_norm_", "debug_print", "metrics", "write_metrics"),
     *("set_activation_checkpointing", "set_tensor_parallelism", "tensor_parallelism"),
-    *("tp_register", "tp_register_with_module"),
+    *("tp_register", "tp_register_with_module", "register_parameter"),
     # Checkpoints.
     *("save", "load", "save_checkpoint", "resume_from_checkpoint"),
     # Errors.
@@ -71,6 +71,7 @@ SIGNATURES = {
     "tp_register_with_module": "module_cls, dist_module, init_hook=None, forward_hook=None, "
     "return_hook=None",
     "delay_param_initialization": "enabled=True",
+    "register_parameter": "module, parameter",
     "model_creation": "tensor_parallelism=False, dtype=None, zero_init=False, "
     "**tensor_parallel_config",
     "load": "f, map_location=None, pickle_module=None, partial=True, back_compat=False, "

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mpxla.config_rules import MISSING_FEATURES
 from mpxla.tests.ranks.run import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,12 +49,6 @@ def test_pages_name_only_files_and_targets_that_exist(page: Path):
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in re.findall(r"`make ([a-z-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_a_page_lists_the_features_that_are_refused():
-    page = (DOCS / "supported.md").read_text()
-    (row,) = re.findall(r"^\| (.*) \| not yet: `smp.init` refuses the key \|$", page, re.MULTILINE)
-    assert sorted(row.split(", ")) == sorted(MISSING_FEATURES.values())
 
 
 @pytest.mark.slow

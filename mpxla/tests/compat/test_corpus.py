@@ -105,24 +105,18 @@ REFUSED = {
     "a private name": "from smdistributed.modelparallel.torch import _helper\n_helper(1)",
     "tensor parallelism": "with smp.tensor_parallelism():\n    pass",
     "tensor-parallel creation": "with smp.model_creation(tensor_parallelism=True):\n    pass",
-    "sharded creation": "with smp.model_creation(zero_init=True):\n    pass",
     "by position": "with smp.tensor_parallelism(True):\n    pass",
     "creation by position": "with smp.model_creation(True):\n    pass",
     "a fused optimizer": "from smdistributed.modelparallel.torch.optimizers import FusedLAMB\n"
     "FusedLAMB([])",
     "a graph": "torch.cuda.CUDAGraph()",
     "a type of cuda": "torch.cuda.FloatTensor(2)",
-    "a full state": "from smdistributed.modelparallel.torch import (\n"
-    "    sharded_data_parallel_checkpoint as merging)\n"
-    "merging.get_full_state_dict_from_sharded_data_parallel_checkpoint('x')",
     "a package that uses": "from parts import layers\nlayers.make()",
     "an absent package": "import smdistributed.dataparallel.torch as dp",
     "a distributed parameter": "smp.init()\nmodel = smp.DistributedModel(torch.nn.Linear(1, 1))\n"
     "model.is_distributed_parameter(None)",
     "settings": "settings = {'microbatches': 1, 'ddp': True}\nsmp.init(settings)\n"
     "smp.nn.DistributedEmbedding(2, 2)",
-    "sharding": "smp.init(dict(ddp=True, sharded_data_parallel_degree=2))",
-    "a configuration": "smp.init({'sharded_data_parallel_degree': 2, 'ddp': True})",
     "imports below": "def train():\n    layers.DistributedLinear(2, 2)\n"
     "if True:\n    import smdistributed.modelparallel.torch.nn as layers\n    train()",
 }

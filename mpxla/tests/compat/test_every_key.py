@@ -31,6 +31,7 @@ WORKS = {
     "fp16_params": True,
     "bf16": True,
     "offload_activations": True,
+    "sharded_data_parallel_degree": 2,
 }
 WARNS = {
     "ddp_port": 1234,
@@ -54,7 +55,6 @@ WARNS = {
     "overlapping_allreduce": True,
 }
 REFUSED = {
-    "sharded_data_parallel_degree": 2,
     "horovod": True,
     "load_partition": True,
     "auto_partition": False,

@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 
-from mpxla.errors import ConfigError
 from mpxla.log import get_logger
 from mpxla.tests.compat.launching import refusal
 from mpxla.tests.ranks.run import run_ranks
@@ -56,11 +55,6 @@ def _use_smp():
 
         helper()
 
-    def import_full_state():
-        from smdistributed.modelparallel.torch import sharded_data_parallel_checkpoint as merging
-
-        merging.get_full_state_dict_from_sharded_data_parallel_checkpoint("folder")
-
     texts = {
         "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
         "from": refusal(import_layer),
@@ -69,7 +63,6 @@ def _use_smp():
         "context": refusal(lambda: enter(smp.tensor_parallelism())),
         "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
-        "full_state": refusal(import_full_state),
         "no module": refusal(
             lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
         ),
@@ -110,7 +103,6 @@ FEATURES = {
         *("nn", "from", "translate", "register"),
     ),
     "tensor parallelism of layers as they are built": ("context", "creation"),
-    "sharded data parallelism": ("sharded", "norm", "full_state"),
 }
 
 
@@ -129,6 +121,8 @@ def test_18_missing_features_are_named_with_the_line():
     for feature, names in FEATURES.items():
         for name in names:
             assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
+    for name in ("sharded", "norm"):
+        assert "which the key sharded_data_parallel_degree switches on" in texts[name], texts[name]
     assert texts["unknown of model"] == (
         "mpxla's DistributedModel has no attribute 'nothing_of_that_name', nor has the Linear that "
         "it wraps; see dir(smp.DistributedModel) for what there is."
@@ -193,27 +187,6 @@ def test_recomputation_changes_no_results():
     ((found, expected, lines),) = run_ranks(recompute, 1)
     assert found == pytest.approx(expected, rel=1e-6)
     assert not [line for line in lines if "checkpoint" in line]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "feature"),
-    [
-        ("sharded_data_parallel_degree", 2, "sharded data parallelism"),
-    ],
-)
-def test_18_configuration_of_missing_features(key, value, feature):
-    (text,) = run_ranks(initialize, 1, {key: value, "ddp": True})
-    assert f"{key}: {value} asks for {feature}, which mpxla does not have yet" in text
-
-
-def initialize(config):
-    from mpxla.compat.launcher import mapped
-
-    os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(config)
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
-
-        return refusal(smp.init, ConfigError)
 
 
 def move_the_model():

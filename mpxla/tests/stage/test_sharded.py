@@ -1,0 +1,171 @@
+"""Stages that take parts of parameters: numbers, turns, and what is saved. Ranks are threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mpxla.comm.loopback import loopback_world
+from mpxla.comm.transport import Members
+from mpxla.config import Config
+from mpxla.device.eager import EagerBackend
+from mpxla.graph.capture import capture_step, current_recorder
+from mpxla.graph.collectives import is_collective
+from mpxla.runtime.plan import cut_step
+from mpxla.stage.flat import SHARDING_GROUP, FlatShard
+from mpxla.stage.lower import TracedStage
+from mpxla.stage.pieces import TURN, CollectivePiece, ComputePiece, annotate, split_graph
+from mpxla.stage.sharded import divide_stage
+from mpxla.stage.split_backward import flatten_backward
+from mpxla.tests.test_parity_sharded import Model, batch_of, loss_of
+
+pytestmark = pytest.mark.unit
+
+c10d = torch.ops._c10d_functional
+RANKS = (0, 1)
+
+
+def build():
+    torch.manual_seed(1)
+    return Model()
+
+
+def captured(model, ids, autocast=False):
+    def step(leaves):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, *leaves)
+        current_recorder().backward(loss, None)
+        return loss
+
+    names = {n: n for n, _ in model.named_parameters(remove_duplicate=False)}
+    names["head.weight"] = "embedding.weight"
+    graph = capture_step(step, model, [ids], names)
+    config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
+    return cut_step(graph, config, EagerBackend().lowering, {}, None).stages[0]
+
+
+def lowered_for(index, spec, model, threshold=16, max_live=10**9):
+    shards = {
+        name: FlatShard(tuple(p.shape), index, len(RANKS))
+        for name, p in model.named_parameters()
+        if p.numel() >= threshold
+    }
+    stage = TracedStage(spec, True, EagerBackend().lowering, divided=shards).lowered()
+    return divide_stage(stage, shards, max_live), shards
+
+
+def run_on(spec, model, lowered, shards, ids, transport):
+    """Loss and gradients of one rank: parts of those of divided parameters."""
+    backend, groups = EagerBackend(), {SHARDING_GROUP: Members(RANKS, transport)}
+    forward = backend.compile("forward", lowered.forward, lowered.forward_inputs, groups=groups)
+    inputs = lowered.backward_inputs
+    backward = backend.compile("backward", lowered.backward, inputs, groups=groups)
+    held = {n: shards[n].take(p) if n in shards else p for n, p in model.named_parameters()}
+    arguments = [held[name].detach() for name in spec.parameters] + [ids]
+    outputs = forward(arguments)
+    kept = outputs[len(outputs) - lowered.num_saved :]
+    saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
+    zeros = [torch.zeros(s.shape, dtype=s.dtype) for s in lowered.accumulators]
+    found = backward([*zeros, *saved, torch.ones(())])
+    return outputs[0], dict(zip(spec.trained, found, strict=False)), shards
+
+
+def test_gradients_are_means_over_the_group():
+    model = build()
+    batches = batch_of(0, 1).chunk(2)
+    spec = captured(model, batches[0])
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(
+                lambda lowered, ids, world: run_on(spec, model, *lowered, ids, world),
+                [lowered_for(index, spec, model) for index in RANKS],  # torch traces in one thread
+                batches,
+                loopback_world(2),
+                timeout=60,
+            )
+        )
+    losses = [loss_of(model, ids) for ids in batches]
+    torch.testing.assert_close([f[0] for f in found], [x.detach() for x in losses])
+    (sum(losses) / 2).backward()
+    gradients = dict(model.named_parameters())
+    for index, (_, own, shards) in enumerate(found):
+        assert {"blocks.0.up.bias", "embedding.weight"} < set(shards)
+        assert "blocks.0.norm.weight" not in shards
+        for name, shard in shards.items():
+            expected = shard.take(gradients[name].grad)
+            assert shard.index == index
+            torch.testing.assert_close(own[name], expected)
+    whole = [f[1]["blocks.0.norm.weight"] for f in found]
+    torch.testing.assert_close((whole[0] + whole[1]) / 2, gradients["blocks.0.norm.weight"].grad)
+
+
+def kind_of(node):
+    return CollectivePiece if is_collective(node) else ComputePiece
+
+
+def pieces_of(lowered):
+    graph = flatten_backward(lowered.backward, len(lowered.backward_inputs), torch.device("cpu"))
+    annotate(graph, lowered.backward_inputs, lowered.backward.derivative)
+    annotate(lowered.forward.graph, lowered.forward_inputs, lowered.forward)
+    backward = split_graph(graph, kind_of, lowered.backward.derivative)
+    return split_graph(lowered.forward.graph, kind_of, lowered.forward), backward
+
+
+def gathered_by(piece):
+    """Elements that a piece gathers, by turn."""
+    found = {}
+    for node in piece.module.graph.nodes:
+        if TURN in node.meta:
+            turn = node.meta[TURN].number
+            found[turn] = found.get(turn, 0) + node.meta["val"].numel()
+    return found
+
+
+@pytest.mark.parametrize("max_live", [10**9, 1], ids=["overlapping", "alone"])
+def test_a_turn_is_a_block_and_waits_for_the_one_before_the_last(max_live):
+    model = build()
+    ids = batch_of(0, 1)
+    lowered, shards = lowered_for(0, captured(model, ids), model, max_live=max_live)
+    block = sum(s.num_elements for n, s in shards.items() if n.startswith("blocks.0"))
+    embedding = shards["embedding.weight"].num_elements
+    back = 2 if max_live > 1 else 1
+    forward = [embedding, *[block + 1] * 4, embedding]  # the bias of 25 travels as 26 elements
+    for plan, num_turns in zip(pieces_of(lowered), (6, None), strict=True):
+        turns = [gathered_by(piece) for piece in plan.pieces]
+        assert all(len(turn) <= 1 for turn in turns)
+        sizes = [size for turn in turns for size in turn.values()]
+        assert num_turns is None or sizes == forward
+        assert max(sizes) <= block + 1
+        computed = []
+        for piece, turn in zip(plan.pieces, turns, strict=True):
+            if isinstance(piece, ComputePiece):
+                computed.append(piece)
+            elif turn and len(computed) >= back:
+                awaited = set(piece.inputs) & set(computed[-back].outputs)
+                assert awaited, "it waits for the computation before"
+        whole = {n: i for i, t in enumerate(turns) if t for n in plan.pieces[i].outputs}
+        starts = [i for i, turn in enumerate(turns) if turn]
+        for i, piece in enumerate(plan.pieces):
+            for number in set(piece.inputs) & set(whole):
+                later = [start for start in starts if whole[number] < start < i]
+                assert len(later) <= 1, "no more than two turns are whole"
+
+
+def test_nothing_that_is_saved_is_a_whole_parameter():
+    model = build()
+    spec = captured(model, batch_of(0, 1), autocast=True)
+    lowered, _ = lowered_for(0, spec, model)
+    sizes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    sizes |= {shape[::-1] for shape in sizes}
+    assert not sizes & {s.shape for s in lowered.saved_specs}
+
+
+def test_parts_fit_together():
+    tensor = torch.arange(9.0).view(3, 3)
+    shards = [FlatShard((3, 3), index, 2) for index in range(2)]
+    parts = [shard.take(tensor) for shard in shards]
+    assert [p.tolist() for p in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    padded = [s.padded(p) for s, p in zip(shards, parts, strict=True)]
+    assert torch.equal(shards[0].join(padded), tensor)
+    fits = {count: FlatShard.fits(count, 4) for count in (0, 3, 4, 5, 8)}
+    assert fits == {0: False, 3: False, 4: True, 5: False, 8: True}

@@ -1,0 +1,205 @@
+"""Sharded data parallelism beside training: checkpoints, models without values, wrong use."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.test_parity_sharded import Case, Model, batch_of, build, loss_of, make_optimizer
+
+pytestmark = pytest.mark.ranks
+
+
+class Trained:
+    """A session with the model of the parity tests."""
+
+    def __init__(self, case, seed=3, make=None):
+        import mpxla as smp
+
+        smp.init(case.config())
+        self.case, self.number = case, 0
+        self.model = smp.DistributedModel(build(seed) if make is None else make())
+        inner = make_optimizer(self.model.parameters())
+        self.optimizer = smp.DistributedOptimizer(inner)
+
+        @smp.step
+        def step(model, ids):
+            loss = loss_of(model, ids)
+            model.backward(loss)
+            return loss
+
+        self.step = step
+
+    def train(self, count):
+        import mpxla as smp
+
+        losses = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            batch = batch_of(self.number, self.case.replicas).chunk(self.case.replicas)
+            returned = self.step(self.model, batch[smp.rdp_rank()])
+            losses.append(returned.reduce_mean().item())
+            self.optimizer.step()
+            self.number += 1
+        return losses
+
+    def whole(self):
+        return {name: value.cpu() for name, value in self.model.state_dict().items()}
+
+
+DIVIDED = Case(2, keys=(("sdp_gradient_clipping", 1e9),))
+PLAIN = Case(1, groups=2, keys=(("shard_optimizer_state", True),))
+
+
+def save_and_go_on(path, case):
+    """Runs on every rank: a checkpoint in mid run, what it holds, and what comes after."""
+    import mpxla as smp
+
+    run = Trained(case)
+    run.train(2)
+    smp.save_checkpoint(path, "two", model=run.model, optimizer=run.optimizer)
+    smp.save_checkpoint(path, "full", partial=False, model=run.model)
+    return run.whole(), run.train(2), run.whole()
+
+
+def resume(paths, case):
+    """Runs on every rank: losses after each checkpoint, whole parameters at the end."""
+    import mpxla as smp
+
+    found = []
+    for path in paths:
+        run = Trained(case, seed=9)
+        run.number = 2
+        smp.resume_from_checkpoint(path, "two")
+        found.append((run.train(2), run.whole()))
+        smp.shutdown()
+    run = Trained(case, seed=9)
+    smp.resume_from_checkpoint(paths[0], "full", partial=False)
+    run.train(0)
+    run.step(run.model, batch_of(2, 1))
+    return found, run.whole()
+
+
+def test_checkpoints_of_and_for_other_topologies(tmp_path):
+    from mpxla.sharded_data_parallel_checkpoint import (
+        get_full_state_dict_from_sharded_data_parallel_checkpoint as merged,
+    )
+
+    divided, plain = str(tmp_path / "divided"), str(tmp_path / "plain")
+    env = {"MPXLA_DEVICE": "pjrt"}
+    cases = {divided: DIVIDED, plain: PLAIN}
+    results = {p: run_ranks(save_and_go_on, 2, p, case, env=env) for p, case in cases.items()}
+    for path, of_ranks in results.items():
+        full = merged(path, "two")
+        for name, value in of_ranks[0][0].items():
+            assert torch.equal(full[name], value), name
+    assert merged(divided, "two", torch.bfloat16)["blocks.0.up.weight"].dtype is torch.bfloat16
+    for case in cases.values():
+        for rank, (found, full) in enumerate(run_ranks(resume, 2, list(cases), case, env=env)):
+            for (losses, state), path in zip(found, cases, strict=True):
+                _, expected, after = results[path][rank]
+                assert losses == pytest.approx(expected, rel=1e-5)
+                torch.testing.assert_close(state, after, rtol=1e-5, atol=1e-6)
+            for name, value in results[divided][0][0].items():
+                assert torch.equal(full[name], value), name
+
+
+def train_without_values(case):
+    """Runs on every rank: a model that is built without values; losses of its first steps."""
+    import mpxla as smp
+    from mpxla.stage.delayed import is_delayed
+
+    made = []
+
+    def make():
+        torch.manual_seed(3 + smp.rank())  # as in ordinary models, the first replica's values count
+        with smp.model_creation(zero_init=True):
+            made.append(Large())
+        assert is_delayed(made[0].blocks[0].up.weight)
+        return made[0]
+
+    run = Trained(case, make=make)
+    losses = run.train(3)
+    sizes = {name: p.numel() for name, p in run.model.tensors.parts.items()}
+    return losses, sizes, all(p.is_meta for p in made[0].parameters() if p.numel() > 24)
+
+
+class Large(Model):
+    """Weights above what is made at once."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.up = nn.Linear(12, 300)
+            block.down = nn.Linear(300, 12)
+
+
+def train_large_plainly(case, count):
+    torch.manual_seed(3)
+    model = Large()
+    optimizer, losses = make_optimizer(model.parameters()), []
+    for number in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(number, case.replicas))
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return losses
+
+
+def test_a_model_without_values():
+    case = Case(2)
+    found = run_ranks(train_without_values, 2, case, env={"MPXLA_DEVICE": "pjrt"})
+    losses = torch.tensor([of_rank[0] for of_rank in found]).mean(0)
+    torch.testing.assert_close(
+        losses, torch.tensor(train_large_plainly(case, 3)), rtol=1e-5, atol=0
+    )
+    for _, sizes, are_parts in found:
+        assert are_parts
+        assert sizes["blocks.0.up.weight"] == 12 * 300 // 2
+
+
+def wrong_uses():
+    """Runs on every rank: texts of errors, by what was done."""
+    import mpxla as smp
+
+    run = Trained(Case(2))
+    calls = {
+        "model outside": lambda: run.model(batch_of(0, 1)),
+        "copy.deepcopy(model)": lambda: copy.deepcopy(run.model),
+        "model.cpu()": run.model.cpu,
+        "model.join()": lambda: run.model.join().__enter__(),
+        "model.register_comm_hook()": lambda: run.model.register_comm_hook(None, print),
+        "norm": lambda: smp.register_parameter(run.model, "weight"),
+    }
+    texts = {}
+    for what, call in calls.items():
+        with pytest.raises(smp.MpxlaError) as error:
+            call()
+        texts[what] = str(error.value)
+    smp.register_parameter(run.model.module, run.model.module.head.weight)
+    run.train(1)
+
+    @smp.step
+    def evaluate(model, ids):
+        return loss_of(model, ids)
+
+    with pytest.raises(smp.RankMismatch) as error:
+        (evaluate if smp.rank() == 0 else run.step)(run.model, batch_of(0, 1))
+    texts["alone"] = str(error.value)
+    return texts
+
+
+def test_wrong_uses():
+    for texts in run_ranks(wrong_uses, 2, env={"MPXLA_DEVICE": "pjrt"}):
+        assert "its parameters are divided over ranks" in texts.pop("model outside")
+        assert texts.pop("norm").startswith("smp.register_parameter takes a module and a parameter")
+        alone = texts.pop("alone")
+        assert "hold the parameters of a model together" in alone
+        assert "evaluate, and rank 1 with" in alone
+        assert len(texts) == 4
+        for what, text in texts.items():
+            assert text.startswith(f"{what} does not go with sharded_data_parallel_degree yet")
