@@ -39,6 +39,7 @@ def inside(function: Callable[[], Any]) -> Any:
 def _call_mapped(function: Callable[[], Any]) -> Any:
     from mpxla.compat.launcher import mapped
 
+    os.environ.pop("SM_HP_MP_PARAMETERS", None)  # of another test
     with mapped():
         return function()
 

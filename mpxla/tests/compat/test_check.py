@@ -221,11 +221,14 @@ def test_files_beside_the_script_are_read_once(tmp_path):
 
 def test_relative_imports_are_followed(tmp_path):
     package = tmp_path / "parts"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .inner import run")
-    (package / "inner.py").write_text("from . import deeper\nx.cuda()")
+    (package / "below").mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from .below.inner import run\nfrom .torch.cuda import Event"
+    )
+    (package / "below" / "inner.py").write_text("from .. import deeper\nx.cuda()")
     (package / "deeper.py").write_text("import torch\ntorch.cuda.CUDAGraph()")
     findings = check(tmp_path, "import parts")
+    # Nothing of `parts.torch`, which is not torch.
     assert [(f.file.name, f.name) for f in findings] == [
         ("inner.py", ".cuda()"),
         ("deeper.py", "torch.cuda.CUDAGraph"),

@@ -93,6 +93,9 @@ RUNS = {
     + "model.register_post_partition_hook(lambda model, optimizer: None)\n"
     + "model.register_post_step_hook(lambda model, optimizer: None)\n"
     + "smp.register_parameter(model.get_module(), model.get_module().weight)\n",
+    "run as python does": "import os, sys\n"
+    + "assert sys.path[0] == os.path.dirname(__file__) and '/the/launcher' not in sys.path\n"
+    + "assert sys.modules['__main__'].__file__ == __file__ and sys.argv == [__file__]\n",
     "another package": "import smdistributed.elsewhere as other\nassert other.VALUE == 3\n",
 }
 REFUSED = {
@@ -147,7 +150,8 @@ def outcomes(folder, names):
 
     seen = {}
     with pytest.MonkeyPatch.context() as patch:  # the process serves other tests after this one
-        patch.setattr(sys, "path", [*sys.path, f"{folder}/installed"])
+        patch.setattr(sys, "path", ["/the/launcher", *sys.path, f"{folder}/installed"])
+        before = list(sys.path), sys.argv, sys.modules["__main__"]
         for name in names:
             try:
                 run_script(Path(folder) / f"{name}.py", [])
@@ -159,6 +163,7 @@ def outcomes(folder, names):
             finally:
                 if smp.is_initialized():
                     smp.shutdown()
+            assert before == (sys.path, sys.argv, sys.modules["__main__"]), name
     for name in [name for name in sys.modules if name.startswith(("smdistributed", "parts"))]:
         del sys.modules[name]
     return seen

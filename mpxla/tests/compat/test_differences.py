@@ -1,48 +1,43 @@
 """What runs and is another thing than under SMP on CUDA devices: lines of `docs/migrating.md`."""
 
 import argparse
-import os
 import pickle
 from fractions import Fraction
 
 import pytest
 import torch
 
+from mpxla.tests.clients import logged
+from mpxla.tests.compat.launching import inside
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def train_and_count():
-    from mpxla.compat.launcher import mapped
+    import smdistributed.modelparallel.torch as smp
 
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(torch.nn.Linear(2, 1))
+    settings, runs = argparse.Namespace(scale=1.0), []
 
-        smp.init({"microbatches": 2})
-        model = smp.DistributedModel(torch.nn.Linear(2, 1))
-        settings, runs = argparse.Namespace(scale=1.0), []
+    @smp.step
+    def step(model, x, factor):
+        runs.append(factor)
+        loss = (0 * model(x)).sum() + settings.scale * factor
+        model.backward(loss)
+        return loss
 
-        @smp.step
-        def step(model, x, factor):
-            runs.append(factor)
-            loss = (0 * model(x)).sum() + settings.scale * factor
-            model.backward(loss)
-            return loss
-
-        def run(factor=1.0):
-            return step(model, torch.ones(4, 2).cuda(), factor).reduce_mean().item()
-
-        counts, losses = [], []
-        for scale, factor in ((1.0, 1.0), (1.0, 1.0), (5.0, 1.0), (5.0, 7.0), (5.0, 8.0)):
-            settings.scale = scale
-            losses.append(run(factor))
-            counts.append(len(runs))
-        return losses, counts
+    counts, losses = [], []
+    for scale, factor in ((1.0, 1.0), (1.0, 1.0), (5.0, 1.0), (5.0, 7.0), (5.0, 8.0)):
+        settings.scale = scale
+        losses.append(step(model, torch.ones(4, 2).cuda(), factor).reduce_mean().item())
+        counts.append(len(runs))
+    return losses, counts
 
 
 def test_step_functions_run_in_python_once_and_notice_values_that_change():
-    ((losses, counts),) = run_ranks(train_and_count, 1)
+    losses, counts = inside(train_and_count)
     first, again, other_scale, other_factor, third_factor = counts
     assert 1 <= first == again < other_scale < other_factor
     assert third_factor == other_factor, "a float that has changed is an input"
@@ -50,26 +45,23 @@ def test_step_functions_run_in_python_once_and_notice_values_that_change():
 
 
 def ask_in_a_step():
-    from mpxla.compat.launcher import mapped
+    import smdistributed.modelparallel.torch as smp
 
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
+    smp.init()
+    model = smp.DistributedModel(torch.nn.Linear(2, 1))
 
-        smp.init()
-        model = smp.DistributedModel(torch.nn.Linear(2, 1))
+    @smp.step
+    def step(model, x):
+        places = torch.arange(2, device=x.device) + torch.zeros(2, device="cuda")
+        output = model(x * places.cuda().to("cuda"))
+        return output, (str(x.device), x.is_cuda, str(torch.device("cuda")))
 
-        @smp.step
-        def step(model, x):
-            places = torch.arange(2, device=x.device) + torch.zeros(2, device="cuda")
-            output = model(x * places.cuda().to("cuda"))
-            return output, (str(x.device), x.is_cuda, str(torch.device("cuda")))
-
-        output, (place, is_cuda, named) = step(model, torch.ones(4, 2).cuda())
-        return output.concat().is_cuda, (place, *set(is_cuda), named)
+    output, (place, is_cuda, named) = step(model, torch.ones(4, 2).cuda())
+    return output.concat().is_cuda, (place, *set(is_cuda), named)
 
 
 def test_tensors_read_as_host_tensors_while_a_step_is_captured():
-    ((is_cuda, answers),) = run_ranks(ask_in_a_step, 1)
+    is_cuda, answers = inside(ask_in_a_step)
     assert is_cuda
     assert answers == ("cpu", False, "xla:0")
 
@@ -87,24 +79,15 @@ def test_comparisons_of_the_device_type_are_warned_of(tmp_path):
     script.write_text(SCRIPT)
     (lines,) = run_ranks(run_and_listen, 1, script)
     assert lines == [
-        f"{script}:3: .type == \"cuda\": False: the type of the script's device is 'xla'"
+        f"WARNING: {script}:3: .type == \"cuda\": False: the type of the script's device is 'xla'"
     ]
 
 
 def run_and_listen(script):
-    import logging
-
     from mpxla.compat.launcher import run_script
-    from mpxla.log import get_logger
 
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    get_logger().addHandler(handler)
-    try:
+    with logged() as lines:
         run_script(script, [])
-    finally:
-        get_logger().removeHandler(handler)
     return lines
 
 
@@ -127,8 +110,9 @@ def save_and_load(path):
             torch.load(path)
         assert "--trust-checkpoints lets torch.load take it" in refused.value.__notes__[0]
         assert smp.load(path, partial=False, weights_only=False)["args"].lr == 0.1
-    os.environ["MPXLA_CONFIG"] = '{"trust_checkpoints": true}'
-    with mapped():
-        assert torch.load(path)["args"].lr == 0.1
-        with pytest.raises(pickle.UnpicklingError):
-            torch.load(path, weights_only=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPXLA_CONFIG", '{"trust_checkpoints": true}')
+        with mapped():
+            assert torch.load(path)["args"].lr == 0.1
+            with pytest.raises(pickle.UnpicklingError):
+                torch.load(path, weights_only=True)

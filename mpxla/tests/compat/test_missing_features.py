@@ -1,16 +1,13 @@
 """What mpxla does not have raises an error that names the feature, and the script's line."""
 
 import copy
-import json
-import logging
-import os
 
 import pytest
 import torch
 
-from mpxla.log import get_logger
-from mpxla.tests.compat.launching import refusal
-from mpxla.tests.ranks.run import run_ranks
+from mpxla.log import forget_warnings
+from mpxla.tests.clients import logged
+from mpxla.tests.compat.launching import inside, refusal
 
 pytestmark = pytest.mark.ranks
 
@@ -23,17 +20,9 @@ OF_THE_MODEL = (
 
 
 def use_smp():
-    from mpxla.compat.launcher import mapped
-
-    os.environ["SM_HP_MP_PARAMETERS"] = json.dumps({"microbatches": 2})
-    with mapped():
-        return _use_smp()
-
-
-def _use_smp():
     import smdistributed.modelparallel.torch as smp
 
-    smp.init()
+    smp.init({"microbatches": 2})
     linear = torch.nn.Linear(2, 2)
 
     def enter(context):
@@ -117,7 +106,7 @@ WRITTEN_INSTEAD = {
 
 
 def test_18_missing_features_are_named_with_the_line():
-    (texts,) = run_ranks(use_smp, 1)
+    texts = inside(use_smp)
     for feature, names in FEATURES.items():
         for name in names:
             assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
@@ -142,20 +131,14 @@ def test_18_missing_features_are_named_with_the_line():
 
 def recompute():
     """Losses of a step with recomputation, of one without, and what was logged."""
-    from mpxla.compat.launcher import mapped
+    import smdistributed.modelparallel.torch as smp
+    from smdistributed.modelparallel.torch.patches import checkpoint as recomputed
 
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    get_logger().addHandler(handler)
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
-        from smdistributed.modelparallel.torch.patches import checkpoint as recomputed
-
-        smp.init({"microbatches": 2})
-        torch.manual_seed(0)
-        layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
-        plain = copy.deepcopy(layers)
+    smp.init({"microbatches": 2})
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    plain = copy.deepcopy(layers)
+    with logged() as lines:
         model = smp.DistributedModel(Recomputing(layers, recomputed))
         for layer in layers:
             smp.set_activation_checkpointing(layer, strategy="group_2", preserve_rng_state=False)
@@ -167,7 +150,6 @@ def recompute():
             return loss
 
         found = train(model, torch.ones(4, 2)).reduce_mean().item()
-    get_logger().removeHandler(handler)
     expected = plain(plain[:2](plain(torch.ones(4, 2))) @ torch.ones(3, 2)).square().mean()
     return found, expected.item(), lines
 
@@ -184,49 +166,47 @@ class Recomputing(torch.nn.Module):
 
 
 def test_recomputation_changes_no_results():
-    ((found, expected, lines),) = run_ranks(recompute, 1)
+    found, expected, lines = inside(recompute)
     assert found == pytest.approx(expected, rel=1e-6)
     assert not [line for line in lines if "checkpoint" in line]
 
 
 def move_the_model():
-    from mpxla.compat.launcher import mapped
+    import smdistributed.modelparallel.torch as smp
 
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init()
-        linear = torch.nn.Linear(2, 2)
-        weight = linear.weight
-        model = smp.DistributedModel(linear)
+    smp.init()
+    linear = torch.nn.Linear(2, 2)
+    weight = linear.weight
+    model = smp.DistributedModel(linear)
+    forget_warnings()  # of other tests in this process
+    with logged() as lines:
         assert model.to("cuda") is model and model.cuda() is model and model.to(0) is model
-        assert model.to(torch.float64).module.weight.dtype is torch.float64
-        return linear.weight is weight
+        assert not lines
+        assert model.to(torch.float64).to("cpu").module.weight.dtype is torch.float64
+    return linear.weight is weight, lines
 
 
 def test_moving_the_distributed_model_is_left_to_the_first_step():
-    assert run_ranks(move_the_model, 1) == [True]
+    is_kept, lines = inside(move_the_model)
+    assert is_kept and len(lines) == 1 and "model.to(device) is ignored" in lines[0]
 
 
 def move_a_delayed_model():
-    from mpxla.compat.launcher import mapped
+    import smdistributed.modelparallel.torch as smp
 
-    with mapped():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init()
-        torch.manual_seed(1)
-        expected = torch.nn.Linear(64, 64).weight.detach().clone()
-        torch.manual_seed(1)
-        with smp.model_creation():
-            linear = torch.nn.Linear(64, 64)
-        linear.to("cuda").cuda(0).to(torch.device("cuda", 0)).to(device="cuda:0")
-        assert linear.weight.device.type == "meta", "nothing is moved before it has values"
-        model = smp.DistributedModel(linear)
-        smp.step(lambda model, x: model(x))(model, torch.ones(2, 64).cuda())
-        assert next(model.local_parameters()).is_cuda
-        torch.testing.assert_close(model.state_dict()["weight"].cpu(), expected, rtol=0, atol=0)
+    smp.init()
+    torch.manual_seed(1)
+    expected = torch.nn.Linear(64, 64).weight.detach().clone()
+    torch.manual_seed(1)
+    with smp.model_creation():
+        linear = torch.nn.Linear(64, 64)
+    linear.to("cuda").cuda(0).to(torch.device("cuda", 0)).to(device="cuda:0")
+    assert linear.weight.device.type == "meta", "nothing is moved before it has values"
+    model = smp.DistributedModel(linear)
+    smp.step(lambda model, x: model(x))(model, torch.ones(2, 64).cuda())
+    assert next(model.local_parameters()).is_cuda
+    torch.testing.assert_close(model.state_dict()["weight"].cpu(), expected, rtol=0, atol=0)
 
 
 def test_moving_a_model_without_values_is_left_to_the_first_step():
-    run_ranks(move_a_delayed_model, 1)
+    inside(move_a_delayed_model)
