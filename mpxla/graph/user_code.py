@@ -9,13 +9,15 @@ import traceback
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.user_lines import is_model_code
 
 __all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines_recorded"]
 
+_NARROW = ("BFloat16", "bfloat16", "Half", "float16")
+"""What errors of torch call 16-bit types."""
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
@@ -50,6 +52,25 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     text = str(error).strip().split("\n")[0][:500]
     return CaptureError(
         f"The step function could not be captured{place}: {type(error).__name__}: {text}"
+        f"{_advice_on_types(error, text)}"
+    )
+
+
+def _advice_on_types(error: Exception, text: str) -> str:
+    """The module that needs float32, where an operator refuses 16 bits."""
+    if not any(name in text for name in _NARROW):
+        return ""
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for module in frames if isinstance(module, nn.Module)]
+    found = modules[0].named_modules() if modules else ()
+    # Around the user's model are torch.export's module and the one that is captured.
+    paths = {id(m): path.partition("model.")[2] for path, m in found}
+    inner = next((m for m in reversed(modules) if paths.get(id(m))), None)
+    if inner is None:
+        return ". There is no such operator in 16 bits: widen its arguments there by .float()."
+    return (
+        f". The module {paths[id(inner)]!r} ({type(inner).__name__}) needs float32 there: widen "
+        f"the arguments of that operator by .float(), and convert its result back."
     )
 
 

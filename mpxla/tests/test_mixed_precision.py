@@ -219,6 +219,70 @@ def test_three_microbatches_are_a_third_each(dtype):
     assert distance(found, masters) < BOUND
 
 
+class WithCopies(torch.optim.Optimizer):
+    """Keeps a float32 copy of every parameter, as the NeuronX guide has it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 2.0**-9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["copy"] = p.detach().float()
+                    state["mean"] = torch.zeros_like(state["copy"])
+                state["mean"].mul_(0.5).add_(p.grad.float())
+                state["copy"].sub_(state["mean"] * group["lr"])
+                p.copy_(state["copy"])
+
+
+def train_with_copies(keys):
+    import mpxla as smp
+
+    smp.init({"microbatches": 2, **keys})
+    model = smp.DistributedModel(made().to(BF16))
+    optimizer = smp.DistributedOptimizer(WithCopies(model.parameters()))
+
+    @smp.step
+    def step(model, x, y):
+        model.backward(F.cross_entropy(model(x.to(BF16)).float(), y))
+
+    for number in range(10):
+        x, y = (part.chunk(smp.dp_size())[smp.dp_rank()] for part in data(number, 8))
+        optimizer.zero_grad()
+        step(model, x, y)
+        optimizer.step()
+    found = state_of(model)
+    smp.shutdown()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "num_ranks"),
+    [({"master_dtype": "same"}, 1), ({"master_dtype": "same", "ddp": True}, 2), ({}, 1)],
+    ids=["same", "replicas", "masters"],
+)
+def test_an_optimizer_with_its_own_float32_copies(keys, num_ranks):
+    model = made().to(BF16)
+    optimizer = WithCopies(model.parameters())
+    for number in range(10):
+        optimizer.zero_grad()
+        x, y = data(number, 8)
+        F.cross_entropy(model(x.to(BF16)).float(), y).backward()
+        optimizer.step()
+    copies = [optimizer.state[p]["copy"] for p in model.parameters()]
+    start = [p.detach().to(BF16).float() for p in made().parameters()]
+    moved = torch.cat([(c - s).flatten() for c, s in zip(copies, start, strict=True)])
+    for found in run_ranks(train_with_copies, num_ranks, keys):
+        values = [value.float() for value in found.values()]
+        apart = torch.cat([(v - c).flatten() for v, c in zip(values, copies, strict=True)])
+        # The model rounds the copies by half an ulp, 2^-9 of weights below 1, and not more.
+        assert apart.abs().max() < 2**-9 + 0.05 * moved.abs().max()
+
+
 # --- how many bytes travel ------------------------------------------------------------------------
 
 

@@ -126,13 +126,10 @@ def go_on(path, config):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        (({}, 1), ({}, 1)),
-        pytest.param((ZERO, 2), ({}, 1), marks=pytest.mark.slow),
-        pytest.param(({}, 1), (ZERO, 2), marks=pytest.mark.slow),
-    ],
+    [(({}, 1), ({}, 1)), ((ZERO, 2), ({}, 1)), (({}, 1), (ZERO, 2))],
     ids=["one", "from-zero1", "to-zero1"],
 )
 def test_a_restart_rounds_as_no_restart(tmp_path, saved, loaded):

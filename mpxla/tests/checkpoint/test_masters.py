@@ -97,12 +97,13 @@ def resume_full(path, case, dtype, tag):
 F32 = torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         ((ZERO, BF16), (PIPELINE, F32)),
-        pytest.param((PIPELINE, BF16), (ZERO, BF16), marks=pytest.mark.slow),
-        pytest.param((PIPELINE, F32), (ZERO, BF16), marks=pytest.mark.slow),
+        ((PIPELINE, BF16), (ZERO, BF16)),
+        ((PIPELINE, F32), (ZERO, BF16)),
     ],
     ids=["zero1-to-float32", "stages-to-zero1", "float32-to-zero1"],
 )

@@ -333,3 +333,28 @@ def test_running_statistics_of_instance_norms_are_refused():
     step = capture(model, lambda leaves: model(leaves[0]), rows)
     values = torch.randn(2, 4, 4)
     torch.testing.assert_close(run(step, model, [values])[0], model(values))
+
+
+class Inverse(nn.Module):
+    """Has an operator that there is not in 16 bits."""
+
+    def __init__(self, is_widened):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+        self.is_widened = is_widened
+
+    def forward(self, x):
+        weight = self.weight.float() if self.is_widened else self.weight
+        return x @ torch.linalg.inv(weight).to(x.dtype)
+
+
+def test_a_module_that_needs_float32_is_named():
+    def step(leaves):
+        backward(model(leaves[0]).float().sum())
+
+    narrow = TensorLeaf((4, 6), torch.bfloat16)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Inverse(False))).to(torch.bfloat16)
+    with pytest.raises(CaptureError, match=r"The module '1.0' \(Inverse\) needs float32 there"):
+        capture(model, step, narrow)
+    model[1][0].is_widened = True
+    assert capture(model, step, narrow).is_training
