@@ -73,6 +73,7 @@ class CutStep:
         stages: the stages.
         forward: messages of activations between stages.
         backward: messages of gradients.
+        saved: what the derivatives of its nodes read, if the partition weighed it.
     """
 
     step: StepGraph
@@ -82,6 +83,7 @@ class CutStep:
     stages: tuple[StageSpec, ...]
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
+    saved: Mapping[str, tuple[SavedTensor, ...]]
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -224,6 +226,7 @@ def cut_step(
         stages,
         forward_transfers(stages),
         backward_transfers(stages),
+        saved,
     )
 
 
