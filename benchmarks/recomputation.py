@@ -2,6 +2,7 @@
 
     python benchmarks/recomputation.py                        # a Markdown table
     python benchmarks/recomputation.py --picture sweep.svg    # also drawn
+    python benchmarks/recomputation.py --modes keep,each --results sweep.json   # in parts
 
 The GPT of the other benchmarks on one rank. Every row runs in a process of its own, in turns with
 the others; times are CPU seconds of the process, which other work on the machine changes little.
@@ -70,16 +71,20 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What every mode took, over all repetitions."""
+    """What every mode took, over all repetitions, with what a file holds of earlier runs."""
     found: dict[str, dict[str, Any]] = {}
+    if args.results and args.results.exists():
+        found = json.loads(args.results.read_text())
     for repetition in range(args.repetitions):
-        for mode in MODES:
+        for mode in args.modes.split(","):
             sizes = [str(found.get(one, {}).get("bytes", 0)) for one in ("keep", "each")]
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
             command += ["--kept", sizes[0], "--checkpointed", sizes[1]]
             (result,) = run_ranks(mode, command, 1)
             times = found.get(mode, {}).get("times_s", [])
             found[mode] = {**result, "times_s": times + result["times_s"]}
+            if args.results:
+                args.results.write_text(json.dumps(found))
             median = statistics.median(result["times_s"])
             print(f"repetition {repetition + 1}: {mode} {median:.3f} s", file=sys.stderr)
     return found
@@ -153,6 +158,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--case", default="{}", help="fields of GPTCase as JSON")
     parser.add_argument("--picture", type=Path, help="also draw it, as SVG")
+    parser.add_argument("--modes", default=",".join(MODES), help="some of: %(default)s")
+    parser.add_argument("--results", type=Path, metavar="JSON", help="kept, and gone on from")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--kept", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointed", type=int, default=0, help=argparse.SUPPRESS)

@@ -23,6 +23,7 @@ _COLOURS = {
     Op.REDUCE: ("reduction", "#8a5aa8", "#8a5aa8"),
 }
 _WAIT = "#d9534f"
+_COPY = "#7f7f7f"
 _ROW_INCHES = 0.55
 _MEMORY_ROWS = 1.8
 """Height of the memory below a timeline, in rows of ranks."""
@@ -120,8 +121,9 @@ def _draw_span(
     axis: Any, span: Span, rank: int, first_stage: int, scale: float, end: float
 ) -> None:
     action, start, width = span.action, span.start * scale, (span.end - span.start) * scale
-    if action.op.is_transfer:
-        axis.barh(rank, width, left=start, height=0.25, color=_WAIT, alpha=0.7, linewidth=0)
+    if action.op.is_transfer or action.op.is_copy:
+        colour = _WAIT if action.op.is_transfer else _COPY
+        axis.barh(rank, width, left=start, height=0.25, color=colour, alpha=0.7, linewidth=0)
         return
     _, dark, light = _COLOURS[action.op]
     colour = dark if action.stage == first_stage else light

@@ -17,6 +17,7 @@ from mpxla.errors import PeerFailure, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.indices import with_extremes
+from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
@@ -395,10 +396,11 @@ class StepEngine:
         step: StepGraph,
         fixed: Mapping[str, tuple[int, ...]],
         measured_s: Mapping[str, float] | None = None,
+        saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
     ) -> CutStep:
         config, stateful = self._config, self.placement.stateful
-        lowering = self._session.backend.lowering
-        return cut_step(step, config, lowering, self._pins(), fixed or None, stateful, measured_s)
+        lowering, pins = self._session.backend.lowering, self._pins()
+        return cut_step(step, config, lowering, pins, fixed or None, stateful, measured_s, saved)
 
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
@@ -440,7 +442,8 @@ class StepEngine:
         first = objects.allgather(ranks, world)[0]
         if ranks == first:
             return cut
-        return self._cut_captured(cut.step, {**self.placement.ranks, **first})
+        placed = {**self.placement.ranks, **first}
+        return self._cut_captured(cut.step, placed, saved=cut.saved)
 
     def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:
         for label in labels:

@@ -75,6 +75,7 @@ class CutStep:
         stages: the stages.
         forward: messages of activations between stages.
         backward: messages of gradients.
+        saved: what the derivatives of its nodes read, if the partition weighed it.
     """
 
     step: StepGraph
@@ -84,6 +85,7 @@ class CutStep:
     stages: tuple[StageSpec, ...]
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
+    saved: Mapping[str, tuple[SavedTensor, ...]]
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -226,6 +228,7 @@ def cut_step(
         stages,
         forward_transfers(stages),
         backward_transfers(stages),
+        saved,
     )
 
 

@@ -1,8 +1,9 @@
 """`smp.profile`: what really ran on every rank, beside what was predicted, in one file.
 
 The file is a Chrome trace that ui.perfetto.dev opens: the process "measured" has a thread per rank
-with its actions and waits, "predicted" has the simulated ones of the same steps. The plain records
-are in it too, for `python -m mpxla trace`.
+with its actions and waits, "predicted" has the simulated ones of the same steps, and each has the
+bytes of saved activations over time, a curve per rank. Copies of those to and from the host are a
+process of their own. The plain records are in it too, for `python -m mpxla trace`.
 """
 
 import json

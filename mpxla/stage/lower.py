@@ -32,27 +32,21 @@ from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.varying import VARYING, draws_for_part
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
-from mpxla.stage.cleanup import is_view, simplify
+from mpxla.stage.cleanup import simplify
 from mpxla.stage.joint import trace_alone, trace_joint
 from mpxla.stage.layout import transpose_gradients, transpose_weights, transposed
 from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
+from mpxla.stage.saved_values import (
+    SavedValue,
+    outputs_of,
+    rebuild_views,
+    route_saved,
+    set_outputs,
+)
 from mpxla.stage.spec import StageSpec, TensorSpec
 
-__all__ = ["LoweredStage", "SavedValue", "TracedStage", "lower_stage"]
-
-
-@dataclass(frozen=True)
-class SavedValue:
-    """Where the backward finds one of its saved arguments.
-
-    Attributes:
-        argument: index among the forward's arguments, if it is one of them.
-        output: else index among the saved outputs of the forward.
-    """
-
-    argument: int | None = None
-    output: int | None = None
+__all__ = ["LoweredStage", "TracedStage", "lower_stage"]
 
 
 @dataclass(frozen=True)
@@ -287,8 +281,8 @@ def _lower_joint(
     forward, backward = cut(num_plain + spec.num_objectives)
     lowering.expand(forward)
     lowering.expand(backward)
-    _recompute_views(forward, backward, num_plain + spec.num_objectives)
-    saved, saved_nodes = _route_saved(forward, num_plain, spec.num_objectives)
+    rebuild_views(forward, backward, num_plain + spec.num_objectives)
+    saved, saved_nodes = route_saved(forward, num_plain, spec.num_objectives)
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     if for_speed and lowering.lays_out_weights:
@@ -300,83 +294,9 @@ def _lower_joint(
     return _lay_out(lowered, weights, gradients)
 
 
-def _outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
-    return list(output.args[0])
-
-
-def _set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
-    output.args = (tuple(values),)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-
-
 def _keep_outputs(module: fx.GraphModule, kept: Sequence[int]) -> None:
-    values = _outputs_of(module)
-    _set_outputs(module, [values[i] for i in kept])
-
-
-def _recompute_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-    """Saves the argument of a view (a transposed weight, say) in place of the view.
-
-    As an output the view would be a copy for every microbatch; in the backward it costs nothing.
-    """
-    values = _outputs_of(forward)
-    saved = values[num_outputs:]
-    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
-    for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
-        chain = []
-        while is_view(node):
-            chain.append(node)
-            node = node.args[0]
-        if not chain or node.op != "placeholder":
-            continue
-        saved[position] = node
-        with backward.graph.inserting_before(_first_computing(backward)):
-            rebuilt = holder
-            for view in reversed(chain):
-                rebuilt = backward.graph.call_function(
-                    view.target, (rebuilt, *view.args[1:]), dict(view.kwargs)
-                )
-                rebuilt.meta = dict(view.meta)
-            first_view = _first_in_chain(rebuilt, len(chain))
-        holder.meta = dict(node.meta)
-        for user in [user for user in holder.users if user is not first_view]:
-            user.replace_input_with(holder, rebuilt)
-    _set_outputs(forward, [*values[:num_outputs], *saved])
-    backward.graph.lint()
-    backward.recompile()
-
-
-def _first_computing(module: fx.GraphModule) -> fx.Node:
-    return next(n for n in module.graph.nodes if n.op != "placeholder")
-
-
-def _first_in_chain(last: fx.Node, length: int) -> fx.Node:
-    for _ in range(length - 1):
-        last = last.args[0]
-    return last
-
-
-def _route_saved(
-    forward: fx.GraphModule, num_plain: int, num_objectives: int
-) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
-    """Drops objectives and repeated or passed-on values from the forward's outputs."""
-    placeholders = {
-        n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")
-    }
-    values = _outputs_of(forward)
-    plain, saved = values[:num_plain], values[num_plain + num_objectives :]
-    routes: list[SavedValue] = []
-    unique: dict[fx.Node, int] = {}
-    for node in saved:
-        if node in placeholders:
-            routes.append(SavedValue(argument=placeholders[node]))
-        else:
-            routes.append(SavedValue(output=unique.setdefault(node, len(unique))))
-    _set_outputs(forward, [*plain, *unique])
-    return tuple(routes), list(unique)
+    values = outputs_of(module)
+    set_outputs(module, [values[i] for i in kept])
 
 
 def _assemble(

@@ -55,7 +55,7 @@ def train(modes, keys):
         offload = OFFLOAD if "offload" in mode else {}
         given = {"microbatches": MICROBATCHES, "activation_memory": memory, **offload, **keys}
         smp.init(given)
-        found[mode] = train_once(mark, given["microbatches"])
+        found[mode] = {"limit": memory, **train_once(mark, given["microbatches"])}
         smp.shutdown()
     return found
 
@@ -121,7 +121,13 @@ def check(results, modes, shrinks=True):
 def test_losses_gradients_and_bytes_with_two_stages():
     modes = ("keep", "each", "half")
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
-    check(run_ranks(train, 2, modes, keys, timeout_s=240), modes)
+    results = run_ranks(train, 2, modes, keys, timeout_s=240)
+    check(results, modes)
+    # A limit that the step does not fit into by itself, on the fullest rank, and trains within.
+    limit = results[0]["half"]["limit"]
+    for one in ("peaks", "all ranks"):
+        assert max(max(result["keep"][one]) for result in results) > limit, one
+        assert max(max(result["half"][one]) for result in results) <= limit, one
 
 
 def check_offloading(results):
@@ -196,14 +202,30 @@ def test_two_replicas_of_two_stages():
     check(run_ranks(train, 4, modes, keys, timeout_s=580), modes)
 
 
-def train_in_16_bits(mark):
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["simple", "zero_bubble"])
+def test_on_pjrt(pipeline):
+    modes = ("keep", "each", "offload each", "recompute")
+    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": pipeline}
+    env = {"MPXLA_DEVICE": "pjrt"}
+    results = run_ranks(train, 2, modes, keys, timeout_s=580, env=env)
+    check(results, modes, shrinks=pipeline == "simple")
+    assert (results[0]["offload each"]["host"] > 0) == (pipeline == "simple")
+
+
+def train_in_16_bits(mode, precision):
     """Losses of three steps, and the parameters after them."""
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}  # the same cuts, so the same masks
-    smp.init({"microbatches": MICROBATCHES, "bf16": True, **keys})
+    mark, memory = MARKS[mode]
+    keys |= {precision: True, "activation_memory": memory, "pipeline": "simple"}
+    keys |= OFFLOAD if "offload" in mode else {}
+    smp.init({"microbatches": MICROBATCHES, **keys})
     torch.manual_seed(1)
     model = smp.DistributedModel(Gpt(num_blocks=4, dropout=DROPOUT))
-    MARKS[mark][0](model.get_module())
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    mark(model.get_module())
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0
+    )
     step = smp.step(predict_tokens)
     losses = []
     for seed in (3, 4, 5):
@@ -216,15 +238,24 @@ def train_in_16_bits(mark):
 
 
 @pytest.mark.slow
-def test_in_bfloat16():
-    kept, found = (run_ranks(train_in_16_bits, 2, mark, timeout_s=240) for mark in ("keep", "each"))
-    for (losses, parameters, peak), (other_losses, others, less) in zip(kept, found, strict=True):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits(precision):
+    kept, found, moved = (
+        run_ranks(train_in_16_bits, 2, mode, precision, timeout_s=240)
+        for mode in ("keep", "each", "offload each")
+    )
+    for one, other, third in zip(kept, found, moved, strict=True):
+        losses, parameters, peak = one
+        other_losses, others, less = other
         # XLA may round a value that it computes again at another place than the first time.
         assert other_losses[0] == losses[0]
         assert other_losses == pytest.approx(losses, rel=2e-3)
         for name, value in parameters.items():
             assert torch.allclose(others[name], value, rtol=2**-7, atol=1e-3), name
         assert less < 0.7 * peak
+        # Copies change nothing at all.
+        assert third[0] == other_losses and third[2] < 0.8 * less
+        assert all(torch.equal(third[1][name], value) for name, value in others.items())
 
 
 def ask_for_too_little():

@@ -134,6 +134,8 @@ def test_copies_have_rows_of_their_own(tmp_path):
             assert sizes == pytest.approx(step["plan"]["held_bytes"], rel=0.05)
         drawn = [e["name"] for e in events if (e["pid"], e["tid"]) == (2, rank["rank"])]
         assert drawn.count(begun[0]) == 2, "once in each of two steps"
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    assert main(["trace", str(path), "--output", str(tmp_path / "trace.png")]) == 0
 
 
 def test_trace_says_where_the_time_went(trace, capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpxla.cli.main import main
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op, format_schedule, parse_schedule
 from mpxla.schedule.analysis import StageBytes, peak_bytes
@@ -84,6 +85,15 @@ def test_all_schedules_run_with_less_memory(pipeline, per_rank, horizon, rendezv
         for lists in (plain, schedule)
     ]
     assert times[0] == pytest.approx(times[1]), "short copies are hidden"
+
+
+def test_the_command_prints_them(capsys):
+    words = ("--stages", "2", "--microbatches", "4", "--pipeline", "simple", "--actions")
+    assert main(["schedule", *words, "--offload", "1"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0F0 0SEND_F0>1 0OFFLOAD0 0F1") and "1LOAD3 1B2" in second
+    assert main(["schedule", *words]) == 0
+    assert "LOAD" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rendezvous", [True, False])

@@ -1,0 +1,104 @@
+"""What a stage's forward hands to its backward, once both are cut from the joint graph.
+
+A saved value that is an argument of the stage, or a view of one, does not pass through the
+programs: the caller keeps the argument. This module must not know how the graphs are traced or
+executed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mpxla.stage.cleanup import is_view
+
+__all__ = ["SavedValue", "outputs_of", "rebuild_views", "route_saved", "set_outputs"]
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """Where the backward finds one of its saved arguments.
+
+    Attributes:
+        argument: index among the forward's arguments, if it is one of them.
+        output: else index among the saved outputs of the forward.
+    """
+
+    argument: int | None = None
+    output: int | None = None
+
+
+def outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
+    """Results of a graph."""
+    (output,) = [n for n in module.graph.nodes if n.op == "output"]
+    return list(output.args[0])
+
+
+def set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
+    """Makes a graph return these values, and removes what nothing reads then."""
+    (output,) = [n for n in module.graph.nodes if n.op == "output"]
+    output.args = (tuple(values),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Saves the argument of a view (a transposed weight, say) in place of the view.
+
+    As an output the view would be a copy for every microbatch; in the backward it costs nothing.
+    """
+    values = outputs_of(forward)
+    saved = values[num_outputs:]
+    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
+        chain = []
+        while is_view(node):
+            chain.append(node)
+            node = node.args[0]
+        if not chain or node.op != "placeholder":
+            continue
+        saved[position] = node
+        with backward.graph.inserting_before(_first_computing(backward)):
+            rebuilt = holder
+            for view in reversed(chain):
+                rebuilt = backward.graph.call_function(
+                    view.target, (rebuilt, *view.args[1:]), dict(view.kwargs)
+                )
+                rebuilt.meta = dict(view.meta)
+            first_view = _first_in_chain(rebuilt, len(chain))
+        holder.meta = dict(node.meta)
+        for user in [user for user in holder.users if user is not first_view]:
+            user.replace_input_with(holder, rebuilt)
+    set_outputs(forward, [*values[:num_outputs], *saved])
+    backward.graph.lint()
+    backward.recompile()
+
+
+def _first_computing(module: fx.GraphModule) -> fx.Node:
+    return next(n for n in module.graph.nodes if n.op != "placeholder")
+
+
+def _first_in_chain(last: fx.Node, length: int) -> fx.Node:
+    for _ in range(length - 1):
+        last = last.args[0]
+    return last
+
+
+def route_saved(
+    forward: fx.GraphModule, num_plain: int, num_objectives: int
+) -> tuple[tuple[SavedValue, ...], list[fx.Node]]:
+    """Drops objectives and repeated or passed-on values from the forward's outputs."""
+    placeholders = {
+        n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")
+    }
+    values = outputs_of(forward)
+    plain, saved = values[:num_plain], values[num_plain + num_objectives :]
+    routes: list[SavedValue] = []
+    unique: dict[fx.Node, int] = {}
+    for node in saved:
+        if node in placeholders:
+            routes.append(SavedValue(argument=placeholders[node]))
+        else:
+            routes.append(SavedValue(output=unique.setdefault(node, len(unique))))
+    set_outputs(forward, [*plain, *unique])
+    return tuple(routes), list(unique)
