@@ -30,6 +30,7 @@ from mpxla.stage.delayed import materialize
 __all__ = [
     "distribute",
     "exchange_registered",
+    "mark_modules",
     "set_tensor_parallelism",
     "tensor_parallelism",
     "without_shards",
@@ -81,8 +82,24 @@ def tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]
     Raises:
         ConfigError: an unknown setting.
     """
-    with marking(_SWITCH, _switch("smp.tensor_parallelism", enabled, settings)):
+    with mark_modules("smp.tensor_parallelism", enabled, settings):
         yield
+
+
+def mark_modules(
+    what: str, enabled: bool, settings: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """The block of `tensor_parallelism`.
+
+    Args:
+        what: the call of the script, for messages.
+        enabled: as there.
+        settings: likewise.
+
+    Raises:
+        ConfigError: an unknown setting.
+    """
+    return marking(_SWITCH, _switch(what, enabled, settings))
 
 
 def _switch(what: str, enabled: bool, settings: Mapping[str, Any]) -> _Switch:
