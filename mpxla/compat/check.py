@@ -18,7 +18,6 @@ from mpxla.compat.names import (
     METHODS,
     SMP_MODULES,
     SMP_PACKAGE,
-    TP_WHILE_BUILT,
     UNKNOWN,
     Fate,
     Name,
@@ -34,11 +33,6 @@ _OTHER_PACKAGE = Name(Fate.REFUSED, "it is not installed; remove the import")
 _EXPECTED = Name(Fate.SUPPORTED, "it is not installed, for which the script is prepared")
 _INSTALLED = Name(Fate.SUPPORTED, "an installed package")
 _MENTIONED = "may be imported and compared with; to use it is an error"
-# Function of SMP -> the argument that asks for tensor parallelism, its place and its default.
-_SWITCHES: dict[str, tuple[str, int, bool]] = {
-    "tensor_parallelism": ("enabled", 0, True),
-    "model_creation": ("tensor_parallelism", 0, False),
-}
 _SHARDING = "sharded data parallelism"
 _COMMON_WORDS = ("loss_scale", "overflow")
 """Attributes of an optimizer that other objects have too."""
@@ -251,15 +245,6 @@ class _Reader(ast.NodeVisitor):
         name = (_below(called) or "").rpartition(".")[2]
         keywords = {k.arg: k.value for k in call.keywords}
         values = {name: v.value for name, v in keywords.items() if isinstance(v, ast.Constant)}
-        if name in _SWITCHES:
-            argument, place, default = _SWITCHES[name]
-            has_others = None in keywords or any(isinstance(a, ast.Starred) for a in call.args)
-            given: ast.AST | None = keywords.get(argument)
-            if len(call.args) > place:
-                given = call.args[place]
-            value = default and not has_others if given is None else getattr(given, "value", None)
-            if value in (True, 1) and not isinstance(given, ast.Attribute | ast.Subscript):
-                self._add_missing(call, f"smp.{name}({argument}=True)", TP_WHILE_BUILT)
         if name == "model_creation":
             if values.get("zero_init") is True:
                 self._add_missing(call, "smp.model_creation(zero_init=True)", _SHARDING)

@@ -58,8 +58,7 @@ def _refused(text: str) -> Name:
 
 # --- SMP --------------------------------------------------------------------------------------
 
-_TP = "tensor parallelism by SMP's own modules"
-TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
+_TRANSLATION = "translation of state dicts to those of SMP's own layers"
 _SHARDING = "sharded data parallelism"
 
 
@@ -73,12 +72,9 @@ _SWITCHES = {
     "optimizers": _supported("a module"),
     "patches": _supported("a module"),
     "model": _supported("a module"),
-    "model_creation": _supported(f"an error with tensor_parallelism=True ({TP_WHILE_BUILT})"),
+    "model_creation": _supported(),
     "delay_param_initialization": _supported(),
-    "tensor_parallelism": _supported(f"an error with enabled=True ({TP_WHILE_BUILT})"),
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
-    "tp_register": _missing(_TP),
-    "tp_register_with_module": _missing(_TP),
     "register_parameter": Name(Fate.IDLE, f"it belongs to {_SHARDING}"),
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
@@ -119,12 +115,12 @@ UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing i
 SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
     "amp": {"GradScaler": _SCALER},
-    "nn": {name: _missing(_TP) for name in _LAYERS}
+    "nn": {name: _supported() for name in _LAYERS}
     | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
     "model": {"DistributedModel": _supported()},
     "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
     **{
-        f"nn.huggingface.{family}": {name: _missing(_TP) for name in names}
+        f"nn.huggingface.{family}": {name: _missing(_TRANSLATION) for name in names}
         for family, names in _TRANSLATIONS.items()
     },
     "optimizers": {name: _refused(_FUSED) for name in ("FusedNovoGrad", "FusedLamb", "FusedLAMB")},
@@ -150,13 +146,13 @@ METHODS: dict[str, Name] = {
     "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
     "_global_grad_norm": _missing(_SHARDING),
-    "distributed_modules": _missing(_TP),
-    "is_distributed_parameter": _missing(_TP),
-    "is_distributed_buffer": _missing(_TP),
-    "is_scaled_batch_parameter": _missing(_TP),
-    "is_scaled_batch_buffer": _missing(_TP),
-    "default_reducer_named_parameters": _missing(_TP),
-    "scaled_batch_reducer_named_parameters": _missing(_TP),
+    "distributed_modules": _supported(),
+    "is_distributed_parameter": _supported(),
+    "is_distributed_buffer": _supported(),
+    "is_scaled_batch_parameter": _supported(),
+    "is_scaled_batch_buffer": _supported(),
+    "default_reducer_named_parameters": _supported(),
+    "scaled_batch_reducer_named_parameters": _supported(),
 }
 """Methods and attributes of `DistributedModel`, `DistributedOptimizer` and `StepOutput` whose names
 are theirs alone."""

@@ -16,13 +16,6 @@ from mpxla.tests.ranks.run import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-OF_THE_MODEL = (
-    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
-    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
-    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
-)
-
-
 def use_smp():
     from mpxla.compat.launcher import mapped
 
@@ -41,11 +34,6 @@ def _use_smp():
         with context:
             pass
 
-    def import_layer():
-        from smdistributed.modelparallel.torch.nn import DistributedLinear
-
-        DistributedLinear(2, 2)
-
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
 
@@ -57,12 +45,7 @@ def _use_smp():
         merging.get_full_state_dict_from_sharded_data_parallel_checkpoint("folder")
 
     texts = {
-        "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
-        "from": refusal(import_layer),
         "translate": refusal(import_translation),
-        "register": refusal(lambda: smp.tp_register_with_module(torch.nn.Linear, None)),
-        "context": refusal(lambda: enter(smp.tensor_parallelism())),
-        "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "full_state": refusal(import_full_state),
         "no module": refusal(
@@ -88,7 +71,6 @@ def _use_smp():
         "norm": refusal(lambda: optimizer._global_grad_norm, missing),
     }
     assert not hasattr(optimizer, "overflow")
-    texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
     texts |= {
         "unknown of model": refusal(lambda: model.nothing_of_that_name, missing),
         "of the module": refusal(lambda: model.weight, missing),
@@ -98,11 +80,7 @@ def _use_smp():
 
 
 FEATURES = {
-    "tensor parallelism by SMP's own modules": (
-        *OF_THE_MODEL,
-        *("nn", "from", "translate", "register"),
-    ),
-    "tensor parallelism of layers as they are built": ("context", "creation"),
+    "translation of state dicts to those of SMP's own layers": ("translate",),
     "sharded data parallelism": ("sharded", "norm", "full_state"),
 }
 
@@ -123,9 +101,8 @@ def test_18_missing_features_are_named_with_the_line():
     assert "nor has the SGD that it wraps" in texts["unknown of optimizer"]
     assert "a fused CUDA kernel of apex" in texts["fused"]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
-    for name in ("nn", "context", "no module"):
+    for name in ("translate", "sharded", "no module"):
         assert "test_missing_features.py:" in texts[name]
-    assert "smp.nn.DistributedTransformer(num_layers=2)" in texts["nn"]
 
 
 def recompute():
