@@ -44,6 +44,7 @@ __all__ = [
     "SUM_OF_POSITIONS",
     "TENSOR_GROUP",
     "VARY",
+    "collective_bytes",
     "gather_parts",
     "is_collective",
     "is_of_group",
@@ -63,6 +64,18 @@ _library = torch.library.Library("mpxla_tensor", "DEF")
 def is_collective(node: fx.Node) -> bool:
     """Whether a node of a lowered graph is a functional collective, or the wait for one."""
     return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def collective_bytes(node: fx.Node) -> int:
+    """What a rank of a large group sends for a node of a lowered graph; 0 for no collective.
+
+    An all-reduce is a reduce-scatter and an all-gather, each of which moves the whole value once.
+    """
+    if not is_collective(node) or node.target is _collective.wait_tensor.default:
+        return 0
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    sizes = [v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)]
+    return max(sizes, default=0) * (2 if node.target is _collective.all_reduce.default else 1)
 
 
 def _all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
