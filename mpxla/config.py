@@ -75,12 +75,14 @@ class Config:
     deterministic_server: bool = key(False, boolean())
     """Ignored."""
     tensor_parallel_degree: int = key(1, integer(1))
-    """Number of ranks that share the tensors of one partition. Above 1, `prescaled_batch: True` is
-    needed, and `smp.set_tensor_parallelism` says what is split."""
+    """Number of ranks that share the tensors of one partition; `smp.set_tensor_parallelism` says
+    what is split."""
     tensor_parallel_seed: int = key(0, integer())
     """Seed for initializing distributed modules."""
     prescaled_batch: bool = key(False, boolean())
-    """Whether the ranks of a tensor-parallel group are fed the same batch."""
+    """Whether the ranks of a tensor-parallel group are fed the same batch. Otherwise each has
+    samples of its own, as a replica has, and gets their results; together they run as many times
+    `microbatches` in a step."""
     fp16_params: bool = key(False, boolean())
     """Older name of `fp16` without loss scaling: parameters and activations in float16, and masters
     as `master_dtype` says."""

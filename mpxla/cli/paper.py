@@ -197,6 +197,6 @@ def _runs_today(layout: Layout) -> str:
 def _closing() -> str:
     return (
         "\nLayouts are stages x tensor x data. A prediction, not a measurement: assumptions and "
-        "errors are in docs/planning.md.\nmpxla runs stages, schedules, replicas and sharded "
-        "optimizer state, on CPU devices; see `--today`."
+        "errors are in docs/planning.md.\nmpxla runs stages, schedules, replicas, tensor and "
+        "sequence parallelism and sharded optimizer state, on CPU devices; see `--today`."
     )

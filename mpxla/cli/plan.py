@@ -56,6 +56,13 @@ def add_parser(commands: Any) -> None:
         metavar="KEEP",
         help="keep, recompute or bytes per rank: the key activation_memory",
     )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the tensors of each stage: the key tensor_parallel_degree",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
     parser.set_defaults(run=run)
@@ -89,7 +96,13 @@ def _run_captured(options: argparse.Namespace) -> None:
     keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
     keys["activation_memory"] = int(memory) if memory.isdecimal() else memory
     config = Config(**keys)
-    step = capture_factory(*load_factory(options.factory))
+    model, inputs, function = load_factory(options.factory)
+    if options.tp > 1:
+        from mpxla.cli.tensor import capture_part
+
+        step = capture_part(model, inputs, function, options.tp)
+    else:
+        step = capture_factory(model, inputs, function)
     machine = MachineModel()
     lowering = open_backend(read_environment().device).lowering
     if options.search:
@@ -101,6 +114,9 @@ def _run_captured(options: argparse.Namespace) -> None:
     print()
     print(_programs(found))
     print()
+    if options.tp > 1:
+        print(_collectives(found, options.tp))
+        print()
     print(_timeline(found))
     limit = options.memory_limit
     if limit is not None and max(found.rank_bytes) > limit * 2**30:
@@ -133,6 +149,16 @@ def _programs(found: "Forecast") -> str:
         size = format_size(program.argument_bytes)
         rows.append((str(program.rank), program.name, str(program.num_operations), size))
     return "\n".join([f"{len(found.programs)} programs:", *table(rows)])
+
+
+def _collectives(found: "Forecast", size: int) -> str:
+    """What tensor parallelism sends for every microbatch; it is part of the predicted step."""
+    rows = [("rank", "program", "collectives", "sent")]
+    for program in sorted(found.programs, key=lambda p: p.rank):
+        sent = format_size(program.collective_bytes)
+        rows.append((str(program.rank), program.name, str(program.num_collectives), sent))
+    title = f"Messages per microbatch among {size} ranks that share tensors:"
+    return "\n".join([title, *table(rows)])
 
 
 def _timeline(found: "Forecast") -> str:

@@ -19,7 +19,7 @@ from torch import nn
 
 import mpxla
 from mpxla.compat import CompatError
-from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, TP_WHILE_BUILT, UNKNOWN, Fate
+from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.patches import checkpoint
 from mpxla.user_lines import at_script_line
@@ -156,22 +156,11 @@ def _reader(module: str) -> Callable[[str], Any]:
 # --- switches of missing features ---------------------------------------------------------------
 
 
-_SET_LATER = ", and call smp.set_tensor_parallelism(model) on the finished model"
-
-
-def _refuse(call: str, feature: str, instead: str = "") -> None:
+def _refuse(call: str, feature: str) -> None:
     raise CompatError(
         f"{at_script_line()}: {call} asks for {feature}, which mpxla does not have yet; switch it "
-        f"off{instead}."
+        f"off."
     )
-
-
-@contextlib.contextmanager
-def _tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]:
-    """`smp.tensor_parallelism`, which may be switched off only."""
-    if enabled:
-        _refuse("smp.tensor_parallelism(enabled=True)", TP_WHILE_BUILT, _SET_LATER)
-    yield
 
 
 @contextlib.contextmanager
@@ -182,11 +171,9 @@ def _model_creation(
     **settings: Any,
 ) -> Generator[None]:
     """`smp.model_creation` without what is missing."""
-    if tensor_parallelism:
-        _refuse("smp.model_creation(tensor_parallelism=True)", TP_WHILE_BUILT, _SET_LATER)
     if zero_init:
         _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
-    with mpxla.model_creation(dtype=dtype, **settings):
+    with mpxla.model_creation(tensor_parallelism, dtype, **settings):
         yield
 
 
@@ -195,12 +182,12 @@ def _register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 
 
 _OWN: dict[tuple[str, str], Any] = {
-    ("", "tensor_parallelism"): _tensor_parallelism,
     ("", "model_creation"): _model_creation,
     ("", "register_parameter"): _register_parameter,
     ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,
     ("patches.checkpoint", "checkpoint_sequential"): checkpoint.checkpoint_sequential,
     ("amp", "GradScaler"): GradScaler,
+    **{("nn", name): getattr(mpxla.nn, name) for name in mpxla.nn.__all__},
     ("nn", "FusedLayerNorm"): nn.LayerNorm,
     ("model", "DistributedModel"): mpxla.DistributedModel,
 }

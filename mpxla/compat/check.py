@@ -18,7 +18,6 @@ from mpxla.compat.names import (
     METHODS,
     SMP_MODULES,
     SMP_PACKAGE,
-    TP_WHILE_BUILT,
     UNKNOWN,
     Fate,
     Name,
@@ -33,11 +32,6 @@ _OTHER_PACKAGE = Name(Fate.REFUSED, "it is not installed; remove the import")
 _EXPECTED = Name(Fate.SUPPORTED, "it is not installed, for which the script is prepared")
 _INSTALLED = Name(Fate.SUPPORTED, "an installed package")
 _MENTIONED = "may be imported and compared with; to use it is an error"
-# Function of SMP -> the argument that asks for tensor parallelism, its place and its default.
-_SWITCHES: dict[str, tuple[str, int, bool]] = {
-    "tensor_parallelism": ("enabled", 0, True),
-    "model_creation": ("tensor_parallelism", 0, False),
-}
 _COMMON_WORDS = ("loss_scale", "overflow")
 """Attributes of an optimizer that other objects have too."""
 
@@ -225,7 +219,6 @@ class _Reader(ast.NodeVisitor):
             if is_place and _is_cuda_text(keyword.value):
                 self._add(node, f'{keyword.arg}="cuda"', _ON_DEVICE)
         self._use(node.func)
-        self._check_switch(node, called or "")
         self.generic_visit(node)
 
     def _use(self, node: ast.AST) -> None:
@@ -234,23 +227,6 @@ class _Reader(ast.NodeVisitor):
         if below and smp_name(below).fate is Fate.REFUSED:
             self._add(node, f"smp.{below}", smp_name(below))
             self._used.add(id(node))
-
-    def _check_switch(self, call: ast.Call, called: str) -> None:
-        name = (_below(called) or "").rpartition(".")[2]
-        keywords = {k.arg: k.value for k in call.keywords}
-        if name in _SWITCHES:
-            argument, place, default = _SWITCHES[name]
-            has_others = None in keywords or any(isinstance(a, ast.Starred) for a in call.args)
-            given: ast.AST | None = keywords.get(argument)
-            if len(call.args) > place:
-                given = call.args[place]
-            value = default and not has_others if given is None else getattr(given, "value", None)
-            if value in (True, 1) and not isinstance(given, ast.Attribute | ast.Subscript):
-                self._add_missing(call, f"smp.{name}({argument}=True)", TP_WHILE_BUILT)
-
-    def _add_missing(self, node: ast.AST, name: str, feature: str) -> None:
-        text = f"{feature}, which mpxla does not have yet; switch it off"
-        self._add(node, name, Name(Fate.REFUSED, text))
 
     def _path(self, node: ast.AST) -> str | None:
         """Dotted path that an expression `a.b.c` stands for, if `a` was imported."""

@@ -58,21 +58,11 @@ def _refused(text: str) -> Name:
 
 # --- SMP --------------------------------------------------------------------------------------
 
-_TP = "tensor parallelism by SMP's own modules"
-TP_WHILE_BUILT = "tensor parallelism of layers as they are built"
 
-
-def _missing(feature: str, instead: str) -> Name:
-    return _refused(f"{feature}, which mpxla does not have yet; {instead}")
-
-
-_LAYER = _missing(
-    _TP,
-    "write the plain layer of torch or transformers, and call smp.set_tensor_parallelism(model) on "
-    "the finished model",
+_TRANSLATION = _refused(
+    "translation of state dicts to those of SMP's own layers, which mpxla does not have yet; "
+    "remove the call: state dicts have the names of the plain model"
 )
-_OF_LAYERS = _missing(_TP, "without such layers there are none of these: remove the call")
-_TRANSLATION = _missing(_TP, "remove the call: state dicts have the names of the plain model")
 
 _SWITCHES = {
     "amp": _supported("a module"),
@@ -80,12 +70,9 @@ _SWITCHES = {
     "optimizers": _supported("a module"),
     "patches": _supported("a module"),
     "model": _supported("a module"),
-    "model_creation": _supported(f"an error with tensor_parallelism=True ({TP_WHILE_BUILT})"),
+    "model_creation": _supported(),
     "delay_param_initialization": _supported(),
-    "tensor_parallelism": _supported(f"an error with enabled=True ({TP_WHILE_BUILT})"),
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
-    "tp_register": _LAYER,
-    "tp_register_with_module": _LAYER,
     "register_parameter": Name(Fate.IDLE, "what a step reads is gathered, whoever owns it"),
     "sharded_data_parallel_checkpoint": _supported("a module"),
 }
@@ -128,7 +115,7 @@ UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing i
 SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
     "amp": {"GradScaler": _SCALER},
-    "nn": dict.fromkeys(_LAYERS, _LAYER)
+    "nn": {name: _supported() for name in _LAYERS}
     | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
     "model": {"DistributedModel": _supported()},
     "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
@@ -163,14 +150,13 @@ METHODS: dict[str, Name] = {
     "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
     "_global_grad_norm": _supported("an error without sharded_data_parallel_degree"),
-    **{
-        name: _OF_LAYERS
-        for name in (
-            *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
-            *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
-            *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
-        )
-    },
+    "distributed_modules": _supported(),
+    "is_distributed_parameter": _supported(),
+    "is_distributed_buffer": _supported(),
+    "is_scaled_batch_parameter": _supported(),
+    "is_scaled_batch_buffer": _supported(),
+    "default_reducer_named_parameters": _supported(),
+    "scaled_batch_reducer_named_parameters": _supported(),
 }
 """Methods and attributes of `DistributedModel`, `DistributedOptimizer` and `StepOutput` whose names
 are theirs alone."""

@@ -13,6 +13,12 @@ the first two f and g), each with the derivative that a loss equal on all member
                         zeros for all others
     loss       varying  cross entropy of scores    that of the own scores
                         that are split by words
+    sum of     varying  own positions of the sum   all positions
+    positions
+    join       parts    all positions, as varying  own positions of the sum
+    positions
+    own        equal    own positions              all positions
+    positions
 
 In the step they are operators of mpxla, which export sees as one node. `lowered` gives what runs in
 their place where a stage is traced: PyTorch's functional collectives (`_c10d_functional`), which
@@ -32,9 +38,13 @@ __all__ = [
     "CROSS_ENTROPY",
     "EMBEDDING",
     "GATHER",
+    "JOIN_POSITIONS",
+    "OWN_POSITIONS",
     "SUM",
+    "SUM_OF_POSITIONS",
     "TENSOR_GROUP",
     "VARY",
+    "collective_bytes",
     "gather_parts",
     "is_collective",
     "is_of_group",
@@ -56,6 +66,18 @@ def is_collective(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
+def collective_bytes(node: fx.Node) -> int:
+    """What a rank of a large group sends for a node of a lowered graph; 0 for no collective.
+
+    An all-reduce is a reduce-scatter and an all-gather, each of which moves the whole value once.
+    """
+    if not is_collective(node) or node.target is _collective.wait_tensor.default:
+        return 0
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    sizes = [v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)]
+    return max(sizes, default=0) * (2 if node.target is _collective.all_reduce.default else 1)
+
+
 def _all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
     started = _collective.all_reduce.default(value.contiguous(), "sum", group)
     return _collective.wait_tensor.default(started)
@@ -66,6 +88,54 @@ def _all_gather(value: torch.Tensor, dim: int, size: int, group: str) -> torch.T
     first = value.movedim(dim, 0).contiguous()
     started = _collective.all_gather_into_tensor.default(first, size, group)
     return _collective.wait_tensor.default(started).movedim(0, dim)
+
+
+def _reduce_scatter(value: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+    """The own part, along a dim, of the sum over the members."""
+    first = value.movedim(dim, 0).contiguous()
+    started = _collective.reduce_scatter_tensor.default(first, "sum", size, group)
+    return _collective.wait_tensor.default(started).movedim(0, dim)
+
+
+class _SumOfPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
+    ) -> torch.Tensor:
+        ctx.place = dim, size, group
+        return _reduce_scatter(value, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_gather(gradient, *ctx.place), None, None, None, None
+
+
+class _JoinPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
+    ) -> torch.Tensor:
+        ctx.place = dim, size, group
+        return _all_gather(value, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _reduce_scatter(gradient, *ctx.place), None, None, None, None
+
+
+class _OwnPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
+    ) -> torch.Tensor:
+        ctx.place = dim, size, group
+        return value.narrow(
+            dim, index * (value.shape[dim] // size), value.shape[dim] // size
+        ).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_gather(gradient, *ctx.place), None, None, None, None
 
 
 class _Vary(torch.autograd.Function):
@@ -110,6 +180,12 @@ def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
 def _gathered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
     shape = list(value.shape)
     shape[dim] *= size
+    return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _scattered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
+    shape = list(value.shape)
+    shape[dim] //= size
     return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
@@ -203,6 +279,21 @@ GATHER = _define(
     "gather(Tensor value, int dim, int size, int index, str group) -> Tensor",
     _gathered,
     _Gather.apply,
+)
+SUM_OF_POSITIONS = _define(
+    "sum_of_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
+    _scattered,
+    _SumOfPositions.apply,
+)
+JOIN_POSITIONS = _define(
+    "join_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
+    _gathered,
+    _JoinPositions.apply,
+)
+OWN_POSITIONS = _define(
+    "own_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
+    _scattered,
+    _OwnPositions.apply,
 )
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",

@@ -8,7 +8,7 @@ smaller on each rank. (SMP made new layers with new weights.)
 import contextlib
 import functools
 import inspect
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from mpxla.stage.delayed import materialize
 __all__ = [
     "distribute",
     "exchange_registered",
+    "first_part",
+    "mark_modules",
     "set_tensor_parallelism",
     "tensor_parallelism",
     "without_shards",
@@ -81,8 +83,24 @@ def tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]
     Raises:
         ConfigError: an unknown setting.
     """
-    with marking(_SWITCH, _switch("smp.tensor_parallelism", enabled, settings)):
+    with mark_modules("smp.tensor_parallelism", enabled, settings):
         yield
+
+
+def mark_modules(
+    what: str, enabled: bool, settings: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """The block of `tensor_parallelism`.
+
+    Args:
+        what: the call of the script, for messages.
+        enabled: as there.
+        settings: likewise.
+
+    Raises:
+        ConfigError: an unknown setting.
+    """
+    return marking(_SWITCH, _switch(what, enabled, settings))
 
 
 def _switch(what: str, enabled: bool, settings: Mapping[str, Any]) -> _Switch:
@@ -162,10 +180,27 @@ def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
     size = len(group.ranks)
     if size == 1:
         return {}
-    chosen = [unit for unit in units_of(model, size) if _is_enabled(model, unit)]
     index = group.ranks.index(group.transport.rank)
+    return _split(model, index, size, functools.partial(_give_values, group, set()))
+
+
+def first_part(model: nn.Module, size: int) -> dict[str, Shard]:
+    """Makes a model what the first rank of a group has, in one process. For forecasts.
+
+    Args:
+        model: the whole model, with values; all of it is taken to be switched on.
+        size: ranks of the group.
+    """
+    set_tensor_parallelism(model)
+    return _split(model, 0, size, lambda path, module: None)
+
+
+def _split(
+    model: nn.Module, index: int, size: int, give_values: Callable[[str, nn.Module], None]
+) -> dict[str, Shard]:
+    """Splits what is switched on, layer by layer, after `give_values` of each."""
+    chosen = [unit for unit in units_of(model, size) if _is_enabled(model, unit)]
     known: dict[int, Shard] = {}
-    give_values = functools.partial(_give_values, group, set())
     for unit in chosen:
         if unit.problem is None:
             for entry in unit.entries:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import ConfigError
-from mpxla.nn.distribute import tensor_parallelism as block
+from mpxla.nn.distribute import mark_modules
 from mpxla.session import current
 from mpxla.stage.delayed import build_delayed
 
@@ -60,7 +60,7 @@ def model_creation(
         )
     marked: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if tensor_parallelism or tensor_parallel_config:  # checked in any case
-        marked = block(tensor_parallelism, **tensor_parallel_config)
+        marked = mark_modules("smp.model_creation", tensor_parallelism, tensor_parallel_config)
     before = torch.get_default_dtype()
     if dtype is not None:
         torch.set_default_dtype(dtype)

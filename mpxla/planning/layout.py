@@ -124,10 +124,6 @@ def problems(layout: Layout, model: Transformer) -> list[str]:
 def not_yet(layout: Layout) -> list[str]:
     """Features of a layout that mpxla cannot run today."""
     found: list[str] = []
-    if layout.tensor > 1:  # not with the other features of a plan
-        found.append("tensor parallelism")
-    if layout.sequence_parallel and layout.tensor > 1:
-        found.append("sequence parallelism")
     if layout.recompute != "none":
         found.append("recomputation")
     return found

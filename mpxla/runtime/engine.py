@@ -19,6 +19,7 @@ from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
+from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
 from mpxla.graph.varying import mark_varying
@@ -349,6 +350,8 @@ class StepEngine:
         if len(sharing) > 1:
             place = sharing.index(self._session.rank), len(sharing)
             step = mark_varying(divide_losses(step), self._split_names(), *place)
+            if config.optimize == "memory":
+                step = divide_sequences(step, *place)
         if config.check_indices == "all":
             step = with_extremes(step)
         if not (config.auto_partition or config.load_partition):

@@ -11,6 +11,7 @@ import torch
 
 from mpxla.config import Config
 from mpxla.device.backend import Lowering
+from mpxla.graph.collectives import collective_bytes
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.activations import PlannedStage, plan_stages, recomputed_nodes
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
@@ -35,12 +36,16 @@ class Program:
         name: such as "stage 1 forward".
         num_operations: calls in its graph.
         argument_bytes: bytes of its arguments.
+        num_collectives: messages among the ranks that share tensors.
+        collective_bytes: what a rank sends in them.
     """
 
     rank: int
     name: str
     num_operations: int
     argument_bytes: int
+    num_collectives: int = 0
+    collective_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def _step_costs(
         for rank in ranks:
             fixed[rank] += cut.partition.parameter_bytes[name]
     return StepCosts(
-        replace(costs, copy=copies),
+        replace(_with_collectives(costs, machine, lowered), copy=copies),
         frozenset((t.source, t.target) for t in cut.forward),
         frozenset((t.source, t.target) for t in cut.backward),
         held,
@@ -182,6 +187,25 @@ def _with_recomputation(costs: Costs, cut: CutStep, lowered: list[LoweredStage])
     return replace(costs, backward=whole, input_gradient=first)
 
 
+def _with_collectives(costs: Costs, machine: MachineModel, lowered: list[LoweredStage]) -> Costs:
+    """Adds messages among the ranks that share tensors, which nothing overlaps."""
+
+    def seconds(module: torch.nn.Module | None) -> float:
+        modules = [] if module is None else module.modules()
+        graphs = [m.graph for m in modules if isinstance(m, torch.fx.GraphModule)]
+        size = sum(collective_bytes(node) for graph in graphs for node in graph.nodes)
+        return size / machine.link_bytes_per_s
+
+    there = [seconds(stage.forward) for stage in lowered]
+    back = [seconds(stage.backward) for stage in lowered]
+    forward = [a + b for a, b in zip(costs.forward, there, strict=True)]
+    whole, first = (
+        [a + b for a, b in zip(times, back, strict=True)]
+        for times in (costs.backward, costs.input_gradient)
+    )
+    return replace(costs, forward=forward, backward=whole, input_gradient=first)
+
+
 def _programs(
     cut: CutStep, lowered: list[LoweredStage], splits: Mapping[int, SplitBackward]
 ) -> list[Program]:
@@ -191,7 +215,10 @@ def _programs(
         index = stage.spec.index
         count = sum(node.op == "call_function" for graph in graphs for node in graph.nodes)
         size = sum(spec.num_bytes for spec in inputs)
-        found.append(Program(cut.placement[index], f"stage {index} {what}", count, size))
+        sent = [collective_bytes(node) for graph in graphs for node in graph.nodes]
+        messages = sum(part > 0 for part in sent), sum(sent)
+        name = f"stage {index} {what}"
+        found.append(Program(cut.placement[index], name, count, size, *messages))
 
     for stage in lowered:
         add(stage, "forward", [stage.forward.graph], stage.forward_inputs)

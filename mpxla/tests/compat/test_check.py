@@ -45,9 +45,9 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             [
                 (1, "smp.nn", SUPPORTED),
                 (1, "smp.tp_register", SUPPORTED),
-                (2, "smp.nn.DistributedLinear", REFUSED),
+                (2, "smp.nn.DistributedLinear", SUPPORTED),
                 (3, "smp.nn", SUPPORTED),
-                (3, "smp.tp_register", REFUSED),
+                (3, "smp.tp_register", SUPPORTED),
             ],
         ),
         (
@@ -68,7 +68,7 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
                 (1, "smp.state_mod.state", SUPPORTED),
                 (2, "smp.state_mod.state.cfg.fp16", SUPPORTED),
                 (3, "smp.state_mod.helper", REFUSED),
-                (4, "smp.nn.DistributedModule", REFUSED),
+                (4, "smp.nn.DistributedModule", SUPPORTED),
             ],
         ),
         (
@@ -78,17 +78,15 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             "smp.model_creation(tensor_parallelism=True, dtype=torch.float16, zero_init=True)",
             [
                 (3, "smp.tensor_parallelism", SUPPORTED),
-                (3, "smp.tensor_parallelism(enabled=True)", REFUSED),
                 (4, "smp.tensor_parallelism", SUPPORTED),
                 (5, "smp.set_tensor_parallelism", SUPPORTED),
                 (6, "smp.model_creation", SUPPORTED),
-                (6, "smp.model_creation(tensor_parallelism=True)", REFUSED),
             ],
         ),
         (
             "def train():\n    smp.nn.DistributedLinear(2, 2)\n"
             "if __name__ == '__main__':\n    import mpxla as smp\n    train()",
-            [(2, "smp.nn.DistributedLinear", REFUSED)],
+            [(2, "smp.nn.DistributedLinear", SUPPORTED)],
         ),
         ("import mpxla as smp\nsmp.size()", [(2, "smp.size", SUPPORTED)]),
         (
@@ -153,7 +151,7 @@ SUPPORTED, REFUSED, IDLE, DIFFERS = Fate.SUPPORTED, Fate.REFUSED, Fate.IDLE, Fat
             [
                 (1, "smp.*", SUPPORTED),
                 (2, "smp.init", SUPPORTED),
-                (3, "smp.tp_register", REFUSED),
+                (3, "smp.tp_register", SUPPORTED),
                 (4, "smp.amp.*", SUPPORTED),
                 (5, "smp.amp.GradScaler", SUPPORTED),
             ],
@@ -195,12 +193,9 @@ def test_names_are_found(tmp_path, text, expected):
 
 
 def test_reasons_name_the_missing_feature(tmp_path):
-    text = "import mpxla as smp\nsmp.nn.DistributedLinear()\noptimizer._global_grad_norm\nsmp.sizes"
+    text = "import mpxla as smp\noptimizer._global_grad_norm\nsmp.sizes"
     reasons = [finding.meaning.text for finding in check(tmp_path, text)]
     assert reasons == [
-        "tensor parallelism by SMP's own modules, which mpxla does not have yet; write the plain "
-        "layer of torch or transformers, and call smp.set_tensor_parallelism(model) on the "
-        "finished model",
         "an error without sharded_data_parallel_degree",
         "mpxla knows no such name of SMP; remove the use, importing it does no harm",
     ]

@@ -12,13 +12,6 @@ from mpxla.tests.compat.launching import inside, refusal
 pytestmark = pytest.mark.ranks
 
 
-OF_THE_MODEL = (
-    *("distributed_modules", "is_distributed_parameter", "is_distributed_buffer"),
-    *("is_scaled_batch_parameter", "is_scaled_batch_buffer"),
-    *("default_reducer_named_parameters", "scaled_batch_reducer_named_parameters"),
-)
-
-
 def use_smp():
     import smdistributed.modelparallel.torch as smp
 
@@ -28,11 +21,6 @@ def use_smp():
     def enter(context):
         with context:
             pass
-
-    def import_layer():
-        from smdistributed.modelparallel.torch.nn import DistributedLinear
-
-        DistributedLinear(2, 2)
 
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
@@ -45,12 +33,7 @@ def use_smp():
         helper()
 
     texts = {
-        "nn": refusal(lambda: smp.nn.DistributedTransformer(num_layers=2)),
-        "from": refusal(import_layer),
         "translate": refusal(import_translation),
-        "register": refusal(lambda: smp.tp_register_with_module(torch.nn.Linear, None)),
-        "context": refusal(lambda: enter(smp.tensor_parallelism())),
-        "creation": refusal(lambda: enter(smp.model_creation(tensor_parallelism=True))),
         "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "no module": refusal(
             lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
@@ -77,7 +60,6 @@ def use_smp():
         "norm": refusal(lambda: optimizer._global_grad_norm, missing),
     }
     assert not hasattr(optimizer, "overflow")
-    texts |= {name: refusal(lambda n=name: getattr(model, n), missing) for name in OF_THE_MODEL}
     texts |= {
         "unknown of model": refusal(lambda: model.nothing_of_that_name, missing),
         "of the module": refusal(lambda: model.weight, missing),
@@ -87,18 +69,12 @@ def use_smp():
 
 
 FEATURES = {
-    "tensor parallelism by SMP's own modules": (
-        *OF_THE_MODEL,
-        *("nn", "from", "translate", "register"),
-    ),
-    "tensor parallelism of layers as they are built": ("context", "creation"),
+    "translation of state dicts to those of SMP's own layers": ("translate",),
 }
 
 
 WRITTEN_INSTEAD = {
-    "nn": "write the plain layer of torch or transformers",
     "translate": "remove the call: state dicts have the names of the plain model",
-    "full_state": "take the state of a plain one",
     "lamb": "write torch.optim.AdamW(parameters, ...), or timm.optim.Lamb(parameters, ..., max_",
     "novograd": "or timm.optim.NvNovoGrad(parameters, ...)",
     "helper": "remove the use, importing it does no harm",
@@ -124,9 +100,8 @@ def test_18_missing_features_are_named_with_the_line():
     for name, instead in WRITTEN_INSTEAD.items():
         assert instead in texts[name], texts[name]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
-    for name in ("nn", "context", "no module"):
+    for name in ("translate", "sharded", "no module"):
         assert "test_missing_features.py:" in texts[name]
-    assert "smp.nn.DistributedTransformer(num_layers=2)" in texts["nn"]
 
 
 def recompute():

@@ -18,6 +18,7 @@ from mpxla.comm.transport import Members
 from mpxla.device.null import plain_lowering
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
+from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.varying import mark_varying
@@ -68,7 +69,10 @@ def distributed(build: Callable[[], nn.Module], size: int, is_marked: bool = Tru
 
 
 def lower(
-    rank: Rank, loss_of: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    rank: Rank,
+    loss_of: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    divides_sequences: bool = False,
 ) -> tuple[StepGraph, LoweredStage]:
     """A step that differentiates a loss, as one stage."""
 
@@ -83,6 +87,8 @@ def lower(
     place = ranks.index(transport.rank), len(ranks)
     captured = divide_losses(capture_step(step, rank.model, leaves, names))
     captured = mark_varying(captured, rank.shards, *place)
+    if divides_sequences:
+        captured = divide_sequences(captured, *place)
     nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
     (stage,) = split_stages(captured, {node: (0,) for node in nodes}, 1)
     return captured, lower_stage(stage, True, plain_lowering())
