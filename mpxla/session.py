@@ -411,7 +411,7 @@ def _open_transport(
     if config.transport != "xla" and not on_device:
         return host
     runner = backend.open_runner(host, lifeline.address)
-    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP))
+    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP), spec_of=backend.spec)
 
 
 def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:

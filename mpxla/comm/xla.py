@@ -58,6 +58,7 @@ class XlaTransport:
         runner: Runner,
         pipelines: Sequence[Group] = (),
         observer: Observer | None = None,
+        spec_of: Callable[[Any], Spec] | None = None,
     ) -> None:
         """Starts the thread, and warms up by a sum over all ranks. Every rank constructs it.
 
@@ -66,7 +67,10 @@ class XlaTransport:
             runner: Executes programs.
             pipelines: Ranks of every pipeline; equal on all ranks.
             observer: Called before every load and execution.
+            spec_of: Gives shape and dtype of values of the backend that are no tensors of PyTorch.
         """
+        self._spec_of_buffer = spec_of
+        self._fetch = runner.fetch
         self.host = host
         self._program_bytes = 0
         self.rank = host.rank
@@ -86,6 +90,11 @@ class XlaTransport:
         """By programs and by the host transport beside them."""
         return self._program_bytes + self.host.bytes_sent
 
+    def _spec_of(self, value: Any) -> Spec:
+        if self._spec_of_buffer is None or isinstance(value.dtype, torch.dtype):
+            return value
+        return self._spec_of_buffer(value)
+
     # --- messages -------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
@@ -97,14 +106,15 @@ class XlaTransport:
         if channel not in STREAMS:
             return self.host.send_many(tensors, dst, channel)
         check_peer(dst, self.rank, self.world_size)
-        full = [tensor for tensor in tensors if tensor.numel()]
+        specs = [self._spec_of(tensor) for tensor in tensors]
+        full = [tensor for tensor in tensors if 0 not in tensor.shape]
         self._program_bytes += sum(tensor.nbytes for tensor in full)
         job = Job(
             Handle(self.watch, f"the delivery of a {channel!r} message to rank {dst}", (dst,)),
             (self.rank, dst),
-            f"sent {describe(tensors)} to rank {dst} on channel {channel!r}",
-            _message_text(tensors, self.rank, dst, channel),
-            self._transfer(full, self.rank, dst),
+            f"sent {describe(specs)} to rank {dst} on channel {channel!r}",
+            _message_text(specs, self.rank, dst, channel),
+            self._transfer([spec for spec in specs if 0 not in spec.shape], self.rank, dst),
             full,
             lambda results: None,
             to_host=False,
@@ -175,21 +185,21 @@ class XlaTransport:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums over the ranks; see `Transport.all_reduce`."""
-        check_summable(tensor)
+        check_summable(self._spec_of(tensor))
         shape = tuple(tensor.shape)
-        return self._collective("all_reduce", tensor, ranks, tensor, shape)
+        return self._collective("all_reduce", self._spec_of(tensor), ranks, tensor, shape)
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
         shape = (len(ranks), *tensor.shape)
-        return self._collective("all_gather", tensor, ranks, tensor, shape)
+        return self._collective("all_gather", self._spec_of(tensor), ranks, tensor, shape)
 
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...], keeps the own [...]; see `Transport.reduce_scatter`."""
-        check_summable(tensor)
+        check_summable(self._spec_of(tensor))
         check_parts(tensor, ranks)
         shape = tuple(tensor.shape[1:])
-        return self._collective("reduce_scatter", tensor, ranks, tensor, shape)
+        return self._collective("reduce_scatter", self._spec_of(tensor), ranks, tensor, shape)
 
     def broadcast(
         self, tensor: torch.Tensor | Spec, src: int, ranks: Group
@@ -199,12 +209,9 @@ class XlaTransport:
         A sum to which all others contribute zeros, so a negative zero comes as zero.
         """
         check_source(src, ranks)
-        operand = None
-        if self.rank == src:
-            assert isinstance(tensor, torch.Tensor), "the source of a broadcast has a tensor"
-            operand = tensor
+        operand: Any = tensor if self.rank == src else None
         name = f"broadcast from rank {src}"
-        return self._collective(name, tensor, ranks, operand, tuple(tensor.shape))
+        return self._collective(name, self._spec_of(tensor), ranks, operand, tuple(tensor.shape))
 
     def barrier(self, ranks: Group) -> Handle[None]:
         """Done when every rank of the group has called it; see `Transport.barrier`."""
@@ -234,7 +241,7 @@ class XlaTransport:
                 return unpack(results[0].reshape(shape))
             if operand is None:
                 return unpack(torch.zeros(shape, dtype=dtype))
-            return unpack(operand.detach().reshape(shape).clone())
+            return unpack(self._fetch(operand).reshape(shape).clone())
 
         job = Job(
             Handle(

@@ -6,8 +6,12 @@ from typing import Any
 from torch import nn
 
 from mpxla.device.backend import Backend, Buffer, Executable
+from mpxla.log import warn_once
 
 __all__ = ["Programs"]
+
+_MAX_PROGRAMS = 256
+"""A model uses some dozens; there are more where shapes or settings change in each step."""
 
 
 class Programs:
@@ -38,6 +42,16 @@ class Programs:
         """
         specs = tuple(self.backend.spec(argument) for argument in arguments)
         key = (kind, settings, specs)
-        if key not in self._known:
-            self._known[key] = self.backend.compile(name, kind(*settings), specs)
-        return self._known[key](arguments)
+        program = self._known.pop(key, None)
+        if program is None:
+            program = self.backend.compile(name, kind(*settings), specs)
+        self._known[key] = program  # the last used is the last in the dictionary
+        if len(self._known) > _MAX_PROGRAMS:
+            del self._known[next(iter(self._known))]
+            warn_once(
+                f"{name} is forgotten",
+                f"more than {_MAX_PROGRAMS} programs over gradients and parameters were compiled, "
+                f"the last one for {name}; those that were not used for longest are forgotten. "
+                f"Clip and sum the same parameters in every step.",
+            )
+        return program(arguments)

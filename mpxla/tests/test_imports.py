@@ -27,6 +27,8 @@ LAYERS = (
     ("schedule", "graph", "comm", "stage.spec"),
     ("device.backend", "device.alone"),
     ("stage", "planning"),
+    ("device.relay",),
+    ("device.cpu_world", "device.fused"),
     ("device.torch_xla", "device.pjrt", "device.eager", "device.null"),
     ("device.choice", "device"),
     ("session",),
@@ -151,7 +153,11 @@ def test_planning_uses_neither_torch_nor_torch_xla():
 
 
 # Names of packages that only the folder of their backend may import, however it does so.
-BACKENDS = {"device.torch_xla": {"torch_xla", "jax", "jaxlib"}, "device.pjrt": {"jax", "jaxlib"}}
+BACKENDS = {
+    "device.torch_xla": {"torch_xla", "jax", "jaxlib"},
+    "device.pjrt": {"jax", "jaxlib"},
+    "device.cpu_world": {"jax", "jaxlib"},
+}
 # Texts that mean pending work and kinds of tensors, which only backends know.
 _DEVICE_WORDS = re.compile(
     r"\bmake_ready\b|\.is_xla\b|\bxm\.|_XLAC\b|(?<!backend)(?<!\(\))\.sync\("

@@ -20,6 +20,7 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
+from mpxla.device.fused import FusedExecutable, fuse
 from mpxla.device.pjrt.arrays import (
     ImportCache,
     copy_to_device,
@@ -28,6 +29,7 @@ from mpxla.device.pjrt.arrays import (
     shared_tensors,
 )
 from mpxla.device.pjrt.cache import keep_programs
+from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner, text_of
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
@@ -119,15 +121,19 @@ class PjrtBackend:
         donated: Collection[int] = (),
         keep_text: bool = False,
         groups: Groups | None = None,
-    ) -> PjrtExecutable | PiecewiseExecutable:
+    ) -> PjrtExecutable | PiecewiseExecutable | FusedExecutable:
         """Compiles a module; see `Backend.compile`.
 
         Operators that jax has no function for, and PyTorch does not write with others, run on the
-        host if PyTorch has a kernel there. Collectives run between pieces.
+        host if PyTorch has a kernel there. Collectives run between pieces, or as part of a program
+        where the transport runs programs.
         """
         module = flat_graph(name, graph, inputs)
         if not unknown_nodes(module.graph):
             return self._compile(name, module, inputs, donated, keep_text)
+        fused = self._fused(name, module, inputs, groups or {})
+        if fused is not None:
+            return fused
         # Between pieces lie values that nobody else has; arguments are not donated to any of them.
         plan = split_graph(module.graph, functools.partial(_kind_of, name), module)
         runners = [
@@ -137,6 +143,14 @@ class PjrtBackend:
             for i, piece in enumerate(plan.pieces)
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)
+
+    def _fused(
+        self, name: str, module: fx.GraphModule, inputs: Sequence[TensorSpec], groups: Groups
+    ) -> FusedExecutable | None:
+        """The graph as one program of the transport, if that runs programs."""
+        if not all(map(is_collective, unknown_nodes(module.graph))):
+            return None
+        return fuse(name, module.graph, module, inputs, groups, COLLECTIVES, self.put, text_of)
 
     def _compile(
         self,
@@ -254,15 +268,17 @@ class PjrtBackend:
         return counters(self._device)
 
     def reaches(self, world_size: int) -> bool:
-        """Programs of one process do not reach the devices of others yet."""
+        """Programs of the process's own device do not reach the devices of others."""
         return world_size == 1
 
     def open_runner(self, host: HostTransport, address: str) -> Runner:
-        """There are no programs between processes yet."""
-        raise ConfigError(
-            'transport: "xla" needs collectives inside programs, which the backend "pjrt" does not '
-            'have yet. Set transport: "host", or MPXLA_DEVICE=torch_xla.'
-        )
+        """Executes programs between CPU processes, on devices beside this one."""
+        if self._device.platform != "cpu":
+            raise ConfigError(
+                f'transport: "xla" runs on CPU processes with the backend "pjrt", and its device '
+                f'is {self._device}. Set transport: "host".'
+            )
+        return WorldRunner(host, address)
 
     def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
         """Nothing to do: no library asks jax for the rank."""

@@ -91,6 +91,7 @@ def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) ->
                 functional = torch.func.functionalize(graph, remove="mutations")
                 graph = make_fx(functional, decomposition_table=table)(*arguments)
                 _drop_writes(graph.graph)
+        _drop_marks(graph.graph)
     except AssertionError:
         raise  # a module's own refusal, such as that of an optimizer
     except Exception as error:  # torch raises anything while it traces
@@ -101,6 +102,16 @@ def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) ->
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _drop_marks(graph: fx.Graph) -> None:
+    """Takes out what tells PyTorch's profiler where it is, as optimizers do from torch 2.15 on.
+
+    Else the program would be cut there, to run these operators on the host.
+    """
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
 
 
 def _drop_writes(graph: fx.Graph) -> None:

@@ -10,10 +10,10 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
+from mpxla.device.fused import FusedExecutable
 from mpxla.device.torch_xla import tensors
 from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.device.torch_xla.collectives.device_runner import DeviceRunner, is_device_world
-from mpxla.device.torch_xla.collectives.fused import FusedExecutable
 from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations

@@ -28,7 +28,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpxla.comm.transport import Groups
-from mpxla.device.torch_xla.collectives.fused import FusedExecutable, fuse
+from mpxla.device.fused import FusedExecutable, fuse
+from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, text_of
 from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
 from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
@@ -259,7 +260,7 @@ def _compile_in_pieces(
     # torch_xla has no kernel for the wait of a collective; as a part of the program it needs none.
     computing = [node for node in graph.nodes if not is_collective(node)]
     if is_host_device() and not any(map(needs_host, computing)):
-        fused = fuse(name, graph, root, inputs, groups, put)
+        fused = fuse(name, graph, root, inputs, groups, COLLECTIVES, put, text_of)
         if fused is not None:
             return fused
     while True:

@@ -14,7 +14,7 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.packing import as_bytes
 from mpxla.comm.transport import Use
 from mpxla.comm.xla import XlaTransport
-from mpxla.device.torch_xla.collectives import cpu_runner
+from mpxla.device import cpu_world
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, TopologyError
 from mpxla.tests.comm.recorder import Kind, check
@@ -75,8 +75,9 @@ def move_everything(transport):
     return [result.tolist() for result in results[:3]], transport.events
 
 
-def test_operations_in_groups_that_share_ranks():
-    results = run_xla(move_everything, 4, pipelines=[(0, 1), (2, 3)])
+@pytest.mark.parametrize("backend", ["torch_xla", "pjrt"])
+def test_operations_in_groups_that_share_ranks(backend):
+    results = run_xla(move_everything, 4, pipelines=[(0, 1), (2, 3)], backend=backend)
     assert [values for values, _ in results] == [
         [[4.0, 40.0], [[0], [2]], [2, 4]],
         [[6.0, 60.0], [[1], [3]], [4, 6]],
@@ -177,10 +178,10 @@ def test_collectives_that_differ_are_an_error():
 def start_without_jax():
     """jax is missing on rank 1; rank 0 has it."""
     missing = (None, "No module named 'jax'")
-    found = cpu_runner._import_jax()
+    found = cpu_world._import_jax()
     broken = missing if read_environment().rank == 1 else found
     with (
-        patch.object(cpu_runner, "_import_jax", lambda: broken),
+        patch.object(cpu_world, "_import_jax", lambda: broken),
         pytest.raises(MpxlaError) as caught,
     ):
         smp.init({"ddp": True, "transport": "xla"})

@@ -13,9 +13,24 @@ from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
-from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
 from mpxla.tests.comm.recorder import Recorder
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
+
+
+def _of_torch_xla():
+    from mpxla.device.torch_xla.collectives.cpu_runner import CpuRunner
+
+    return CpuRunner
+
+
+def _of_pjrt():
+    from mpxla.device.pjrt.collectives import WorldRunner
+
+    return WorldRunner
+
+
+RUNNERS = {"torch_xla": _of_torch_xla, "pjrt": _of_pjrt}
+"""Backend -> the class that executes its programs between CPU processes."""
 
 
 def open_store():
@@ -72,9 +87,9 @@ def run_host(body, world_size, *args, timeout_s=120, **options):
 
 
 def on_xla(body, options, args):
-    """The same over the `xla` transport, with the pipelines and recorder that options name."""
+    """The same over the `xla` transport, with the backend and the pipelines that options name."""
     host = open_transport()
-    runner = CpuRunner(host, host.watch.address)
+    runner = RUNNERS[options.get("backend", "torch_xla")]()(host, host.watch.address)
     recorder = Recorder()
     transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder.note)
     transport.events = recorder.events

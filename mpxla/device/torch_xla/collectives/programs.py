@@ -15,9 +15,10 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
 
-__all__ = ["COLLECTIVES", "Traced", "trace", "upload"]
+__all__ = ["COLLECTIVES", "Traced", "text_of", "trace", "upload"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # Bound here, because a session may exchange these names (`world.py`).
@@ -77,6 +78,11 @@ def trace(program: Program | GraphProgram) -> Traced:
     return Traced(inputs, outputs)
 
 
+def text_of(program: GraphProgram) -> str:
+    """A program's StableHLO, for reading."""
+    return trace(program).stablehlo()
+
+
 def _all_reduce(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     # Not xm.all_reduce, which does nothing where torch_xla knows one process only.
     groups = program.mesh.replica_groups()
@@ -100,26 +106,21 @@ def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.
     return [own]
 
 
-_Groups = list[list[int]]
-
-
-def _reduce_in_graph(groups: _Groups, value: torch.Tensor, operation: str) -> torch.Tensor:
+def _reduce_in_graph(mesh: Mesh, value: torch.Tensor, operation: str) -> torch.Tensor:
     assert operation in ("sum", "max", "min"), f"all_reduce by {operation!r} in a program"
-    return _xla_all_reduce(operation, value, 1.0, groups, False)
+    return _xla_all_reduce(operation, value, 1.0, mesh.replica_groups(), False)
 
 
-def _gather_in_graph(groups: _Groups, value: torch.Tensor, size: int) -> torch.Tensor:
-    return _xla_all_gather(value, 0, size, groups, False, None, None)
+def _gather_in_graph(mesh: Mesh, value: torch.Tensor, size: int) -> torch.Tensor:
+    return _xla_all_gather(value, 0, size, mesh.replica_groups(), False, None, None)
 
 
-def _scatter_in_graph(
-    groups: _Groups, value: torch.Tensor, operation: str, size: int
-) -> torch.Tensor:
+def _scatter_in_graph(mesh: Mesh, value: torch.Tensor, operation: str, size: int) -> torch.Tensor:
     assert operation == "sum", f"reduce_scatter_tensor by {operation!r} in a program"
     device = str(value.device)
     token = _xla._get_all_reduce_token(device)
     own, token = _xla_reduce_scatter(
-        xm.REDUCE_SUM, value, token, 1.0, 0, size, groups, False, None, None
+        xm.REDUCE_SUM, value, token, 1.0, 0, size, mesh.replica_groups(), False, None, None
     )
     _xla._set_all_reduce_token(device, token)
     return own
@@ -130,9 +131,9 @@ COLLECTIVES: Mapping[Any, Callable[..., torch.Tensor]] = {
     _c10d.all_reduce.default: _reduce_in_graph,
     _c10d.all_gather_into_tensor.default: _gather_in_graph,
     _c10d.reduce_scatter_tensor.default: _scatter_in_graph,
-    _c10d.wait_tensor.default: lambda groups, value: value,
+    _c10d.wait_tensor.default: lambda mesh, value: value,
 }
-"""Functional collective -> what is traced for it: (replica groups, value, options) -> value."""
+"""Functional collective -> what is traced for it: (mesh, value, options) -> value."""
 
 
 def _transfer(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

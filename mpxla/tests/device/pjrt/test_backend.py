@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.device.pjrt.backend import PjrtBackend, _find_device
+from mpxla.device.pjrt.executable import PjrtExecutable
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.stage.spec import TensorSpec
 
@@ -163,6 +164,16 @@ def test_modules_that_write_in_place_are_made_functional(backend):
     parameter = torch.ones(4)
     (result,) = run(backend, update, parameter, torch.ones(4))
     assert torch.equal(result, torch.full((4,), 0.5)) and parameter.eq(1).all()
+
+
+def test_marks_for_a_profiler_do_not_cut_a_program(backend):
+    def update(parameter):
+        with torch.autograd.profiler.record_function("step"):
+            return [parameter + 1]
+
+    program = backend.compile("update", Function(update), [VECTOR])
+    assert isinstance(program, PjrtExecutable)
+    assert backend.view(program(backend.put([torch.ones(4)]))[0]).eq(2).all()
 
 
 def test_text_is_kept_if_wanted(backend):

@@ -55,7 +55,8 @@ def test_results_take_the_memory_of_parameters_and_state(backend):
     assert update.was_compiled
     assert len(before) == 6
     assert before == places([*parameters, *moments(parameters, optimizer)])
-    assert abs(live_bytes() - live[0]) < SIZE * 4, "no second copy of anything"
+    optimizer.zero_grad()  # the arrays of the gradients, of which there were none before
+    assert live_bytes() - live[0] < SIZE * 4, "no second copy of anything"
     (program,) = update._programs.values()
     assert program._call.memory_analysis().alias_size_in_bytes >= 6 * SIZE * 4
 

@@ -12,7 +12,8 @@ from torch import fx
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
 from mpxla.comm.xla import XlaTransport
-from mpxla.device.torch_xla.collectives.fused import fuse
+from mpxla.device.fused import fuse
+from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, text_of
 from mpxla.stage.pieces import annotate
 from mpxla.stage.spec import TensorSpec
 
@@ -37,7 +38,9 @@ def graph_of(*targets, results=1):
 def fused(graph, transport=None):
     transport = transport or object.__new__(XlaTransport)
     groups = {"group": Members((1, 3), transport)}
-    return fuse("stage 1 forward", graph, torch.nn.Module(), [SPEC, SPEC], groups, list)
+    root = torch.nn.Module()
+    specs = [SPEC, SPEC]
+    return fuse("stage 1 forward", graph, root, specs, groups, COLLECTIVES, list, text_of)
 
 
 SUM = (c10d.all_reduce.default, "sum", "group")

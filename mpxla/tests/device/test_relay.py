@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from mpxla.device.torch_xla.collectives.relay import Relay
+from mpxla.device.relay import Relay
 
 pytestmark = pytest.mark.unit
 

@@ -1,8 +1,8 @@
 """Stage programs with collectives inside, executed by XLA in the processes of a group.
 
-For the transport `xla` between CPU processes: the program that torch_xla makes of a stage, with its
-collectives, is one program of that transport, executed by jaxlib's client. Its arguments go through
-the host, as those of the transport's other programs do. So what an accelerator would get is tried
+For the transport `xla` between CPU processes: the program of a stage, with its collectives, is one
+program of that transport, executed by the client of `cpu_world.py`. Its arguments go through the
+host, as those of the transport's other programs do. So what an accelerator would get is tried
 without one; between pieces (`stage/collective.py`) the same training is faster on a CPU.
 
 Random programs are not fused: their seed is no argument that another client knows.
@@ -18,7 +18,6 @@ from mpxla.comm.mesh import Mesh
 from mpxla.comm.transport import Groups, Members
 from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_programs import GraphProgram, Operand
-from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, trace
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import is_random
 from mpxla.stage.spec import TensorSpec
@@ -35,6 +34,7 @@ class FusedExecutable:
         num_inputs: how many arguments it takes.
         transport: executes it.
         put: host tensors as values of the device.
+        text: gives the program for reading.
     """
 
     is_random = False
@@ -46,7 +46,8 @@ class FusedExecutable:
         results: Sequence[int | tuple[int]],
         num_inputs: int,
         transport: XlaTransport,
-        put: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        put: Callable[[Sequence[torch.Tensor]], list[Any]],
+        text: Callable[[GraphProgram], str],
     ):
         self.name = program.name
         self.num_inputs = self.num_buffers = num_inputs
@@ -54,10 +55,9 @@ class FusedExecutable:
         self._results = tuple(results)
         self._transport = transport
         self._put = put
+        self._text = text
 
-    def __call__(
-        self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
+    def __call__(self, arguments: Sequence[Any], seed: Any = None) -> list[Any]:
         """Runs the program together with the other members."""
         found = self._transport.run_program(self._program, arguments).result()
         pairs = zip(found, self._program.results, strict=True)
@@ -66,7 +66,7 @@ class FusedExecutable:
 
     def text(self) -> str:
         """The program's StableHLO."""
-        return trace(self._program).stablehlo()
+        return self._text(self._program)
 
 
 def fuse(
@@ -75,7 +75,9 @@ def fuse(
     root: torch.nn.Module,
     inputs: Sequence[TensorSpec],
     groups: Groups,
-    put: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    collectives: Mapping[Any, Callable[..., Any]],
+    put: Callable[[Sequence[torch.Tensor]], list[Any]],
+    text: Callable[[GraphProgram], str],
 ) -> FusedExecutable | None:
     """A graph as one program, if its collectives can be part of it.
 
@@ -85,12 +87,15 @@ def fuse(
         root: holds the constants that the graph reads, if it reads any.
         inputs: specs of its arguments.
         groups: by the names in the graph.
+        collectives: operator -> what a backend's program has for it: (mesh, value, options) ->
+            value.
         put: host tensors as values of the device.
+        text: gives a program for reading.
 
     Returns:
         None where the pieces have to run one by one.
     """
-    members = _the_group(graph, groups)
+    members = _the_group(graph, groups, collectives)
     if members is None or not isinstance(members.transport, XlaTransport):
         return None
     if any(is_random(node) for node in graph.nodes):
@@ -103,7 +108,7 @@ def fuse(
     mesh = Mesh((members.ranks,))
     for node in copy.nodes:
         if is_collective(node):
-            node.target = _in_mesh(COLLECTIVES, node.target, mesh)
+            node.target = _in_mesh(collectives, node.target, mesh)
             node.args = node.args[:-1] if len(node.args) > 1 else node.args
     program = GraphProgram(
         name,
@@ -112,14 +117,16 @@ def fuse(
         fx.GraphModule(root, copy),
         tuple(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in wanted),
     )
-    return FusedExecutable(program, results, len(inputs), members.transport, put)
+    return FusedExecutable(program, results, len(inputs), members.transport, put, text)
 
 
-def _the_group(graph: fx.Graph, groups: Groups) -> Members | None:
+def _the_group(
+    graph: fx.Graph, groups: Groups, collectives: Mapping[Any, Callable[..., Any]]
+) -> Members | None:
     """The one group of a graph's collectives, all of which can be traced."""
     started = [n for n in graph.nodes if is_collective(n) and len(n.args) > 1]
     names = {str(node.args[-1]) for node in started}
-    if len(names) != 1 or not all(node.target in COLLECTIVES for node in started):
+    if len(names) != 1 or not all(node.target in collectives for node in started):
         return None
     return groups.get(names.pop())
 
@@ -127,8 +134,8 @@ def _the_group(graph: fx.Graph, groups: Groups) -> Members | None:
 def _in_mesh(table: Mapping[Any, Callable[..., Any]], target: Any, mesh: Mesh) -> Any:
     function = table[target]
 
-    def call(value: torch.Tensor, *args: Any) -> torch.Tensor:
-        return function(mesh.replica_groups(), value, *args)
+    def call(value: Any, *args: Any) -> Any:
+        return function(mesh, value, *args)
 
     call.__name__ = str(target).rpartition(".")[0].replace(".", "_")
     return call
