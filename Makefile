@@ -11,11 +11,11 @@ INSTALLED_DEMO := .venv/.installed-demo
 export OMP_NUM_THREADS ?= 1
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help demo test test-pjrt test-all lint types bench docs clean
+.PHONY: help demo test test-pjrt test-all lint types bench bench-quick docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(INSTALLED_DEMO) ## train an MLP on handwritten digits, split over two processes
 	$(BIN)/torchrun --nproc_per_node $(RANKS) examples/mnist_mlp/train_smp.py $(ARGS)
@@ -65,6 +65,9 @@ docs: .venv/.installed-docs ## build the documentation site into build/site
 
 bench: .venv/.installed-benchmarks ## measure training speed against the alternatives, as ratios
 	$(BIN)/python benchmarks/suite.py $(ARGS)
+
+bench-quick: .venv/.installed-benchmarks ## measure one small case and note it in the history
+	$(BIN)/python benchmarks/quick.py $(ARGS)
 
 clean: ## remove caches and builds; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -121,10 +122,24 @@ def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int)
     return timed(step, warm_up, steps)
 
 
+BY_HAND = {
+    "optimize": "speed",
+    "memory_weight": 0.0,
+    "pipeline": "interleaved",
+    "virtual_pipeline_degree": 1,
+}
+"""1F1B, as `torch_pipelining`, and automatic partition by compute."""
+
+
 def mpxla(
-    case: Any, num_microbatches: int, warm_up: int, steps: int, **keys: Any
+    case: Any,
+    num_microbatches: int,
+    warm_up: int,
+    steps: int,
+    tuning: Mapping[str, Any] = BY_HAND,
+    **keys: Any,
 ) -> dict[str, Any]:
-    """This library, automatic partition by compute; by default 1F1B, as `torch_pipelining`."""
+    """This library, tuned by hand."""
     import torch
     import torch.distributed as dist
 
@@ -135,8 +150,7 @@ def mpxla(
         {
             "pipeline_parallel_degree": WORLD,
             "microbatches": num_microbatches,
-            "optimize": "speed",
-            "memory_weight": 0.0,
+            **tuning,
             **keys,
         }
     )
@@ -180,6 +194,7 @@ def mpxla(
     result["update_ms"] = statistics.median(updates[-steps:]) * 1e3
     own = list(model.local_parameters())
     result["num_parameters"] = len(own)
+    result["compilations"] = smp.metrics()["compilations"]
     result["parameter_bytes"] = sum(p.nbytes for p in own)
     result["step_bytes"] = result["peak_step_bytes"] - before
     if RANK == 0:
@@ -187,9 +202,14 @@ def mpxla(
     return result | memory_of(optimizer)
 
 
+def mpxla_default(*args: Any) -> dict[str, Any]:
+    """The same without tuning keys, as users run it: the plan is chosen by simulation."""
+    return mpxla(*args, tuning={})
+
+
 def mpxla_eager(*args: Any) -> dict[str, Any]:
     """The same with more microbatches in flight on the first ranks, which hides transfers."""
-    return mpxla(*args, pipeline="eager_1f1b")
+    return mpxla(*args, tuning={**BY_HAND, "pipeline": "eager_1f1b"})
 
 
 def mpxla_pjrt(*args: Any) -> dict[str, Any]:
@@ -204,6 +224,7 @@ PEERS = {
         lazy_xla,
         torch_pipelining,
         mpxla,
+        mpxla_default,
         mpxla_eager,
         mpxla_pjrt,
         ddp,

@@ -43,7 +43,7 @@ class Run(NamedTuple):
 EAGER_ONE, MPXLA_ONE = Run("eager", 1), Run("mpxla", 1)
 ONE = [EAGER_ONE, Run("lazy_xla", 1), MPXLA_ONE]
 TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
-EAGER = [Run("mpxla_eager", 2)]
+EAGER = [Run("mpxla_eager", 2), Run("mpxla_default", 2)]
 FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
@@ -76,6 +76,7 @@ RATIOS = [
     (MPXLA_ONE, Run("lazy_xla", 1)),
     (Run("mpxla", 2), Run("torch_pipelining", 2)),
     (Run("mpxla_eager", 2), Run("torch_pipelining", 2)),
+    (Run("mpxla_default", 2), Run("torch_pipelining", 2)),
     (Run("mpxla", 4), Run("torch_pipelining", 4)),
     (Run("mpxla_replicas", 2), Run("ddp", 2)),
     (Run("mpxla_grid", 4, 2), Run("ddp", 4)),

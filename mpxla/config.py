@@ -51,7 +51,9 @@ class Config:
     """Schedule: `interleaved` prefers ready backwards, `simple` runs all forwards first. Extension:
     `eager_1f1b` starts forwards early enough to hide transfers, `zero_bubble` splits backwards and
     fills waits with weight gradients, `zero_bubble_v` does so with two stages per rank in the shape
-    of a V, `custom` runs the text in `schedule`."""
+    of a V, `custom` runs the text in `schedule`. For steps of 20 ms and more, `pipeline`,
+    `virtual_pipeline_degree`, `memory_weight` and `active_microbatches` are chosen by simulation
+    where nobody sets them."""
     optimize: str = key("memory", word("memory", "speed"))
     """What tensor parallelism and the default of `memory_weight` favour."""
     placement_strategy: str = key("cluster", word(*PLACEMENT_ORDERS))

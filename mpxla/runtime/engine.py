@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.comm.transport import Members
+from mpxla.config import Config
 from mpxla.errors import PeerFailure, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
@@ -26,6 +27,14 @@ from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
+from mpxla.runtime.automatic import (
+    choose,
+    device_bytes,
+    free_keys,
+    heaviest_nodes,
+    is_worth_choosing,
+    with_keys,
+)
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.index_checks import IndexChecks
@@ -44,6 +53,7 @@ from mpxla.runtime.plan import (
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.saved import saved_tensors
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.state import ModelState
@@ -130,6 +140,8 @@ class StepEngine:
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
+        self._chosen: dict[str, Any] | None = None
+        """Open keys of the configuration, once a step has been cut."""
 
     def add(self, member: Member) -> str:
         """Takes in a model.
@@ -257,6 +269,8 @@ class StepEngine:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
         cut, signature, reads = self._cut_together(call, function)
+        if self._chosen is None and not self._states.is_any_placed():
+            cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
         new = [label for label in used if not self._states[label].is_placed]
         if new:
@@ -405,6 +419,64 @@ class StepEngine:
         lowering, pins = self._session.backend.lowering, self._pins()
         return cut_step(step, config, lowering, pins, fixed or None, stateful, measured_s, saved)
 
+    # --- the plan that is chosen ----------------------------------------------------------------
+
+    @property
+    def _config(self) -> Config:
+        """The session's, with what was chosen."""
+        config = self._session.config
+        return with_keys(config, self._chosen) if self._chosen else config
+
+    def _choose(self, cut: CutStep, function: str) -> CutStep:
+        """The step cut anew if keys are open: the first rank of a pipeline decides, others follow.
+
+        Later steps keep to it, and so do other replicas (`_follow_first_replica`).
+        """
+        config, self._chosen = self._session.config, {}
+        if not cut.step.is_training or not free_keys(config) or not is_worth_choosing(cut, config):
+            return cut
+        # Only ranks that cut the same step listen to each other.
+        what = "captured another step"
+        check_agreement(self._session.objects, self._group, cut.description(), what)
+        if self._pp_rank > 0:
+            self._chosen, measured_s = self.calls.control.follow()
+        else:
+            self._chosen, measured_s = self._decide(cut)
+            self.calls.control.announce((self._chosen, measured_s))
+        if not self._chosen:
+            return cut
+        fixed = self.placement.ranks
+        return self._together(
+            self._group,
+            f"step function {function}",
+            lambda: self._cut_captured(cut.step, fixed, measured_s, cut.saved or None),
+        )
+
+    def _decide(self, cut: CutStep) -> tuple[dict[str, Any], dict[str, float] | None]:
+        """The chosen keys, none of them if something fails, and measured seconds of operators."""
+        session, measured_s = self._session, None
+        try:
+            self.life.at("choice of the schedule")
+            lowering, stateful = session.backend.lowering, self.placement.stateful
+            measures_all = any(member.measures_times for member in self._members.values())
+            measured = None if measures_all else heaviest_nodes(cut.problem)
+            measured_s = measure_operators(cut.step, session.backend, measured)
+            saved = cut.saved or saved_tensors(cut.step, lowering)
+
+            def cut_for(config: Config) -> CutStep:
+                pins = self._pins()
+                return cut_step(cut.step, config, lowering, pins, None, stateful, measured_s, saved)
+
+            counters = session.backend.memory_counters()
+            limit = device_bytes(counters, session.env.local_size)
+            found = choose(session.config, cut_for, limit)
+        except Exception as error:  # a user's job goes on with what is documented
+            get_logger().warning("no schedule was chosen, the defaults run: %r", error)
+            return {}, measured_s
+        if session.rank == 0:
+            get_logger().info("%s", found.line(limit))
+        return dict(found.keys), measured_s
+
     def _measure(self, step: StepGraph) -> dict[str, float] | None:
         """Seconds of the step's operators, the same on all ranks of the pipeline."""
         if not any(member.measures_times for member in self._members.values()):
@@ -416,7 +488,7 @@ class StepEngine:
         return measured_s
 
     def _write_decision(self, cut: CutStep) -> None:
-        config = self._session.config
+        config = self._config
         if self._session.rank == 0 and config.partition_file and not config.load_partition:
             write_decision(config, cut.problem, cut.partition)
 
@@ -441,11 +513,12 @@ class StepEngine:
         objects, world = self._session.objects, self._session.topology.world_group()
         model = [f"the first step function is {function}", *self._states.description(new)]
         check_agreement(objects, world, model, "have another model or script")
-        ranks = self.placement.of_new(cut, new)
-        first = objects.allgather(ranks, world)[0]
-        if ranks == first:
+        mine = self.placement.of_new(cut, new), self._chosen
+        first = objects.allgather(mine, world)[0]
+        if mine == first:
             return cut
-        placed = {**self.placement.ranks, **first}
+        ranks, self._chosen = first
+        placed = {**self.placement.ranks, **ranks}
         return self._cut_captured(cut.step, placed, saved=cut.saved)
 
     def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ then only uses the ratio of backward to forward. This module must not know parti
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -23,12 +23,15 @@ __all__ = ["measure_operators"]
 _NUM_RUNS = 3
 
 
-def measure_operators(step: StepGraph, backend: Backend) -> dict[str, float]:
+def measure_operators(
+    step: StepGraph, backend: Backend, only: Collection[str] | None = None
+) -> dict[str, float]:
     """Times the operators of a step's forward.
 
     Args:
         step: the captured step.
         backend: runs them.
+        only: names of the nodes to time; None: all.
 
     Returns:
         Seconds by name of node. Views and what is not an operator are left out.
@@ -38,7 +41,7 @@ def measure_operators(step: StepGraph, backend: Backend) -> dict[str, float]:
     scalar = torch.zeros(())
     empty_s = _fastest(lambda values: values[0] + values[0], [scalar], backend)
     for node in step.graph.nodes:
-        if not _is_measured(node):
+        if not _is_measured(node) or (only is not None and node.name not in only):
             continue
         key = _key(node)
         if key not in known:

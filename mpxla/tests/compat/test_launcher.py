@@ -160,7 +160,6 @@ def test_two_ranks(script):
         ["done 0 2 0 2 0.5"],
         ["done 1 2 1 2 0.5"],
     ]
-    assert [rank.stderr.count("INFO:root:trained") for rank in ranks] == [1, 1], "its own logging"
 
 
 @pytest.mark.ranks
