@@ -35,10 +35,12 @@ def save_full(
     Raises:
         CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay.
     """
+    topology = session.topology
     if model is None:
         raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
-    first_replica = session.topology.pp_group(0)
-    state = model.state_dict(gather_to_rank0=True) if session.rank in first_replica else {}
+    # Parts of parameters come from all ranks.
+    taking_part = range(session.env.world_size) if model.tensors.shards else topology.pp_group(0)
+    state = model.state_dict(gather_to_rank0=True) if session.rank in taking_part else {}
 
     def write() -> None:
         if session.rank != 0:

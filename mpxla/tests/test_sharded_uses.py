@@ -173,6 +173,7 @@ def wrong_uses():
         "model.cpu()": run.model.cpu,
         "model.join()": lambda: run.model.join().__enter__(),
         "model.register_comm_hook()": lambda: run.model.register_comm_hook(None, print),
+        "shared": lambda: smp.DistributedModel(nn.Sequential(run.model.module.embedding)),
         "norm": lambda: smp.register_parameter(run.model, "weight"),
     }
     texts = {}
@@ -197,6 +198,7 @@ def test_wrong_uses():
     for texts in run_ranks(wrong_uses, 2, env={"MPXLA_DEVICE": "pjrt"}):
         assert "its parameters are divided over ranks" in texts.pop("model outside")
         assert texts.pop("norm").startswith("smp.register_parameter takes a module and a parameter")
+        assert "0.weight belongs to an earlier smp.DistributedModel" in texts.pop("shared")
         alone = texts.pop("alone")
         assert "hold the parameters of a model together" in alone
         assert "evaluate, and rank 1 with" in alone
