@@ -205,8 +205,9 @@ def _copy_into(
     """Loads what this rank holds, and reads nothing else."""
     local = {name for name, _ in model.local_named_parameters()}
     local |= {name for name, _ in model.local_named_buffers()}
-    divided = [name for name in names if model.canonical_names[name] in model.tensors.parts]
-    for name in divided:  # one by one: together they may be more than a host has
+    canonical = model.canonical_names
+    divided = {name for name in names if canonical[name] in model.tensors.parts}
+    for name in sorted(divided):  # one by one: together they may be more than a host has
         if name in local:
             model.load_state_dict({name: read(names[name])}, strict=False)
     values = {
