@@ -82,6 +82,7 @@ def resume(paths, case):
     return found, run.whole()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_and_for_other_topologies(tmp_path):
     from mpxla.sharded_data_parallel_checkpoint import (
         get_full_state_dict_from_sharded_data_parallel_checkpoint as merged,
@@ -150,6 +151,7 @@ def train_large_plainly(case, count):
     return losses
 
 
+@pytest.mark.slow
 def test_a_model_without_values():
     case = Case(2)
     found = run_ranks(train_without_values, 2, case, env={"MPXLA_DEVICE": "pjrt"})
