@@ -47,10 +47,13 @@ def save_full(
     Raises:
         CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay.
     """
+    topology = session.topology
     if model is None:
         raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
-    first_replica = session.topology.mp_group(0)
-    state = model.state_dict(gather_to_rank0=True) if session.rank in first_replica else {}
+    # Parts of parameters come from all ranks.
+    is_divided = bool(model.tensors.shards)
+    taking_part = range(session.env.world_size) if is_divided else topology.mp_group(0)
+    state = model.state_dict(gather_to_rank0=True) if session.rank in taking_part else {}
     if dtype is not None:
         state = in_dtype(model.module, {**state, **_gather_masters(session, model)}, dtype)
 

@@ -200,7 +200,7 @@ class PartitionedModule(nn.Module):
         """The plain model's state dict, on the host, gathered over the ranks of the replica.
 
         All ranks of a replica must call it (usually those with `dp_rank() == 0`; with tensor
-        parallelism those with `rdp_rank() == 0`).
+        parallelism those with `rdp_rank() == 0`; with `sharded_data_parallel_degree`, all ranks).
 
         Args:
             *args: not supported; for the signature of `torch.nn.Module`.

@@ -33,7 +33,7 @@ from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
-from mpxla.parallel.sharded import check_whole, refuse_with_parts
+from mpxla.parallel.sharded import check_whole, refuse_shared_parts, refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
@@ -133,6 +133,7 @@ class DistributedModel(PartitionedModule):
             1 if session.config.prescaled_batch else session.topology.tp_size,
         )
         self._models = models_of_session()
+        refuse_shared_parts(self._state, [other.tensors for other in self._models])
         self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)

@@ -52,17 +52,17 @@ class Parts:
         return [copy.parameter.data for copy in self.copies.values()]
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
-        """Starts rounding masters; the result gives the parts that differ from their copies."""
-        wide = [copy for name, copy in self.copies.items() if self._is_wide(name)]
-        dtypes = [self._state.parts[copy.name].dtype for copy in wide]
-        values = self._round([copy.parameter for copy in wide], dtypes)
-        published = self._programs.backend.publish(values)
-        for copy, value in zip(wide, published, strict=True):
-            self._state.parts[copy.name].data = value
-        return lambda: ()
+        """Starts rounding masters; the result gives the parts of `wide_names`."""
+        dtypes = [self._state.parts[name].dtype for name in self.wide_names]
+        masters = [self.copies[name].parameter for name in self.wide_names]
+        values = self._round(masters, dtypes)
+        return lambda: values
 
-    def _is_wide(self, name: str) -> bool:
-        return self.copies[name].parameter is not self._state.parts[name]
+    @property
+    def wide_names(self) -> list[str]:
+        """Those of the parameters that have masters."""
+        held = self._state.parts
+        return [name for name, copy in self.copies.items() if copy.parameter is not held[name]]
 
     def _round(
         self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]

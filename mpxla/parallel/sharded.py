@@ -14,6 +14,7 @@ The model's own `nn.Parameter`s have no storage then. This file must not know ho
 reduced, nor optimizers.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from mpxla.errors import ConfigError, StepError
@@ -21,7 +22,7 @@ from mpxla.parallel.replica import Replica
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["check_whole", "divide_over_group", "refuse_with_parts"]
+__all__ = ["check_whole", "divide_over_group", "refuse_shared_parts", "refuse_with_parts"]
 
 
 def divide_over_group(replica: Replica) -> None:
@@ -65,6 +66,26 @@ def check_whole(state: ModelState) -> None:
             "ranks (sharded_data_parallel_degree): call it in a function decorated with @smp.step; "
             "one that does not call model.backward serves for evaluation."
         )
+
+
+def refuse_shared_parts(state: ModelState, others: Iterable[ModelState]) -> None:
+    """Checks that no divided parameter belongs to another model as well.
+
+    Args:
+        state: of a new model.
+        others: of the models that are there.
+
+    Raises:
+        ConfigError: one does.
+    """
+    known = {id(parameter) for other in others for parameter in other.parameters.values()}
+    for name in state.shards:
+        if id(state.parameters[name]) in known:
+            raise ConfigError(
+                f"the parameter {name} belongs to an earlier smp.DistributedModel as well, which "
+                f"does not go with sharded_data_parallel_degree yet. Wrap one module that holds "
+                f"both models, or set sharded_data_parallel_degree: 1."
+            )
 
 
 def refuse_with_parts(what: str, state: ModelState) -> None:

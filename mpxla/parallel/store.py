@@ -231,7 +231,8 @@ class ParameterStore:
         started = [(part, part.publish()) for part in self._concerned(names)]
         for part, values in started:
             if isinstance(part, Parts):
-                values()
+                parts = [self.state.parts[name] for name in part.wide_names]
+                set_values(parts, self.backend.publish(values()))
             else:
                 self.write(part.names, values())
 

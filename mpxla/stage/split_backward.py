@@ -27,9 +27,11 @@ import torch
 from torch import fx
 from torch.fx import proxy
 
+from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
+from mpxla.stage.pieces import TURN
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Part", "SplitBackward", "flatten_backward", "split_backward"]
@@ -179,8 +181,9 @@ def _crossing(
 ) -> list[fx.Node]:
     """Phase 3: values of `first` that `second` reads; views of them join `second`.
 
-    So does what is not of the derivative itself and has no known shape: the expanded seed and sums
-    of gradients that arrive from several stages.
+    So do gathers of parameters, of which nothing whole is to be kept between the parts, and what is
+    not of the derivative itself and has no known shape: the expanded seed and sums of gradients
+    that arrive from several stages.
     """
     crossing: dict[fx.Node, None] = {}
     todo = [source for node in second for source in node.all_input_nodes]
@@ -189,12 +192,17 @@ def _crossing(
         node = todo.pop()
         if node not in first or node in crossing:
             continue
-        if is_view(node) or "val" not in node.meta:
+        if is_view(node) or "val" not in node.meta or _is_gathered(node):
             second.add(node)
             todo += node.all_input_nodes
         else:
             crossing[node] = None
     return sorted(crossing, key=lambda node: node.name)
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node gathers a parameter, or waits for that."""
+    return any(TURN in n.meta for n in (node, *node.all_input_nodes) if is_collective(node))
 
 
 def _part(

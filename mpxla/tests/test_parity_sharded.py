@@ -190,16 +190,17 @@ SWEEP = (
 )
 
 
-BF16 = (
+NARROW = (
     Case(2, keys=(("bf16", True),)),
+    Case(2, passes=2, keys=(("fp16", True),)),
     Case(2, stages=2, groups=2, keys=(("bf16", True),)),
 )
-"""Rounded to 8 bits: only a wrong factor shows."""
+"""Rounded: only a wrong factor shows."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_training_in_bfloat16(case):
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_training_in_16_bits(case):
     check(case, 2e-2, 1e-1)
 
 

@@ -82,6 +82,7 @@ def resume(paths, case):
     return found, run.whole()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_and_for_other_topologies(tmp_path):
     from mpxla.sharded_data_parallel_checkpoint import (
         get_full_state_dict_from_sharded_data_parallel_checkpoint as merged,
@@ -150,6 +151,7 @@ def train_large_plainly(case, count):
     return losses
 
 
+@pytest.mark.slow
 def test_a_model_without_values():
     case = Case(2)
     found = run_ranks(train_without_values, 2, case, env={"MPXLA_DEVICE": "pjrt"})
@@ -173,6 +175,7 @@ def wrong_uses():
         "model.cpu()": run.model.cpu,
         "model.join()": lambda: run.model.join().__enter__(),
         "model.register_comm_hook()": lambda: run.model.register_comm_hook(None, print),
+        "shared": lambda: smp.DistributedModel(nn.Sequential(run.model.module.embedding)),
         "norm": lambda: smp.register_parameter(run.model, "weight"),
     }
     texts = {}
@@ -197,6 +200,7 @@ def test_wrong_uses():
     for texts in run_ranks(wrong_uses, 2, env={"MPXLA_DEVICE": "pjrt"}):
         assert "its parameters are divided over ranks" in texts.pop("model outside")
         assert texts.pop("norm").startswith("smp.register_parameter takes a module and a parameter")
+        assert "0.weight belongs to an earlier smp.DistributedModel" in texts.pop("shared")
         alone = texts.pop("alone")
         assert "hold the parameters of a model together" in alone
         assert "evaluate, and rank 1 with" in alone

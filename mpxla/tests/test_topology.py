@@ -269,3 +269,19 @@ def test_enums_have_the_six_names_of_smp():
     ranks = ["WORLD_RANK", "MP_RANK", "DP_RANK", "PP_RANK", "TP_RANK", "RDP_RANK"]
     assert [member.name for member in CommGroup] == groups
     assert [member.name for member in RankType] == ranks
+
+
+def test_sharding_groups_are_consecutive_chunks_of_replicas():
+    # The table of SMP's documents for 32 processes.
+    topology = Topology(32, tp=4, sdp=4)
+    assert topology.rdp_group(0) == (0, 4, 8, 12, 16, 20, 24, 28)
+    assert topology.sdp_group(8) == (0, 4, 8, 12)
+    assert topology.sdp_group(28) == (16, 20, 24, 28)
+    assert topology.sdp_replicas(8) == (8, 24)
+    groups = topology.sdp_groups()
+    assert len(groups) == 4 * 2 + 4 * 4
+    for rank in range(32):
+        assert topology.sdp_group(rank) in groups and topology.sdp_replicas(rank) in groups
+        assert rank in topology.sdp_group(rank) and rank in topology.sdp_replicas(rank)
+    with pytest.raises(TopologyError, match="sharded_data_parallel_degree: 3 must divide"):
+        Topology(8, sdp=3)

@@ -439,3 +439,59 @@ def test_nobody_else_writes_to_parameters():
         if re.search(r"\.(data|grad) = ", path.read_text())
     }
     assert found == set(WRITERS)
+
+
+# Parameters in parts.
+
+
+def in_parts(index):
+    """The store of one rank of two: the weight and the norm are divided, the bias is too small."""
+    store = store_of()
+    store.state.divide(index, 2, 4)
+    assert set(store.state.shards) == {"weight", "norm"}
+    for name in store.state.shards:
+        store.set_part(name, store.state.whole_on_host(name))
+    store.state.end_dividing()
+    store.update_parts()
+    store.widen(NAMES)
+    return store
+
+
+def test_parts_and_masters_of_parts():
+    whole, held = Net(), {}
+    for index in range(2):
+        store = in_parts(index)
+        state = store.state
+        assert state.parameters["weight"].is_meta and state.parameters["weight"].shape == (2, 3)
+        assert store.is_divided and store.has_copies
+        assert set(store.local_tensors()) == {"bias"}
+        extents = {copy.name: copy.extent for copy in store.copies()}
+        expected = {"weight": [(0, 3), (3, 6)][index], "norm": [(0, 3), (3, 5)][index]}
+        assert extents == {**expected, "bias": None}
+        copy = store.copy_of("weight")
+        assert copy.parameter.dtype is F32 and state.held("weight").dtype is BF16
+        assert store.copy_of("norm").parameter is state.held("norm")  # it needs no master
+        assert store.gradient_spec("weight") == TensorSpec((3,), F32)
+        held[index] = state.held("weight").detach()
+        copy.parameter.data = copy.parameter + FINE
+        store.renew(NAMES)  # nothing but the store writes to parts
+        store.publish(NAMES)
+        assert torch.equal(copy.parameter.to(BF16), state.held("weight"))
+        assert not torch.equal(copy.parameter, state.held("weight").float())
+        gradient = torch.arange(3.0)
+        store.add_gradients(["weight"], [gradient])
+        store.add_gradients(["weight"], [gradient])
+        assert torch.equal(copy.parameter.grad, 2 * gradient)
+        (taken,) = store.take_gradients(["weight"])
+        assert torch.equal(taken, 2 * gradient) and copy.parameter.grad is None
+    assert torch.equal(torch.cat([held[0], held[1]]), whole.weight.reshape(-1))
+
+
+def test_parts_take_whole_values():
+    store = in_parts(1)
+    exact = torch.linspace(1, 2, 6).view(2, 3) + FINE / 3
+    store.load({"weight": exact, "norm": torch.arange(5.0)})
+    assert torch.equal(store.copy_of("weight").parameter, exact.reshape(-1)[3:])
+    assert torch.equal(store.state.held("weight"), exact.reshape(-1)[3:].to(BF16))
+    assert store.state.held("norm").tolist() == [3.0, 4.0]
+    assert store.state.parameters["norm"].is_meta

@@ -16,8 +16,8 @@ from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage
 from mpxla.stage.pieces import TURN, CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.sharded import divide_stage
-from mpxla.stage.split_backward import flatten_backward
-from mpxla.tests.test_parity_sharded import Model, batch_of, loss_of
+from mpxla.stage.split_backward import flatten_backward, split_backward
+from mpxla.tests.test_parity_sharded import Block, Model, batch_of, loss_of
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +30,7 @@ def build():
     return Model()
 
 
-def captured(model, ids, autocast=False):
+def captured(model, ids, autocast=False, pins=(), stage=0):
     def step(leaves):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model, *leaves)
@@ -40,17 +40,19 @@ def captured(model, ids, autocast=False):
     names = {n: n for n, _ in model.named_parameters(remove_duplicate=False)}
     names["head.weight"] = "embedding.weight"
     graph = capture_step(step, model, [ids], names)
-    config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
-    return cut_step(graph, config, EagerBackend().lowering, {}, None).stages[0]
+    degree = 2 if pins else 1
+    config = Config(pipeline_parallel_degree=degree, auto_partition=False, default_partition=0)
+    placed = dict.fromkeys(pins, 1)
+    return cut_step(graph, config, EagerBackend().lowering, placed, None).stages[stage]
 
 
-def lowered_for(index, spec, model, threshold=16, max_live=10**9):
+def lowered_for(index, spec, model, threshold=16, max_live=10**9, share=1.0):
     shards = {
         name: FlatShard(tuple(p.shape), index, len(RANKS))
         for name, p in model.named_parameters()
         if p.numel() >= threshold
     }
-    stage = TracedStage(spec, True, EagerBackend().lowering, divided=shards).lowered()
+    stage = TracedStage(spec, True, EagerBackend().lowering, divided=shards).lowered(share)
     return divide_stage(stage, shards, max_live), shards
 
 
@@ -158,6 +160,26 @@ def test_nothing_that_is_saved_is_a_whole_parameter():
     sizes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
     sizes |= {shape[::-1] for shape in sizes}
     assert not sizes & {s.shape for s in lowered.saved_specs}
+
+
+class Straight(Block):
+    """Without a function between the products, whose derivative would need what they give."""
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)))
+
+
+def test_both_parts_of_a_split_backward_gather():
+    model = build()
+    model.blocks = torch.nn.ModuleList(Straight() for _ in range(4))
+    pins = ("model.blocks.1", "model.blocks.2")
+    spec = captured(model, batch_of(0, 1), pins=pins, stage=1)
+    lowered, _ = lowered_for(0, spec, model, share=0.0)  # both need the weights to compute again
+    split = split_backward(lowered, torch.device("cpu"))
+    graphs = [part.graph.graph for part in (split.input_part, split.weight_part)]
+    assert all(any(TURN in node.meta for node in graph.nodes) for graph in graphs)
+    sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
+    assert not sizes & {torch.Size(s.shape).numel() for s in split.crossing}
 
 
 def test_parts_fit_together():
