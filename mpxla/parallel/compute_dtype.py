@@ -35,7 +35,8 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
         dtype: bfloat16 or float16.
 
     Raises:
-        ConfigError: parameters or buffers have no such type (complex numbers), which names their module; or the model has no values yet and another type.
+        ConfigError: parameters or buffers have no such type (complex numbers), which names their
+            module; or the model has no values yet and another type.
     """
     problems = [
         f"{path or 'the model'} ({type(part).__name__}) has the complex {name}"
