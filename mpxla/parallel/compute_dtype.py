@@ -35,7 +35,8 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
         dtype: bfloat16 or float16.
 
     Raises:
-        ConfigError: parameters or buffers have no such type (complex numbers); names their module.
+        ConfigError: parameters or buffers have no such type (complex numbers), which names their
+            module; or the model has no values yet and another type.
     """
     problems = [
         f"{path or 'the model'} ({type(part).__name__}) has the complex {name}"
@@ -51,6 +52,11 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
             f"the model cannot be converted to {_name(dtype)}, in which there are no complex "
             f"numbers: {'; '.join(problems)}. Remove the key {_key(dtype)} and use "
             f"torch.autocast around the other modules."
+        )
+    if any(t.is_meta and t.dtype is not dtype for t in module.parameters()):
+        raise ConfigError(
+            f"the model was created without values, so it cannot be converted to {_name(dtype)}: "
+            f"create it by smp.model_creation(dtype=torch.{_name(dtype)})."
         )
     for part in module.modules():
         if not isinstance(part, _BatchNorm):

@@ -136,3 +136,11 @@ def test_plain_backwards_are_scaled_within_the_model_alone():
     result.sum().backward()
     assert weight.grad.tolist() == [16.0] * 3
     assert x.grad.tolist() == [1.0] * 3
+
+
+def test_a_model_without_values_is_not_converted():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"create it by smp.model_creation\(dtype=torch.bfloat16"):
+        convert(model, torch.bfloat16)
+    convert(model.to(torch.bfloat16), torch.bfloat16)
