@@ -45,11 +45,18 @@ def save_full(
         dtype: of floating values, see `save_checkpoint`.
 
     Raises:
-        CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay.
+        CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay. Or
+            `dtype` is given with masters of split parameters.
     """
     topology = session.topology
     if model is None:
         raise CheckpointError("a full checkpoint (partial=False) is of a model; pass model=.")
+    if dtype is not None and topology.tp_size > 1 and model.store.has_copies:
+        raise CheckpointError(
+            f"smp.save_checkpoint(partial=False, dtype={dtype}): masters of split parameters are "
+            f"not put together yet (tensor_parallel_degree: {topology.tp_size}); save without "
+            f"dtype=, or save a partial checkpoint, which keeps the masters."
+        )
     # Parts of parameters come from all ranks.
     is_divided = bool(model.tensors.shards)
     taking_part = range(session.env.world_size) if is_divided else topology.mp_group(0)
