@@ -269,7 +269,12 @@ class Config:
         active = self.active_microbatches
         if active == self.microbatches:
             active *= count
-        return replace(self, microbatches=count * self.microbatches, active_microbatches=active)
+        return replace(
+            self,
+            microbatches=count * self.microbatches,
+            active_microbatches=active,
+            set_by=dict(self.sources),
+        )
 
     def check_world_size(self, world_size: int) -> None:
         """Checks the keys that depend on how many processes there are.

@@ -16,7 +16,8 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
 from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
-from mpxla.schedule.analysis import peak_bytes
+from mpxla.schedule.action import Op
+from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.simulate import Costs, simulate
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _OPEN = ("pipeline", "virtual_pipeline_degree", "memory_weight", "active_microbatches")
+_PROGRAMS = (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 _DISPATCH_S = 5e-4
 """What starting a program takes a rank, beside the program."""
 _WORTH_S = 0.02
@@ -227,11 +229,7 @@ def _with_dispatch(costs: Costs, dispatch_s: float) -> Costs:
     stages = costs.per_stage(len(costs.forward))
     return replace(
         costs,
-        **{
-            op.name.lower(): [seconds + dispatch_s for seconds in stages[op]]
-            for op in stages
-            if op.name != "REDUCE"
-        },
+        **{op.name.lower(): [seconds + dispatch_s for seconds in stages[op]] for op in _PROGRAMS},
     )
 
 
@@ -243,7 +241,8 @@ def _fullest(cut: CutStep, config: Config) -> int:
         for rank in ranks:
             sizes[rank] += partition.parameter_bytes[name]
     if config.activation_memory == "keep":
-        saved = [load.activation_bytes for load in partition.loads]
-        peaks = peak_bytes(schedule_step(cut, config), saved)
+        saved = (load.activation_bytes for load in partition.loads)
+        stages = [StageBytes(size, size, 0, size) for size in saved]
+        peaks = peak_bytes(schedule_step(cut, config), stages)
         sizes = [a + b for a, b in zip(sizes, peaks, strict=True)]
     return max(sizes)

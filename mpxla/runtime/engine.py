@@ -134,7 +134,7 @@ class StepEngine:
         self._place = sharing.index(session.rank)
         # Each replica brings a batch to a step, or each of its ranks that share tensors does.
         self._num_batches = 1 if session.config.prescaled_batch else len(sharing)
-        self._config = session.config.for_batches(self._num_batches)
+        self._given = session.config.for_batches(self._num_batches)
         num_batches = len(session.topology.rdp_group(session.rank)) * self._num_batches
         self.meter = Meter(backend, transport, num_batches)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
@@ -359,7 +359,7 @@ class StepEngine:
             )
         finally:
             self.is_tracing = False
-        step, config = self._without_other_models(step), self._session.config
+        step, config = self._without_other_models(step), self._given
         sharing = self._groups[TENSOR_GROUP].ranks
         if len(sharing) > 1:
             place = sharing.index(self._session.rank), len(sharing)
@@ -423,16 +423,15 @@ class StepEngine:
 
     @property
     def _config(self) -> Config:
-        """The session's, with what was chosen."""
-        config = self._session.config
-        return with_keys(config, self._chosen) if self._chosen else config
+        """The session's for all batches of a step, with what was chosen."""
+        return with_keys(self._given, self._chosen) if self._chosen else self._given
 
     def _choose(self, cut: CutStep, function: str) -> CutStep:
         """The step cut anew if keys are open: the first rank of a pipeline decides, others follow.
 
         Later steps keep to it, and so do other replicas (`_follow_first_replica`).
         """
-        config, self._chosen = self._session.config, {}
+        config, self._chosen = self._given, {}
         if not cut.step.is_training or not free_keys(config) or not is_worth_choosing(cut, config):
             return cut
         # Only ranks that cut the same step listen to each other.
@@ -469,7 +468,7 @@ class StepEngine:
 
             counters = session.backend.memory_counters()
             limit = device_bytes(counters, session.env.local_size)
-            found = choose(session.config, cut_for, limit)
+            found = choose(self._given, cut_for, limit)
         except Exception as error:  # a user's job goes on with what is documented
             get_logger().warning("no schedule was chosen, the defaults run: %r", error)
             return {}, measured_s

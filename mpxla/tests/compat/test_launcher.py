@@ -328,6 +328,9 @@ def test_check_lists_and_counts(script, capsys):
     output = capsys.readouterr().out
     assert "supported     smp.DistributedModel (line 21)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
-    script.write_text(SCRIPT + "smp.tp_register(None)\n")
+    script.write_text(SCRIPT + "smp.optimizers.FusedLAMB([])\n")
     assert main(["--check", str(script)]) == 1
-    assert "not supported smp.tp_register (line 39): tensor parallelism" in capsys.readouterr().out
+    assert (
+        "not supported smp.optimizers.FusedLAMB (line 39): a fused CUDA kernel"
+        in capsys.readouterr().out
+    )

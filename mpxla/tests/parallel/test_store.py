@@ -274,7 +274,7 @@ def test_values_wider_than_a_parameter_are_loaded_exactly():
 def optimizer_of(store):
     parameters = [store.state.parameters[name] for name in NAMES]
     optimizer = torch.optim.Adam(parameters, lr=0.1)
-    model = SimpleNamespace(store=store, label="", module=store.state.module)
+    model = SimpleNamespace(store=store, label="", module=store.state.module, shards_of_tensors={})
     state = OptimizerState(optimizer, [model], store.backend)
     state.pieces.exchange(store)
     return optimizer, state

@@ -22,7 +22,7 @@ def test_the_device_holds_less_while_values_are_on_the_host():
     empty = live_bytes()
     given = [torch.arange(1000.0), torch.ones(10, dtype=torch.bfloat16), torch.tensor([True])]
     saved = backend.put(given)
-    values.save(0, 0, saved, saved)
+    values.save(0, 0, saved, [4000, 20, 1])
     del saved
     assert live_bytes() - empty == values.saved_bytes == 4021
     offload = parse_action("0OFFLOAD0")
