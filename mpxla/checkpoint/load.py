@@ -171,10 +171,10 @@ def _check_fit(
     Raises:
         CheckpointError: listing what is missing, unexpected or of another shape.
     """
+    saved = {name: find(every) for name, every in model_names(model).items()}
     state = model.get_module().state_dict(keep_vars=True)
     own_shapes = {name: tuple(value.shape) for name, value in state.items()}
     own_shapes |= {name: shard.whole for name, shard in model.shards_of_tensors.items()}
-    saved = {name: find(every) for name, every in model_names(model).items()}
     problems = []
     missing = [name for name, other in saved.items() if other is None]
     known = {n for every in model_names(model).values() for n in every} | set(saved.values())

@@ -2,8 +2,7 @@
 
 `importable()` lets Python import the package and its submodules, beside other packages below
 `smdistributed` that are installed. A name that mpxla lacks can be imported, since scripts import
-more than they use; to call it is an error that names the missing feature. So is to switch on what
-is missing.
+more than they use; to call it is an error that names the missing feature.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 import mpxla
@@ -156,34 +154,7 @@ def _reader(module: str) -> Callable[[str], Any]:
 # --- switches of missing features ---------------------------------------------------------------
 
 
-def _refuse(call: str, feature: str) -> None:
-    raise CompatError(
-        f"{at_script_line()}: {call} asks for {feature}, which mpxla does not have yet; switch it "
-        f"off."
-    )
-
-
-@contextlib.contextmanager
-def _model_creation(
-    tensor_parallelism: bool = False,
-    dtype: torch.dtype | None = None,
-    zero_init: bool = False,
-    **settings: Any,
-) -> Generator[None]:
-    """`smp.model_creation` without what is missing."""
-    if zero_init:
-        _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
-    with mpxla.model_creation(tensor_parallelism, dtype, **settings):
-        yield
-
-
-def _register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """`smp.register_parameter`, which tells sharded data parallelism what to gather."""
-
-
 _OWN: dict[tuple[str, str], Any] = {
-    ("", "model_creation"): _model_creation,
-    ("", "register_parameter"): _register_parameter,
     ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,
     ("patches.checkpoint", "checkpoint_sequential"): checkpoint.checkpoint_sequential,
     ("amp", "GradScaler"): GradScaler,

@@ -226,9 +226,10 @@ class PjrtBackend:
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[jax.Array]) -> None:
         """Waits; what `adopt` gives for the tensors are these buffers then."""
-        for tensor, buffer, value in zip(tensors, buffers, self._shared(buffers), strict=True):
+        for tensor, buffer, value in zip(tensors, buffers, self.publish(buffers), strict=True):
             tensor.data = value
-            self._imports.remember(tensor, buffer)
+            if value is not buffer:
+                self._imports.remember(tensor, buffer)
 
     def _shared(self, arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
         with explained(_WAITED, self._device):

@@ -112,18 +112,18 @@ def changed_afterwards(dropout):
 
 def wrong_uses():
     errors = {}
+    smp.init({"pipeline_parallel_degree": 1})
     wrong = {"zero": {"zero_init": True}, "name": {"dtyp": 1}}
     for name, arguments in wrong.items():
         with_block = smp.model_creation(**arguments)
         errors[name] = error_of(with_block.__enter__)
-    smp.init({"pipeline_parallel_degree": 1})
     errors["changed"] = error_of(lambda: smp.DistributedModel(changed_afterwards(0.0)))
     return errors
 
 
 def test_wrong_use_is_told():
     (errors,) = run_ranks(wrong_uses, 1)
-    assert "sharded data parallelism is not available yet" in errors["zero"]
+    assert "the key sharded_data_parallel_degree switches on" in errors["zero"]
     assert "smp.model_creation has no setting 'dtyp' here" in errors["name"]
     assert "first.weight was changed after the block" in errors["changed"]
 

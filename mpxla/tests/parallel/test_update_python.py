@@ -205,7 +205,7 @@ REASONS = {
     "InModule": "it reads the list CALLS of its module",
     "InVariable": "it changes the variable CALLED of its module",
     "InClass": "its class keeps a list (steps)",
-    "InDraws": None,  # what it starts from cannot be tried, so it is not even traced
+    "InDraws": "it draws random numbers",
     "InArray": "it keeps counts or values in Python",
     "Set": None,
     "Wrapping": "it keeps a tensor outside of its state (inner.param_groups",
