@@ -65,7 +65,7 @@ class Slots:
         self._optimizer = optimizer
         self._backend = backend
         self.trained = trained
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[Any] = []
         index_of: dict[int, int] = {}
 
         def slot(tensor: torch.Tensor) -> int:
@@ -195,7 +195,12 @@ class Slots:
             if place in taken:
                 state[key] = None
         release(p for at, p in (*self._written(), *self._sources.items()) if at in taken)
-        self.tensors = self._own = [None] * len(self.tensors)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of all tensors: until the next update they would live beside the new ones."""
+        self.tensors = [None] * len(self.tensors)
+        self._own = list(self.tensors)
 
     def take_back(self, donated: Sequence[Buffer]) -> None:
         """Puts what was donated back, after a program that could not be called."""
@@ -214,7 +219,7 @@ class Slots:
         for state, key, place in self._entries:
             if place in state_of:
                 state[key] = state_of[place]
-        self._own = [None] * len(self.tensors)
+        self._forget()
         for place, value in zip(places, published, strict=True):
             self._own[place] = value
 
