@@ -2,8 +2,7 @@
 
 `importable()` lets Python import the package and its submodules, beside other packages below
 `smdistributed` that are installed. A name that mpxla lacks can be imported, since scripts import
-more than they use; to call it is an error that names the missing feature. So is to switch on what
-is missing.
+more than they use; to call it is an error that names the missing feature.
 """
 
 import contextlib
@@ -20,8 +19,11 @@ from torch import nn
 import mpxla
 from mpxla.compat import CompatError
 from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
+from mpxla.compat.optimizers import FusedLamb, FusedNovoGrad
+from mpxla.log import warn_once
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.patches import checkpoint
+from mpxla.session import current
 from mpxla.user_lines import at_script_line
 
 __all__ = ["importable"]
@@ -153,14 +155,7 @@ def _reader(module: str) -> Callable[[str], Any]:
     return read
 
 
-# --- switches of missing features ---------------------------------------------------------------
-
-
-def _refuse(call: str, feature: str) -> None:
-    raise CompatError(
-        f"{at_script_line()}: {call} asks for {feature}, which mpxla does not have yet; switch it "
-        f"off."
-    )
+# --- names that are another thing than mpxla's own ------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -170,24 +165,27 @@ def _model_creation(
     zero_init: bool = False,
     **settings: Any,
 ) -> Generator[None]:
-    """`smp.model_creation` without what is missing."""
-    if zero_init:
-        _refuse("smp.model_creation(zero_init=True)", "sharded data parallelism")
-    with mpxla.model_creation(tensor_parallelism, dtype, **settings):
+    """`smp.model_creation`, which SMP's examples call with `zero_init=True` in any case."""
+    if zero_init and current().topology.sdp == 1:
+        zero_init = False
+        warn_once(
+            "zero_init",
+            "smp.model_creation(zero_init=True) has no effect without sharded data parallelism, "
+            "which the key sharded_data_parallel_degree switches on.",
+        )
+    with mpxla.model_creation(tensor_parallelism, dtype, zero_init, **settings):
         yield
-
-
-def _register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """`smp.register_parameter`, which tells sharded data parallelism what to gather."""
 
 
 _OWN: dict[tuple[str, str], Any] = {
     ("", "model_creation"): _model_creation,
-    ("", "register_parameter"): _register_parameter,
     ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,
     ("patches.checkpoint", "checkpoint_sequential"): checkpoint.checkpoint_sequential,
     ("amp", "GradScaler"): GradScaler,
     **{("nn", name): getattr(mpxla.nn, name) for name in mpxla.nn.__all__},
     ("nn", "FusedLayerNorm"): nn.LayerNorm,
     ("model", "DistributedModel"): mpxla.DistributedModel,
+    ("optimizers", "FusedLamb"): FusedLamb,
+    ("optimizers", "FusedLAMB"): FusedLamb,
+    ("optimizers", "FusedNovoGrad"): FusedNovoGrad,
 }

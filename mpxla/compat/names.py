@@ -104,11 +104,7 @@ _TRANSLATIONS = {
         "translate_hf_state_dict_to_smdistributed_gptneo",
     ),
 }
-# Torch has none of them, and apex's own do not run on a host, where a copy could be compared.
-_FUSED = "a fused CUDA kernel of apex; write torch.optim.AdamW(parameters, ...), or timm.optim."
-_LAMB = _refused(
-    f"{_FUSED}Lamb(parameters, ..., max_grad_norm=None) with torch.nn.utils.clip_grad_norm_(...)"
-)
+_FUSED = _supported("a plain optimizer, whose update XLA fuses")
 UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing it does no harm")
 """What becomes of a name below SMP's package that no table lists."""
 
@@ -123,11 +119,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
         f"nn.huggingface.{family}": dict.fromkeys(names, _TRANSLATION)
         for family, names in _TRANSLATIONS.items()
     },
-    "optimizers": {
-        "FusedNovoGrad": _refused(f"{_FUSED}NvNovoGrad(parameters, ...)"),
-        "FusedLamb": _LAMB,
-        "FusedLAMB": _LAMB,
-    },
+    "optimizers": dict.fromkeys(("FusedLamb", "FusedLAMB", "FusedNovoGrad"), _FUSED),
     "sharded_data_parallel_checkpoint": {
         "get_full_state_dict_from_sharded_data_parallel_checkpoint": _supported()
     },

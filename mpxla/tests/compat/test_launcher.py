@@ -328,9 +328,9 @@ def test_check_lists_and_counts(script, capsys):
     output = capsys.readouterr().out
     assert "supported     smp.DistributedModel (line 21)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
-    script.write_text(SCRIPT + "smp.optimizers.FusedLAMB([])\n")
+    script.write_text(SCRIPT + "torch.cuda.CUDAGraph()\n")
     assert main(["--check", str(script)]) == 1
     assert (
-        "not supported smp.optimizers.FusedLAMB (line 39): a fused CUDA kernel"
+        "not supported torch.cuda.CUDAGraph (line 39): step functions are captured"
         in capsys.readouterr().out
     )

@@ -18,10 +18,6 @@ def use_smp():
     smp.init({"microbatches": 2})
     linear = torch.nn.Linear(2, 2)
 
-    def enter(context):
-        with context:
-            pass
-
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
 
@@ -34,19 +30,18 @@ def use_smp():
 
     texts = {
         "translate": refusal(import_translation),
-        "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True))),
         "no module": refusal(
             lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
         ),
-        "lamb": refusal(lambda: smp.optimizers.FusedLAMB([])),
-        "novograd": refusal(lambda: smp.optimizers.FusedNovoGrad([])),
         "helper": refusal(import_helper),
     }
     # Switched off, they do nothing, and a default dtype is put back.
     with (
         smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True),
         smp.delay_param_initialization(),
-        smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, flash_attention=1),
+        smp.model_creation(
+            tensor_parallelism=False, dtype=torch.bfloat16, zero_init=True, flash_attention=1
+        ),
     ):
         assert torch.nn.Linear(1, 1).weight.dtype is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
@@ -75,8 +70,6 @@ FEATURES = {
 
 WRITTEN_INSTEAD = {
     "translate": "remove the call: state dicts have the names of the plain model",
-    "lamb": "write torch.optim.AdamW(parameters, ...), or timm.optim.Lamb(parameters, ..., max_",
-    "novograd": "or timm.optim.NvNovoGrad(parameters, ...)",
     "helper": "remove the use, importing it does no harm",
 }
 
@@ -86,8 +79,7 @@ def test_18_missing_features_are_named_with_the_line():
     for feature, names in FEATURES.items():
         for name in names:
             assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
-    for name in ("sharded", "norm"):
-        assert "which the key sharded_data_parallel_degree switches on" in texts[name], texts[name]
+    assert "which the key sharded_data_parallel_degree switches on" in texts["norm"]
     assert texts["unknown of model"] == (
         "mpxla's DistributedModel has no attribute 'nothing_of_that_name', nor has the Linear that "
         "it wraps; see dir(smp.DistributedModel) for what there is."
@@ -100,7 +92,7 @@ def test_18_missing_features_are_named_with_the_line():
     for name, instead in WRITTEN_INSTEAD.items():
         assert instead in texts[name], texts[name]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
-    for name in ("translate", "sharded", "no module"):
+    for name in ("translate", "no module"):
         assert "test_missing_features.py:" in texts[name]
 
 
