@@ -206,7 +206,8 @@ def test_one_rank_shows_an_error_and_the_script_s_frames_alone(tmp_path):
     ]
     texts = [line.partition(": ")[2] for line in first]
     assert texts.count("Traceback (most recent call last):") == 1
-    assert "mpxla/" not in "".join(texts) and "asks for tensor parallelism" in texts[-1]
+    assert "mpxla/" not in "".join(texts)
+    assert texts[-1] == "  - tensor_parallel_degree: 2 needs ddp: True"
 
 
 @pytest.mark.ranks
