@@ -9,17 +9,28 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 import mpxla
 from mpxla.compat import CompatError
-from mpxla.compat.names import SMP_MODULES, SMP_PACKAGE, SMP_VERSION, UNKNOWN, Fate
+from mpxla.compat.names import (
+    SMP_MODULES,
+    SMP_PACKAGE,
+    SMP_VERSION,
+    TRANSLATIONS,
+    UNKNOWN,
+    Fate,
+)
+from mpxla.compat.optimizers import FusedLamb, FusedNovoGrad
+from mpxla.log import warn_once
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.patches import checkpoint
+from mpxla.session import current
 from mpxla.user_lines import at_script_line
 
 __all__ = ["importable"]
@@ -151,14 +162,65 @@ def _reader(module: str) -> Callable[[str], Any]:
     return read
 
 
-# --- switches of missing features ---------------------------------------------------------------
+# --- names that are another thing than mpxla's own ------------------------------------------------
+
+
+@contextlib.contextmanager
+def _model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    zero_init: bool = False,
+    **settings: Any,
+) -> Generator[None]:
+    """`smp.model_creation`, which SMP's examples call with `zero_init=True` in any case."""
+    if zero_init and current().topology.sdp == 1:
+        zero_init = False
+        warn_once(
+            "zero_init",
+            "smp.model_creation(zero_init=True) has no effect without sharded data parallelism, "
+            "which the key sharded_data_parallel_degree switches on.",
+        )
+    with mpxla.model_creation(tensor_parallelism, dtype, zero_init, **settings):
+        yield
+
+
+def _translate(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The state dict as it is; stands for all of SMP's translations between names.
+
+    SMP put layers of its own into models of transformers. Here a model that is split keeps the
+    names of the plain one, in both directions.
+
+    Args:
+        state_dict: of a model, or of a file of transformers.
+        max_seq_len: without effect: SMP cut masks to it, which transformers no longer saves.
+
+    Raises:
+        CompatError: it has the names of SMP's own layers.
+    """
+    foreign = next((name for name in state_dict if ".seq_layers." in f".{name}"), None)
+    if foreign is not None:
+        raise CompatError(
+            f"{at_script_line()}: {foreign!r} is a name of SMP's own layers "
+            f"(smp.nn.DistributedTransformer), which mpxla does not translate. Load the weights "
+            f"from files with the names of transformers."
+        )
+    return dict(state_dict)
 
 
 _OWN: dict[tuple[str, str], Any] = {
+    ("", "model_creation"): _model_creation,
     ("patches.checkpoint", "checkpoint"): checkpoint.checkpoint,
     ("patches.checkpoint", "checkpoint_sequential"): checkpoint.checkpoint_sequential,
     ("amp", "GradScaler"): GradScaler,
     **{("nn", name): getattr(mpxla.nn, name) for name in mpxla.nn.__all__},
     ("nn", "FusedLayerNorm"): nn.LayerNorm,
     ("model", "DistributedModel"): mpxla.DistributedModel,
+    **{
+        (f"nn.huggingface.{family}", name): _translate
+        for family, names in TRANSLATIONS.items()
+        for name in names
+    },
+    ("optimizers", "FusedLamb"): FusedLamb,
+    ("optimizers", "FusedLAMB"): FusedLamb,
+    ("optimizers", "FusedNovoGrad"): FusedNovoGrad,
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpxla.compat.check_context import caught_imports, unlikely_uses
+from mpxla.compat.check_context import caught_imports
 from mpxla.compat.names import (
     BACKEND_FLAG,
     IS_CUDA_TYPE,
@@ -127,15 +127,13 @@ class _Reader(ast.NodeVisitor):
         """Name in the file -> dotted path of what it stands for."""
         self._used: set[int] = set()
         """Nodes of names that were noted as used."""
-        self._unlikely: dict[int, str] = {}
-        """Nodes that run only where the script asks for a feature."""
         self._caught: set[int] = set()
         """Imports whose failure the script expects."""
         self.findings: list[Finding] = []
 
     def read(self, tree: ast.AST) -> None:
         """Reads a file. Functions may use what is imported below them, so imports come first."""
-        self._unlikely, self._caught = unlikely_uses(tree), caught_imports(tree)
+        self._caught = caught_imports(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._import(node)
@@ -144,9 +142,6 @@ class _Reader(ast.NodeVisitor):
         self.visit(tree)
 
     def _add(self, node: ast.AST, name: str, meaning: Name) -> None:
-        feature = self._unlikely.get(id(node))
-        if feature is not None and meaning.text.startswith(feature):
-            meaning = Name(Fate.SUPPORTED, f"an error where it is reached ({feature})")
         self.findings.append(Finding(self._file, getattr(node, "lineno", 0), name, meaning))
 
     def _import(self, node: ast.Import) -> None:

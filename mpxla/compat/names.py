@@ -20,6 +20,7 @@ __all__ = [
     "SMP_MODULES",
     "SMP_PACKAGE",
     "SMP_VERSION",
+    "TRANSLATIONS",
     "UNKNOWN",
     "Fate",
     "Name",
@@ -59,9 +60,10 @@ def _refused(text: str) -> Name:
 # --- SMP --------------------------------------------------------------------------------------
 
 
-_TRANSLATION = _refused(
-    "translation of state dicts to those of SMP's own layers, which mpxla does not have yet; "
-    "remove the call: state dicts have the names of the plain model"
+_TRANSLATION = _supported("gives the state dict as it is: models keep their own names")
+_HOOKS = _refused(
+    "hooks that put SMP's own layers into a model; remove the call: smp.set_tensor_parallelism "
+    "splits models of transformers as they are"
 )
 
 _SWITCHES = {
@@ -82,12 +84,8 @@ _LAYERS = (
     *("DistributedTransformerLMHead", "DistributedTransformerLayer", "DistributedAttentionLayer"),
     *("DistributedTransformerOutputLayer", "FlashAttentionLayer"),
 )
-_TRANSLATIONS = {
-    "gpt2": (
-        "translate_state_dict_to_hf_gpt2",
-        "translate_hf_state_dict_to_smdistributed_gpt2",
-        "get_hf_gpt2_transformer_layer_hooks",
-    ),
+TRANSLATIONS = {
+    "gpt2": ("translate_state_dict_to_hf_gpt2", "translate_hf_state_dict_to_smdistributed_gpt2"),
     "bert": ("translate_state_dict_to_hf_bert", "translate_hf_state_dict_to_smdistributed_bert"),
     "roberta": (
         "translate_state_dict_to_hf_roberta",
@@ -104,11 +102,9 @@ _TRANSLATIONS = {
         "translate_hf_state_dict_to_smdistributed_gptneo",
     ),
 }
-# Torch has none of them, and apex's own do not run on a host, where a copy could be compared.
-_FUSED = "a fused CUDA kernel of apex; write torch.optim.AdamW(parameters, ...), or timm.optim."
-_LAMB = _refused(
-    f"{_FUSED}Lamb(parameters, ..., max_grad_norm=None) with torch.nn.utils.clip_grad_norm_(...)"
-)
+"""Module below `nn.huggingface` -> its functions between names of transformers and of SMP."""
+
+_FUSED = _supported("a plain optimizer, whose update XLA fuses")
 UNKNOWN = _refused("mpxla knows no such name of SMP; remove the use, importing it does no harm")
 """What becomes of a name below SMP's package that no table lists."""
 
@@ -118,16 +114,13 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
     "nn": {name: _supported() for name in _LAYERS}
     | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
     "model": {"DistributedModel": _supported()},
-    "nn.huggingface": {family: _supported("a module") for family in _TRANSLATIONS},
+    "nn.huggingface": {family: _supported("a module") for family in TRANSLATIONS},
     **{
         f"nn.huggingface.{family}": dict.fromkeys(names, _TRANSLATION)
-        for family, names in _TRANSLATIONS.items()
+        | ({"get_hf_gpt2_transformer_layer_hooks": _HOOKS} if family == "gpt2" else {})
+        for family, names in TRANSLATIONS.items()
     },
-    "optimizers": {
-        "FusedNovoGrad": _refused(f"{_FUSED}NvNovoGrad(parameters, ...)"),
-        "FusedLamb": _LAMB,
-        "FusedLAMB": _LAMB,
-    },
+    "optimizers": dict.fromkeys(("FusedLamb", "FusedLAMB", "FusedNovoGrad"), _FUSED),
     "sharded_data_parallel_checkpoint": {
         "get_full_state_dict_from_sharded_data_parallel_checkpoint": _supported()
     },

@@ -89,6 +89,11 @@ RUNS = {
     + "    optimizer.load_optimizer_backcompat(f'{folder}/optimizer')\n",
     "everything imported": "from smdistributed.modelparallel.torch import *\n"
     + "init()\nassert rank() == 0 and size() == 1\n",
+    "a fused optimizer": "from smdistributed.modelparallel.torch.optimizers import FusedLAMB\n"
+    + "smp.init()\nmodel = smp.DistributedModel(torch.nn.Linear(1, 1))\n"
+    + "assert smp.optimizers.FusedLamb is FusedLAMB\n"
+    + "smp.DistributedOptimizer(FusedLAMB(model.parameters(), lr=0.1))\n"
+    + "smp.DistributedOptimizer(smp.optimizers.FusedNovoGrad(model.parameters()))\n",
     "hooks": "smp.init()\nmodel = smp.DistributedModel(torch.nn.Linear(1, 1))\n"
     + "model.register_post_partition_hook(lambda model, optimizer: None)\n"
     + "model.register_post_step_hook(lambda model, optimizer: None)\n"
@@ -99,20 +104,21 @@ RUNS = {
     "another package": "import smdistributed.elsewhere as other\nassert other.VALUE == 3\n",
 }
 REFUSED = {
-    "a translation": "from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (\n"
-    "    translate_state_dict_to_hf_gpt2)\ntranslate_state_dict_to_hf_gpt2({})",
+    "hooks": "from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (\n"
+    "    get_hf_gpt2_transformer_layer_hooks as hooks)\nhooks()",
     "a helper": "from smdistributed.modelparallel.torch.utils import helper\nhelper()",
     "a private name": "from smdistributed.modelparallel.torch import _helper\n_helper(1)",
-    "a fused optimizer": "from smdistributed.modelparallel.torch.optimizers import FusedLAMB\n"
-    "FusedLAMB([])",
+    "a module": "from smdistributed.modelparallel.torch.nn.huggingface import gpt2\n"
+    "gpt2.get_hf_gpt2_transformer_layer_hooks()",
     "a graph": "torch.cuda.CUDAGraph()",
     "a type of cuda": "torch.cuda.FloatTensor(2)",
     "a package that uses": "from parts import layers\nlayers.make()",
     "an absent package": "import smdistributed.dataparallel.torch as dp",
     "settings": "settings = {'microbatches': 1, 'ddp': True}\nsmp.init(settings)\n"
-    "smp.optimizers.FusedLamb(2)",
-    "imports below": "def train():\n    kinds.FusedLamb(2, 2)\n"
-    "if True:\n    import smdistributed.modelparallel.torch.optimizers as kinds\n    train()",
+    "smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()",
+    "imports below": "def train():\n    names.get_hf_gpt2_transformer_layer_hooks()\n"
+    "if True:\n    import smdistributed.modelparallel.torch.nn.huggingface.gpt2 as names\n"
+    "    train()",
 }
 
 
@@ -127,7 +133,7 @@ def write(folder: Path, scripts):
     (parts / "sizes.py").write_text("WIDTH = 2\n")
     (parts / "layers.py").write_text(
         "import smdistributed.modelparallel.torch as smp\n\n\n"
-        "def make():\n    return smp.optimizers.FusedLamb([])\n"
+        "def make():\n    return smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()\n"
     )
     for name, text in scripts.items():
         (folder / f"{name}.py").write_text(HEAD + text)

@@ -6,7 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mpxla.tests.compat.test_huggingface import (
     SCRIPTS,
@@ -36,6 +38,50 @@ def compare(name, arguments, tmp_path, **settings):
 @pytest.mark.parametrize("name", ["language_modelling", "image_classification"])
 def test_yardsticks(name, tmp_path):
     compare(name, [*BATCHES, *STEPS, *NO_CHECKPOINTS], tmp_path)
+
+
+def make_pretrained(folder):
+    """A classifier without training, with a tokenizer and texts beside it."""
+    words = {"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3} | {f"w{i}": i for i in range(4, 40)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    for name, count in (("train", 24), ("validation", 6)):
+        rows = [
+            f"{' '.join(f'w{(7 * i + k) % 36 + 4}' for k in range(i % 9))} {label},{label}"
+            for i, label in enumerate(["good", "bad"] * (count // 2))
+        ]
+        (folder / f"{name}.csv").write_text("\n".join(["sentence,label", *rows, ""]))
+
+
+def test_a_script_from_files_goes_on_from_its_last_checkpoint(tmp_path):
+    pytest.importorskip("datasets", reason="the script reads its files with datasets")
+    make_pretrained(tmp_path)
+    arguments = ["--do_train", "--do_eval", "--do_predict", "--model_name_or_path", str(tmp_path)]
+    arguments += ["--train_file", f"{tmp_path}/train.csv", "--save_steps", "2", *BATCHES]
+    arguments += ["--validation_file", f"{tmp_path}/validation.csv"]
+    for steps in ("2", "4"):
+        folders = compare("classification_from_files", [*arguments, "--max_steps", steps], tmp_path)
+    results = [json.loads((folder / "all_results.json").read_text()) for folder in folders]
+    assert results[0].keys() == results[1].keys() and results[0]["eval_samples"] == 6
+    for name in ("predict_results.txt", "README.md", "tokenizer.json"):
+        ours, plain = ((folder / name).read_text() for folder in folders)
+        assert name == "README.md" or ours == plain
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folders[0])
+    assert plain.config.id2label == {0: "bad", 1: "good"}
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,19 @@ def use_smp():
     smp.init({"microbatches": 2})
     linear = torch.nn.Linear(2, 2)
 
-    def enter(context):
-        with context:
-            pass
-
     def import_translation():
         from smdistributed.modelparallel.torch.nn.huggingface import gpt2
 
-        gpt2.translate_state_dict_to_hf_gpt2({})
+        weights = {"wte.weight": torch.ones(2), "h.0.ln_1.bias": torch.ones(1)}
+        for name, translate in vars(gpt2).items():
+            assert not name.startswith("translate") or translate(weights) == weights
+        own = {"transformer.seq_layers.0.attention.query.weight": torch.ones(1)}
+        gpt2.translate_state_dict_to_hf_gpt2(own, max_seq_len=8)
+
+    def import_hooks():
+        from smdistributed.modelparallel.torch.nn.huggingface import gpt2
+
+        gpt2.get_hf_gpt2_transformer_layer_hooks()
 
     def import_helper():
         from smdistributed.modelparallel.torch.state_mod import helper
@@ -34,19 +39,19 @@ def use_smp():
 
     texts = {
         "translate": refusal(import_translation),
-        "sharded": refusal(lambda: enter(smp.model_creation(zero_init=True)), smp.MpxlaError),
+        "hooks": refusal(import_hooks),
         "no module": refusal(
             lambda: smp.set_activation_checkpointing(linear.weight), smp.MpxlaError
         ),
-        "lamb": refusal(lambda: smp.optimizers.FusedLAMB([])),
-        "novograd": refusal(lambda: smp.optimizers.FusedNovoGrad([])),
         "helper": refusal(import_helper),
     }
     # Switched off, they do nothing, and a default dtype is put back.
     with (
         smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True),
         smp.delay_param_initialization(),
-        smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, flash_attention=1),
+        smp.model_creation(
+            tensor_parallelism=False, dtype=torch.bfloat16, zero_init=True, flash_attention=1
+        ),
     ):
         assert torch.nn.Linear(1, 1).weight.dtype is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
@@ -68,26 +73,16 @@ def use_smp():
     return texts
 
 
-FEATURES = {
-    "translation of state dicts to those of SMP's own layers": ("translate",),
-}
-
-
 WRITTEN_INSTEAD = {
-    "translate": "remove the call: state dicts have the names of the plain model",
-    "lamb": "write torch.optim.AdamW(parameters, ...), or timm.optim.Lamb(parameters, ..., max_",
-    "novograd": "or timm.optim.NvNovoGrad(parameters, ...)",
+    "translate": "Load the weights from files with the names of transformers",
+    "hooks": "remove the call: smp.set_tensor_parallelism splits models of transformers as they",
     "helper": "remove the use, importing it does no harm",
 }
 
 
 def test_18_missing_features_are_named_with_the_line():
     texts = inside(use_smp)
-    for feature, names in FEATURES.items():
-        for name in names:
-            assert f"{feature}, which mpxla does not have yet" in texts[name], texts[name]
-    for name in ("sharded", "norm"):
-        assert "which the key sharded_data_parallel_degree switches on" in texts[name], texts[name]
+    assert "which the key sharded_data_parallel_degree switches on" in texts["norm"]
     assert texts["unknown of model"] == (
         "mpxla's DistributedModel has no attribute 'nothing_of_that_name', nor has the Linear that "
         "it wraps; see dir(smp.DistributedModel) for what there is."
@@ -100,7 +95,7 @@ def test_18_missing_features_are_named_with_the_line():
     for name, instead in WRITTEN_INSTEAD.items():
         assert instead in texts[name], texts[name]
     assert "takes a module of the model, not a Parameter" in texts["no module"]
-    for name in ("translate", "no module"):
+    for name in ("translate", "hooks", "no module"):
         assert "test_missing_features.py:" in texts[name]
 
 

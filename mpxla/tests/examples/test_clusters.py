@@ -1,19 +1,60 @@
-"""Kubeflow's manifest: its fields are those of the schema, and torchrun understands it."""
+"""Ray's workers as ranks; Kubeflow's manifest: its fields, and what torchrun makes of them."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-yaml = pytest.importorskip("yaml", reason="the manifest is YAML")
+REPOSITORY = Path(__file__).parents[3]
+CLUSTERS = REPOSITORY / "examples" / "clusters"
 
-pytestmark = pytest.mark.unit
 
-MANIFEST = Path(__file__).parents[3] / "examples" / "clusters" / "pytorchjob.yaml"
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
+def test_workers_of_ray_are_ranks(stages, replicas):
+    pytest.importorskip("ray.train", reason="ray is not installed")
+    spec = importlib.util.spec_from_file_location("ray_train", CLUSTERS / "ray_train.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = []
+    for x, labels in map(example.batch_of, range(4)):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    # Ray counts the machine's CPUs, of which there may be fewer than workers.
+    variables = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "PYTHONPATH": str(REPOSITORY)}
+    variables |= {"RAY_OVERRIDE_RESOURCES": '{"CPU": 6}'}
+    job = subprocess.run(
+        [sys.executable, str(CLUSTERS / "ray_train.py"), "--steps", "4", f"--stages={stages}",
+         f"--replicas={replicas}"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr[-4000:]
+    found = re.findall(r"^step (\d): loss ([\d.]+)$", job.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [0, 1, 2, 3]
+    assert [float(loss) for _, loss in found] == pytest.approx(expected, abs=2e-6)
+
+
+# --- Kubeflow -----------------------------------------------------------------------------------
 
 
 def manifest():
-    return yaml.safe_load(MANIFEST.read_text())
+    yaml = pytest.importorskip("yaml", reason="the manifest is YAML")
+    return yaml.safe_load((CLUSTERS / "pytorchjob.yaml").read_text())
 
 
 def problems(value, kind, models, path=""):
@@ -41,6 +82,7 @@ def problems(value, kind, models, path=""):
     return found
 
 
+@pytest.mark.unit
 def test_the_manifest_is_valid():
     models = pytest.importorskip(
         "kubeflow.training.models", reason="the operator's schema is in kubeflow-training"
@@ -57,6 +99,7 @@ def test_the_manifest_is_valid():
     assert "Invalid value for `name`" in texts
 
 
+@pytest.mark.unit
 def test_all_pods_are_alike_and_share_a_secret():
     job = manifest()
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -68,6 +111,7 @@ def test_all_pods_are_alike_and_share_a_secret():
     assert [entry["name"] for entry in container["env"]] == ["MPXLA_SECRET", "OMP_NUM_THREADS"]
 
 
+@pytest.mark.unit
 def test_torchrun_takes_what_the_operator_sets(monkeypatch):
     from torch.distributed.run import config_from_args, parse_args
 
