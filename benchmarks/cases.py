@@ -66,6 +66,52 @@ class BertCase:
 
 
 @dataclass(frozen=True)
+class LlamaCase:
+    """`LlamaForCausalLM` of transformers, from a small configuration; 12 M parameters."""
+
+    width: int = 384
+    num_blocks: int = 4
+    num_heads: int = 6
+    length: int = 128
+    vocabulary: int = 4096
+    microbatch_size: int = 2
+
+    def model(self) -> nn.Module:
+        """The model, with the same values in every process."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=4 * self.width,
+            num_hidden_layers=self.num_blocks,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads // 3 * 2,
+            max_position_embeddings=self.length,
+            use_cache=False,
+        )
+        return _Logits(LlamaForCausalLM(config))
+
+    def batch(self, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [B, length] and the tokens that follow them."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (num_microbatches * self.microbatch_size, self.length + 1)
+        ids = torch.randint(0, self.vocabulary, shape, generator=generator)
+        return ids[:, :-1], ids[:, 1:]
+
+    def cuts(self, num_stages: int) -> list[str]:
+        """Names of the modules before which stages begin."""
+        numbers = [i * self.num_blocks // num_stages for i in range(1, num_stages)]
+        return [f"model.model.layers.{number}" for number in numbers]
+
+    @staticmethod
+    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy over all tokens."""
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
 class VitCase:
     """`ViTForImageClassification` of transformers, from a small configuration."""
 
@@ -161,6 +207,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "wide": lambda: GPTCase(vocabulary=2048, width=768, num_blocks=2, num_heads=12),
     "tiny": lambda: GPTCase(vocabulary=256, width=64, num_blocks=4, num_heads=2, length=32),
     "bert": BertCase,
+    "llama": LlamaCase,
     "vit": VitCase,
     "unet": UNetCase,
 }

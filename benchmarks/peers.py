@@ -25,6 +25,13 @@ from replica_peers import (
     mpxla_replicas,
     mpxla_sharded,
 )
+from tensor_peers import (
+    mpxla_tensor,
+    mpxla_tensor_fused,
+    mpxla_tensor_pjrt,
+    mpxla_tensor_speed,
+    torch_tensor,
+)
 from timing import resident_bytes, timed
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -233,6 +240,11 @@ PEERS = {
         mpxla_grid,
         mpxla_grid_without_overlap,
         all_reduce,
+        torch_tensor,
+        mpxla_tensor,
+        mpxla_tensor_speed,
+        mpxla_tensor_pjrt,
+        mpxla_tensor_fused,
     )
 }
 
@@ -246,7 +258,7 @@ def await_turn(peer: str, case: str) -> None:
     """Loads libraries beside the other peers, then waits until this one may compile."""
     library = "mpxla" if peer.startswith("mpxla") else LIBRARIES.get(peer, "torch.distributed")
     importlib.import_module(library)
-    if case in ("bert", "vit"):
+    if case in ("bert", "llama", "vit"):
         importlib.import_module("transformers")
     print("LOADED", flush=True)
     sys.stdin.readline()
