@@ -29,8 +29,20 @@ def see_all_overflows() -> None:
     kind: Any = GradScaler
     if kind.scale is _scale:
         kind.scale, kind._unscale_grads_ = _scale_anywhere, _unscale_everywhere
+        kind.__init__ = _with_scale(kind.__init__)
         for name in _NOT_INSIDE:
             setattr(kind, name, _outside(name, getattr(kind, name)))
+
+
+def _with_scale(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Torch makes the scale when it is used first: the second step would be captured again.
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(_CPU)
+
+    return make
 
 
 def _outside(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

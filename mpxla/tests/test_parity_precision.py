@@ -6,6 +6,7 @@ float32 keep what is added in between, and 16 bits lose it. So the losses of a r
 up in 16 bits are far beyond the bound.
 """
 
+import tempfile
 from dataclasses import dataclass
 
 import pytest
@@ -97,9 +98,14 @@ KINDS = {
 }
 
 
-def made(kind):
+def made(case):
     torch.manual_seed(3)
-    return Whole(kind)
+    model = Whole(case.kind)
+    if case.mode == "loaded":
+        with tempfile.TemporaryDirectory() as path:
+            model.inner.save_pretrained(path)
+            model.inner = type(model.inner).from_pretrained(path, dtype=BF16).train()
+    return model
 
 
 def data(kind, step):
@@ -128,7 +134,8 @@ class Case:
     """A way to train.
 
     Attributes:
-        mode: "bf16" and "fp16" (keys), "autocast" (bfloat16), "scaler" (autocast in float16).
+        mode: "bf16" and "fp16" (keys), "loaded" (by Hugging Face in bfloat16), "autocast" (the
+            same type), "scaler" (autocast in float16).
         kind: the model.
         replicas: how many.
         stages: of each.
@@ -159,7 +166,7 @@ class Case:
 
     @property
     def dtype(self):
-        return BF16 if self.mode in ("bf16", "autocast") else F16
+        return F16 if self.mode in ("fp16", "scaler") else BF16
 
     @property
     def is_autocast(self):
@@ -185,10 +192,10 @@ def train(case):
             "microbatches": case.microbatches,
             "ddp": True,
             "shard_optimizer_state": case.is_sharded,
-            **({} if case.is_autocast else {case.mode: True}),
+            **({case.mode: True} if case.mode in ("bf16", "fp16") else {}),
         }
     )
-    model = smp.DistributedModel(made(case.kind), backward_passes_per_step=case.passes)
+    model = smp.DistributedModel(made(case), backward_passes_per_step=case.passes)
     optimizer = smp.DistributedOptimizer(
         sgd(model.parameters()),
         dynamic_loss_scale=True,
@@ -245,8 +252,8 @@ def train_plainly(case, masks_of, sums=torch.float32):
         masks_of: of every update, as from `train`.
         sums: type in which the gradients of microbatches are added up.
     """
-    model = made(case.kind)
-    if not case.is_autocast:
+    model = made(case)
+    if case.mode in ("bf16", "fp16"):
         model.to(case.dtype)
         for part in model.modules():
             if isinstance(part, nn.BatchNorm2d):
@@ -326,6 +333,7 @@ SLOW = [
     Case("bf16", "vit", replicas=2, stages=2, is_sharded=True),
     Case("bf16", "conv", stages=2, passes=2),
     Case("bf16", "gpt", replicas=2, is_sharded=True, max_norm=0.5, passes=2),
+    Case("loaded", "llama", stages=2),
     Case("fp16", "gpt", replicas=2, stages=2, is_sharded=True, max_norm=0.5),
     Case("fp16", "llama"),
     Case("fp16", "bert", replicas=2),
