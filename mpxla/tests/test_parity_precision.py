@@ -331,7 +331,7 @@ SLOW = [
     Case("bf16", "llama", stages=3, max_norm=0.5),
     Case("bf16", "bert", stages=4),
     Case("bf16", "vit", replicas=2, stages=2, is_sharded=True),
-    Case("bf16", "conv", stages=2, passes=2),
+    Case("bf16", "gpt", stages=2),
     Case("bf16", "gpt", replicas=2, is_sharded=True, max_norm=0.5, passes=2),
     Case("loaded", "llama", stages=2),
     Case("fp16", "gpt", replicas=2, stages=2, is_sharded=True, max_norm=0.5),
@@ -355,7 +355,10 @@ SLOW = [
 
 @pytest.mark.parametrize(
     "case",
-    [Case("bf16", "gpt", stages=2), *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)],
+    [
+        Case("bf16", "conv", stages=2, passes=2),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW),
+    ],
     ids=str,
 )
 def test_losses_are_those_of_plain_pytorch(case):
