@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -81,10 +80,10 @@ def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def optimizers_refused() -> Generator[None]:
-    """Makes `step()` and `zero_grad()` of any optimizer an error, and torch's own loss scaling.
+    """Makes `step()` and `zero_grad()` of any optimizer an error.
 
     Raises:
-        CaptureError: an optimizer or a scaler was used.
+        CaptureError: an optimizer was used.
     """
 
     def refuse(optimizer: Any, *_: Any, **__: Any) -> None:
@@ -94,24 +93,14 @@ def optimizers_refused() -> Generator[None]:
             f"step call and optimizer.step() after it."
         )
 
-    def scale_or_refuse(scaler: Any, outputs: Any) -> Any:
-        if not scaler.is_enabled():
-            return outputs
-        raise CaptureError(
-            f"torch's GradScaler is used in a step function{at_user_line()}: its scale would be "
-            f"that of the first call for ever, and it sees overflows of this rank only. Use "
-            f"smp.amp.GradScaler, which takes the same arguments."
-        )
-
     kind: Any = torch.optim.Optimizer
-    scaler_kind: Any = GradScaler
-    original, original_scale = kind.zero_grad, scaler_kind.scale
+    original = kind.zero_grad
     handle = register_optimizer_step_pre_hook(refuse)
-    kind.zero_grad, scaler_kind.scale = refuse, scale_or_refuse
+    kind.zero_grad = refuse
     try:
         yield
     finally:
-        kind.zero_grad, scaler_kind.scale = original, original_scale
+        kind.zero_grad = original
         handle.remove()
 
 

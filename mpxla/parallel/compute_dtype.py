@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpxla.config import Config
 from mpxla.errors import ConfigError
+from mpxla.stage.delayed import convert_delayed
 
 __all__ = ["compute_dtype", "convert", "in_dtype", "narrowed", "widened", "with_scaled_gradients"]
 
@@ -31,12 +32,13 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
     """Converts parameters and buffers in place; they stay the same objects.
 
     Args:
-        module: the user's model, before it is wrapped.
+        module: the user's model, before it is wrapped; perhaps without values yet, which are
+            converted when they are made.
         dtype: bfloat16 or float16.
 
     Raises:
         ConfigError: parameters or buffers have no such type (complex numbers), which names their
-            module; or the model has no values yet and another type.
+            module.
     """
     problems = [
         f"{path or 'the model'} ({type(part).__name__}) has the complex {name}"
@@ -53,16 +55,12 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
             f"numbers: {'; '.join(problems)}. Remove the key {_key(dtype)} and use "
             f"torch.autocast around the other modules."
         )
-    if any(t.is_meta and t.dtype is not dtype for t in module.parameters()):
-        raise ConfigError(
-            f"the model was created without values, so it cannot be converted to {_name(dtype)}: "
-            f"create it by smp.model_creation(dtype=torch.{_name(dtype)})."
-        )
     for part in module.modules():
         if not isinstance(part, _BatchNorm):
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+                    data = tensor.data
+                    tensor.data = convert_delayed(data, dtype) if data.is_meta else data.to(dtype)
 
 
 def in_dtype(

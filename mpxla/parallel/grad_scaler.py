@@ -19,7 +19,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.loss_scale import overflow_text
 from mpxla.session import current, is_initialized
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "refuse_inside", "refuse_with_keys", "scaled"]
 
 _SMALLEST = 2.0**-40
 """Below it the scale only loses digits: torch's scaler would go on halving for ever."""
@@ -68,29 +68,13 @@ class GradScaler:
         """A loss, or several in a container, times the scale.
 
         Raises:
-            MpxlaError: the model is trained in bfloat16, which needs no scale.
+            MpxlaError: a key of the configuration does it, or makes it needless.
         """
         if not self._enabled:
             return outputs
-        if is_initialized() and current().config.bf16:
-            raise MpxlaError(
-                f"GradScaler.scale was called{at_user_line()} with bf16: True. bfloat16 has the "
-                f"range of float32, so nothing has to be scaled: use GradScaler(enabled=False)."
-            )
-        if is_initialized() and current().config.fp16:
-            raise MpxlaError(
-                f"GradScaler.scale was called{at_user_line()} with fp16: True, whose "
-                f"DistributedOptimizer scales losses already: use GradScaler(enabled=False), and "
-                f"give the scale to smp.DistributedOptimizer."
-            )
+        refuse_with_keys()
         self._has_scaled = True
-        if isinstance(outputs, torch.Tensor):
-            is_inside = current_recorder() is not None
-            return outputs * (self._scale if is_inside else self._scale.to(outputs.device))
-        if isinstance(outputs, Iterable):
-            scaled = [self.scale(output) for output in outputs]
-            return tuple(scaled) if isinstance(outputs, tuple) else scaled
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        return scaled(outputs, self._scale)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of an optimizer by the scale. All ranks must call it.
@@ -104,7 +88,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        self._refuse_inside("unscale_")
+        refuse_inside("unscale_")
         if id(optimizer) in self._found:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -149,7 +133,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        self._refuse_inside("update")
+        refuse_inside("update")
         has_overflowed, known = any(self._found.values()), bool(self._found)
         self._found.clear()
         if new_scale is not None:
@@ -178,8 +162,10 @@ class GradScaler:
         Raises:
             StepError: called in a step function, which would keep the number of its capture.
         """
-        self._refuse_inside("get_scale")
-        return float(self._scale) if self._enabled else 1.0
+        if not self._enabled:
+            return 1.0
+        refuse_inside("get_scale")
+        return float(self._scale)
 
     def get_growth_factor(self) -> float:
         """What the scale grows by."""
@@ -236,9 +222,48 @@ class GradScaler:
         self._growth_interval = state_dict["growth_interval"]
         self._growth_tracker = state_dict["_growth_tracker"]
 
-    def _refuse_inside(self, method: str) -> None:
-        if self._enabled and current_recorder() is not None:
-            raise StepError(
-                f"GradScaler.{method}() was called in a step function{at_user_line()}, which is "
-                f"captured once. Call it after the step call."
-            )
+
+def refuse_inside(method: str) -> None:
+    """Checks that a scaler's method is called outside of step functions.
+
+    Raises:
+        StepError: it is not.
+    """
+    if current_recorder() is not None:
+        raise StepError(
+            f"GradScaler.{method}() was called in a step function{at_user_line()}, which is "
+            f"captured once. Call it after the step call."
+        )
+
+
+def refuse_with_keys() -> None:
+    """Checks that no key of the configuration excludes a scaler.
+
+    Raises:
+        MpxlaError: the model is trained in bfloat16, which needs no scale, or by `fp16: True`.
+    """
+    if is_initialized() and current().config.bf16:
+        raise MpxlaError(
+            f"GradScaler.scale was called{at_user_line()} with bf16: True. bfloat16 has the "
+            f"range of float32, so nothing has to be scaled: use GradScaler(enabled=False)."
+        )
+    if is_initialized() and current().config.fp16:
+        raise MpxlaError(
+            f"GradScaler.scale was called{at_user_line()} with fp16: True, whose "
+            f"DistributedOptimizer scales losses already: use GradScaler(enabled=False), and "
+            f"give the scale to smp.DistributedOptimizer."
+        )
+
+
+def scaled(outputs: Any, scale: torch.Tensor) -> Any:
+    """A tensor, or several in a container, times the scale, a scalar of the host.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs * (scale if current_recorder() is not None else scale.to(outputs.device))
+    if isinstance(outputs, Iterable):
+        found = [scaled(output, scale) for output in outputs]
+        return tuple(found) if isinstance(outputs, tuple) else found
+    raise ValueError("outputs must be a Tensor or an iterable of Tensors")

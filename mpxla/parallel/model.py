@@ -38,6 +38,7 @@ from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
+from mpxla.parallel.torch_scaling import see_all_overflows
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module
 from mpxla.runtime.engine import Member
@@ -140,6 +141,7 @@ class DistributedModel(PartitionedModule):
         member = Member(self._state, pins, self._when_placed, trace_execution_times, set(shards))
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
+        see_all_overflows()
         save_whole(self)
         self._plain_backward: PlainBackward | None = None
         if self._is_single:

@@ -32,6 +32,7 @@ __all__ = [
     "SMALL",
     "accept_changes",
     "build_delayed",
+    "convert_delayed",
     "delay_all_models",
     "forget",
     "is_delayed",
@@ -212,9 +213,12 @@ class _Recorder(TorchDispatchMode):
             return result
         writes |= {_storage_of(o) for o in outputs if isinstance(o, torch.Tensor)}
         given = tuple((t, t._version) for t in tensors if not knows(t))
-        self._recording.add(
-            _Operation(func, tuple(args), kwargs, outputs, reads, frozenset(writes), state, given)
+        # Tensors of their own: a parameter may get other memory, `p.data = p.data.to(dtype)`.
+        kept = pytree.tree_map(
+            lambda leaf: leaf.detach() if knows(leaf) else leaf, (tuple(args), kwargs)
         )
+        made = tuple(o.detach() if isinstance(o, torch.Tensor) else o for o in outputs)
+        self._recording.add(_Operation(func, *kept, made, reads, frozenset(writes), state, given))
         return result
 
     def _advance(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -335,6 +339,20 @@ def build_delayed() -> Generator[None]:
 def is_delayed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one whose creation was recorded."""
     return any(recording.knows(tensor) for recording in _recordings)
+
+
+def convert_delayed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values in another type, which it gets with its values.
+
+    Args:
+        tensor: of the device `meta`; if its creation was not recorded, so is the result's not.
+        dtype: of the result.
+    """
+    for recording in _recordings:
+        if recording.knows(tensor):
+            with _Recorder(recording):
+                return tensor.detach().to(dtype)
+    return tensor.detach().to(dtype)
 
 
 def materialize(name: str, tensor: torch.Tensor) -> torch.Tensor:

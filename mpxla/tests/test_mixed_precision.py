@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpxla.errors import StepError
 from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks
 
@@ -176,6 +178,19 @@ def test_a_model_in_bfloat16_is_trained_as_with_the_key():
     torch.testing.assert_close(own[0][1], keyed[0][1], rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_variables_of_torch_xla_mean_the_key(name, stages):
+    config = {"microbatches": 4, "pipeline_parallel_degree": stages}
+    keyed = run_ranks(train_bf16, stages, {**config, "bf16": True}, 3)
+    found = run_ranks(train_bf16, stages, config, 3, env={name: "1"})
+    for (losses, masters, *_), (expected, wanted, *_) in zip(found, keyed, strict=True):
+        assert losses == expected
+        assert all(m.dtype is F32 for m in masters)
+        torch.testing.assert_close(masters, wanted, rtol=0, atol=0)
+
+
 def losses_of_odd_counts(dtype_of_loss):
     """Masters after steps whose model computes its loss in bfloat16, or in float32."""
     import mpxla as smp
@@ -286,7 +301,17 @@ def test_an_optimizer_with_its_own_float32_copies(keys, num_ranks):
 # --- how many bytes travel ------------------------------------------------------------------------
 
 
+def planned_bytes():
+    """What a microbatch sends over the cuts of the model, by the plan."""
+    from mpxla.session import current
+
+    cuts = current().models.engine.first_cuts.values()
+    transfers = [t for cut in cuts for t in (*cut.forward, *cut.backward) if t.source is not None]
+    return sum(transfer.num_bytes for transfer in transfers)
+
+
 def bytes_of_a_step(config, autocast=False):
+    """(sent in a step, planned for a microbatch)."""
     import mpxla as smp
 
     smp.init({"microbatches": 2, **config})
@@ -305,8 +330,9 @@ def bytes_of_a_step(config, autocast=False):
         step(model, torch.ones(512, 64))
         optimizer.step()
         sent.append(smp.metrics()["bytes_sent"])
+    planned = planned_bytes()
     smp.shutdown()
-    return sent[2] - sent[1]
+    return sent[2] - sent[1], planned
 
 
 def bytes_of_stages():
@@ -318,15 +344,17 @@ def bytes_of_replicas():
     narrow = {"bf16": True, "reduction_dtype": "bfloat16"}
     sharded = {"shard_optimizer_state": True}
     ways = [{}, {"bf16": True}, narrow, sharded, {**sharded, **narrow}]
-    return [bytes_of_a_step({"ddp": True, **keys}) for keys in ways]
+    return [bytes_of_a_step({"ddp": True, **keys})[0] for keys in ways]
 
 
 @pytest.mark.slow
 def test_messages_between_stages_are_halved():
-    for whole, *halves in run_ranks(bytes_of_stages, 2):
-        assert whole >= 2 * 256 * 64 * 4  # [256, 64] of two microbatches, this way or that way
-        for half in halves:
+    size = 256 * 64 * 4  # of a microbatch in float32, this way and that way
+    for (whole, planned), *halves in run_ranks(bytes_of_stages, 2):
+        assert whole >= 2 * size and planned == 2 * size
+        for half, planned_half in halves:
             assert half == pytest.approx(whole / 2, rel=0.01)
+            assert planned_half == size
 
 
 @pytest.mark.slow
@@ -360,6 +388,9 @@ def wide_made(how):
     torch.manual_seed(6)
     if how == "created":
         with smp.model_creation(dtype=BF16):
+            return Wide()
+    if how == "delayed":
+        with smp.delay_param_initialization():
             return Wide()
     if how == "default":
         torch.set_default_dtype(BF16)
@@ -397,18 +428,22 @@ def train_made(how, keys):
 
 
 def train_in_every_way():
+    bf16, fp16 = {"bf16": True}, {"fp16": True}
     return [
         (train_made("default", {}), train_made("created", {})),
-        (train_made("plain", {"fp16": True}), train_made("plain", {"fp16_params": True})),
+        (train_made("plain", bf16), train_made("delayed", bf16)),
+        (train_made("plain", fp16), train_made("delayed", fp16)),
+        (train_made("plain", fp16), train_made("plain", {"fp16_params": True})),
     ]
 
 
 @pytest.mark.slow
 def test_late_creation_and_fp16_params_give_the_same_training():
     for pairs in run_ranks(train_in_every_way, 2, timeout_s=300):
-        for (early, other), is_late in zip(pairs, (True, False), strict=True):
+        kinds = [(BF16, True), (BF16, True), (F16, True), (F16, False)]
+        for (early, other), (dtype, is_late) in zip(pairs, kinds, strict=True):
             assert (other[0] > 0) == is_late and early[0] == 0
-            assert early[1] is other[1] is (BF16 if is_late else F16)
+            assert early[1] is other[1] is dtype
             assert early[2] == other[2], "bitwise"
             assert all(m.dtype is F32 for m in other[3])
             torch.testing.assert_close(early[3], other[3], rtol=0, atol=0)
@@ -432,7 +467,14 @@ def batch(number, rank, size):
     return x, y
 
 
-def train_scaled(config, uses_key):
+def scaler_of(kind):
+    import mpxla as smp
+
+    make = torch.amp.GradScaler if kind == "torch" else smp.amp.GradScaler
+    return make("xla", init_scale=2.0**10, growth_interval=3, enabled=kind != "key")
+
+
+def train_scaled(config, kind):
     import mpxla as smp
     from mpxla.session import current
 
@@ -444,7 +486,7 @@ def train_scaled(config, uses_key):
         dynamic_loss_scale=True,
         dynamic_loss_args=settings,
     )
-    scaler = smp.amp.GradScaler(init_scale=2.0**10, growth_interval=3, enabled=not uses_key)
+    uses_key, scaler = kind == "key", scaler_of(kind)
 
     @smp.step
     def step(model, x, y):
@@ -453,6 +495,7 @@ def train_scaled(config, uses_key):
         model.backward(scaler.scale(loss))
         return loss
 
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, 0.5)
     scales, compiled, skipped = [], [], []
     for number in range(7):
         x, y = batch(number, smp.dp_rank(), smp.dp_size())
@@ -472,6 +515,8 @@ def train_scaled(config, uses_key):
         after = state_of(model)
         if all(torch.equal(after[name], before[name]) for name in after):
             skipped.append(number)
+        else:
+            scheduler.step()
         assert not uses_key or optimizer.overflow == (number in skipped)
         compiled.append(current().backend.num_compilations)
     found = scales, skipped, compiled, state_of(model), masters_of(optimizer)
@@ -483,6 +528,7 @@ def train_scaled_plainly():
     """In float32, without the batch that overflows: scales must not matter."""
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for number in range(7):
         if number != OVERFLOWS_AT:
             optimizer.zero_grad()
@@ -490,25 +536,32 @@ def train_scaled_plainly():
             F.cross_entropy(model(x), y).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), limit_of(number))
             optimizer.step()
+            scheduler.step()
     return state_of(model)
 
 
 @pytest.mark.parametrize(
-    ("config", "num_ranks", "uses_key"),
+    ("config", "num_ranks", "kind"),
     [
-        ({"ddp": True, "fp16": True}, 2, True),
-        ({"pipeline_parallel_degree": 2}, 2, False),
-        pytest.param({"ddp": True, "pipeline_parallel_degree": 2}, 4, False,
+        ({"ddp": True, "fp16": True}, 2, "key"),
+        ({"pipeline_parallel_degree": 2}, 2, "smp"),
+        pytest.param({"ddp": True, "pipeline_parallel_degree": 2}, 4, "smp",
                      marks=pytest.mark.slow),
-        pytest.param({"ddp": True, "pipeline_parallel_degree": 2, "fp16": True}, 4, True,
+        pytest.param({"ddp": True, "pipeline_parallel_degree": 2}, 4, "torch",
                      marks=pytest.mark.slow),
-        pytest.param({"ddp": True, "shard_optimizer_state": True, "fp16": True}, 2, True,
+        pytest.param({"ddp": True, "shard_optimizer_state": True}, 2, "torch",
+                     marks=pytest.mark.slow),
+        pytest.param({"ddp": True, "pipeline_parallel_degree": 2, "fp16": True}, 4, "key",
+                     marks=pytest.mark.slow),
+        pytest.param({"ddp": True, "shard_optimizer_state": True, "fp16": True}, 2, "key",
                      marks=pytest.mark.slow),
     ],
-    ids=["key-replicas", "scaler-stages", "scaler-both", "key-both", "key-zero1"],
+    ids=["key-replicas", "scaler-stages", "scaler-both", "torch-both", "torch-zero1", "key-both",
+         "key-zero1"],
 )  # fmt: skip
-def test_an_overflow_on_one_rank_skips_the_update_on_all(config, num_ranks, uses_key):
-    results = run_ranks(train_scaled, num_ranks, config, uses_key)
+def test_an_overflow_on_one_rank_skips_the_update_on_all(config, num_ranks, kind):
+    uses_key = kind == "key"
+    results = run_ranks(train_scaled, num_ranks, config, kind)
     expected = train_scaled_plainly()
     size = 2.0**10
     for scales, skipped, compiled, state, masters in results:
@@ -520,3 +573,33 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(config, num_ranks, uses
         assert {v.dtype for v in state.values()} == {F16 if uses_key else F32}
         wide = {name: value.float() for name, value in state.items()}
         torch.testing.assert_close(wide, expected, rtol=0.01, atol=2e-3)
+
+
+def overflow_for_ever():
+    """Gradients of rank 1 are infinite from the third step on."""
+    import mpxla as smp
+
+    smp.init({"ddp": True, "fp16": True})
+    model = smp.DistributedModel(made())
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 4.0, "min_scale": 1.0},
+    )
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).square().mean())
+
+    def train():
+        for number in range(9):
+            step(model, torch.full((2, 8), 1e6 if number > 1 and smp.rank() else 1.0))
+            optimizer.step()
+
+    return refused(train)
+
+
+@pytest.mark.slow
+def test_overflows_at_the_smallest_scale_name_the_last_finite_step():
+    text = r"step 5 are inf or nan at the loss scale 1, the smallest; .* gradients was number 2 "
+    check_texts(run_ranks(overflow_for_ever, 2), StepError, text)

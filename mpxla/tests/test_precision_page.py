@@ -50,6 +50,7 @@ def measured_alone():
     return [
         measured({}),
         measured({"bf16": True}),
+        measured({"fp16": True}),
         measured({"stochastic_rounding": True}, torch.bfloat16),
     ]
 
@@ -62,7 +63,7 @@ def test_memory_is_that_of_the_page():
     (alone,) = run_ranks(measured_alone, 1)
     together = run_ranks(measured_together, 2)[0]
     page = PAGE.read_text()
-    names = ["float32, autocast", "`bf16: True`, `fp16: True`",
+    names = ["float32, autocast", "`bf16: True`", "`fp16: True`",
              'bfloat16, `master_dtype: "same"` or `stochastic_rounding`',
              "the same, `shard_optimizer_state`, 2 replicas"]  # fmt: skip
     for name, sizes in zip(names, [*alone, together], strict=True):

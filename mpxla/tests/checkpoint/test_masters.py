@@ -6,7 +6,17 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.tests.test_parity_masters import BF16, Case, Net, adamw, masters_of, start, update
+from mpxla.tests.test_parity_masters import (
+    BF16,
+    Case,
+    Net,
+    adamw,
+    batch,
+    masters_of,
+    start,
+    train_step,
+    update,
+)
 from mpxla.tests.wrong_uses import check_texts, refused
 
 pytestmark = pytest.mark.ranks
@@ -75,6 +85,77 @@ def test_what_is_updated_is_loaded_to_the_last_bit(tmp_path, saved, loaded):
             assert torch.equal(state[name], value.to(loaded[1])), name
             if saved == loaded:
                 assert torch.equal(after[name], expected[1][name]), name
+
+
+SCALED = {"ddp": True, "fp16": True}
+SCALED_ZERO = {**SCALED, "shard_optimizer_state": True}
+SCALED_STAGES = {**SCALED, "pipeline_parallel_degree": 2}
+
+
+def begin_scaled(config):
+    smp.init(config)
+    model = smp.DistributedModel(Net())
+    settings = {"init_scale": 64.0, "scale_window": 3}
+    optimizer = smp.DistributedOptimizer(
+        adamw(Net, model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=settings
+    )
+    return model, optimizer
+
+
+def update_scaled(model, optimizer, number):
+    """Only the second update overflows, on the first replica."""
+    x = batch(number, 8, torch.float32)
+    if number == 1:
+        x[0] = 1e6
+    optimizer.zero_grad()
+    train_step(model, x.chunk(smp.rdp_size())[smp.rdp_rank()])
+    optimizer.step()
+    return masters_of(model, optimizer), optimizer.loss_scale
+
+
+def save_scaled(path, config):
+    model, optimizer = begin_scaled(config)
+    found = [update_scaled(model, optimizer, number) for number in range(4)]
+    smp.save_checkpoint(path, "fourth", model=model, optimizer=optimizer)
+    states = model.state_dict(), optimizer.state_dict()
+    return found[-1], update_scaled(model, optimizer, 4), states
+
+
+def resume_scaled(path, config, states):
+    """From a checkpoint, or from the state dicts."""
+    model, optimizer = begin_scaled(config)
+    if states is None:
+        smp.resume_from_checkpoint(path, "fourth")
+    else:
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    if smp.pp_size() > 1:
+        evaluate(model, torch.ones(2, 24))  # partitions, and loads
+    before = masters_of(model, optimizer), optimizer.loss_scale
+    return before, update_scaled(model, optimizer, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "loaded", "has_files"),
+    [
+        (SCALED_ZERO, SCALED_ZERO, True),
+        (SCALED_ZERO, SCALED_STAGES, True),
+        (SCALED_STAGES, SCALED_ZERO, False),
+    ],
+    ids=["same", "stages", "state-dicts"],
+)
+def test_a_loss_scale_goes_on_as_without_the_restart(tmp_path, saved, loaded, has_files):
+    results = run_ranks(save_scaled, 2, str(tmp_path), saved)
+    (masters, scale), (after, scale_after), states = results[0]
+    assert (scale, scale_after) == (32.0, 64.0), "it grows after three good steps"
+    given = None if has_files else states
+    for before, again in run_ranks(resume_scaled, 2, str(tmp_path), loaded, given):
+        assert (before[1], again[1]) == (32.0, 64.0)
+        for name, value in masters.items():
+            assert torch.equal(before[0][name], value), name
+            if saved == loaded:
+                assert torch.equal(again[0][name], after[name]), name
 
 
 def save_full(path, case, dtype, file_dtypes):

@@ -81,10 +81,6 @@ def clear_by_optimizer(model, leaves):
     differentiate(model, leaves)
 
 
-def scale(model, leaves):
-    current_recorder().backward(torch.amp.GradScaler("cpu").scale(model(leaves[0]).mean()))
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -95,7 +91,6 @@ def scale(model, leaves):
         (clear, r"The gradient of a tensor is used .* Read, clip and clear them outside"),
         (update, r"^SGD is used in a step function at .* and optimizer\.step\(\) after it"),
         (clear_by_optimizer, r"^SGD is used in a step function at .*: torch\.optim\.SGD\("),
-        (scale, r"^torch's GradScaler is used in a step function at .* Use smp\.amp\.GradScaler"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
@@ -108,7 +103,6 @@ def test_what_the_graph_would_lose_is_refused(function, text):
     torch.testing.assert_close(model.bias.grad, torch.tensor([-2.0])), "autograd is itself again"
     torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
     assert model.bias.grad is None
-    assert torch.amp.GradScaler("cpu", init_scale=2.0).scale(torch.ones(1)).item() == 2.0
 
 
 def test_own_backwards_do_not_matter_to_evaluation():

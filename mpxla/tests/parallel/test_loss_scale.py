@@ -8,6 +8,7 @@ from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.compute_dtype import convert, narrowed, widened, with_scaled_gradients
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.parallel.loss_scale import LossScale
+from mpxla.stage import delayed
 
 pytestmark = pytest.mark.unit
 
@@ -138,9 +139,19 @@ def test_plain_backwards_are_scaled_within_the_model_alone():
     assert x.grad.tolist() == [1.0] * 3
 
 
-def test_a_model_without_values_is_not_converted():
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"create it by smp.model_creation\(dtype=torch.bfloat16"):
-        convert(model, torch.bfloat16)
-    convert(model.to(torch.bfloat16), torch.bfloat16)
+def small_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.Linear(300, 8), nn.Tanh())
+
+
+def test_a_model_without_values_is_converted_when_it_gets_them():
+    expected = small_net()
+    convert(expected, torch.bfloat16)
+    with delayed.build_delayed():
+        model = small_net()
+    convert(model, torch.bfloat16)
+    assert model[0].weight.is_meta and model[0].weight.dtype is torch.bfloat16
+    convert(model, torch.bfloat16)  # changes nothing
+    for name, value in expected.state_dict().items():
+        found = delayed.materialize(name, model.state_dict(keep_vars=True)[name])
+        assert found.dtype is value.dtype and torch.equal(found, value), name
