@@ -9,7 +9,7 @@ from mpxla.errors import ConfigError, MpxlaError
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.explore import Space, explore
 from mpxla.planning.files import read_file, shipped
-from mpxla.planning.layout import PRECISIONS, RECOMPUTATIONS, Layout, not_yet
+from mpxla.planning.layout import PRECISIONS, RECOMPUTATIONS, Layout
 from mpxla.planning.predict import Prediction, predict
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Work
@@ -34,9 +34,6 @@ def paper_options(parser: argparse.ArgumentParser) -> None:
         "--sequence-parallel", action="store_true", help="tensor parallelism divides norms, too"
     )
     group.add_argument("--precision", choices=list(PRECISIONS), default="mixed")
-    group.add_argument(
-        "--today", action="store_true", help="search only what mpxla can run today (in fp32)"
-    )
 
 
 def parse_devices(text: str) -> list[int]:
@@ -118,13 +115,14 @@ def _one(
             f"{options.microbatches} microbatches on {data} replicas. Change --microbatches or "
             "--global-batch."
         )
-    virtual = options.virtual or (2 if options.pipeline == "zero_bubble_v" else 1)
+    pipeline = options.pipeline or "interleaved"
+    virtual = options.virtual or (2 if pipeline == "zero_bubble_v" else 1)
     layout = Layout(
         stages=options.stages,
         tensor=options.tensor,
         data=data,
         microbatch_size=size,
-        pipeline=options.pipeline,
+        pipeline=pipeline,
         stages_per_rank=virtual,
         recompute=options.recompute,
         shard_optimizer_state=options.shard_state,
@@ -135,7 +133,6 @@ def _one(
     found = predict(Work(model, layout, device))
     print(_table([found]))
     print(_memory(found))
-    print(_runs_today(layout))
     if max(found.rank_bytes) > device.usable_bytes:
         raise ConfigError(
             f"pipeline rank {found.fullest} needs {max(found.rank_bytes) / 1e9:.3g} GB, more than "
@@ -149,15 +146,13 @@ def _search(
 ) -> None:
     """Prints the best layouts."""
     space = Space(
-        sequence_parallel=options.sequence_parallel and not options.today,
-        precision="fp32" if options.today else options.precision,
-        today=options.today,
+        sequence_parallel=options.sequence_parallel,
+        precision=options.precision,
     )
     found = explore(model, device, num_devices, space)
     print(_table(found.best))
     print(f"  best of {found.num_layouts} layouts; {found.num_simulated} had to be simulated")
     print(_memory(found.best[0]))
-    print(_runs_today(found.best[0].layout))
 
 
 def _table(found: Sequence[Prediction]) -> str:
@@ -187,16 +182,9 @@ def _memory(found: Prediction) -> str:
     )
 
 
-def _runs_today(layout: Layout) -> str:
-    missing = not_yet(layout)
-    if missing:
-        return f"  mpxla cannot run this today: it lacks {', '.join(missing)}"
-    return "  mpxla has all features of this layout"
-
-
 def _closing() -> str:
     return (
         "\nLayouts are stages x tensor x data. A prediction, not a measurement: assumptions and "
-        "errors are in docs/planning.md.\nmpxla runs stages, schedules, replicas, tensor and "
-        "sequence parallelism and sharded optimizer state, on CPU devices; see `--today`."
+        "errors are in docs/planning.md.\nmpxla has all features of these layouts; which devices "
+        "it runs on is in docs/supported.md."
     )

@@ -14,9 +14,7 @@ from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_size
-from mpxla.schedule.choice import placement_of
 from mpxla.schedule.render import render_text
-from mpxla.schedule.search import Candidate, StepCosts, candidates, search
 
 if TYPE_CHECKING:
     from mpxla.runtime.forecast import Forecast
@@ -25,8 +23,6 @@ __all__ = ["add_parser"]
 
 _COLUMNS = 48
 """Of the timeline."""
-_SHOWN = 8
-"""Rows of the search's table."""
 
 
 def add_parser(commands: Any) -> None:
@@ -47,9 +43,16 @@ def add_parser(commands: Any) -> None:
         "--memory-weight", type=float, metavar="W", help="0 to 1, see docs/schedules.md"
     )
     parser.add_argument(
-        "--search", action="store_true", help="try schedules, virtual stages and limits as well"
+        "--search",
+        action="store_true",
+        help="try cuts, schedules, virtual stages and microbatches in flight that are not given",
     )
-    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="most memory per rank")
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="most memory per rank: searches, and tries what to compute again as well",
+    )
     parser.add_argument(
         "--activation-memory",
         default="keep",
@@ -65,7 +68,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, pipeline=None)  # a search leaves what is given as it is
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,6 +88,7 @@ def _run_captured(options: argparse.Namespace) -> None:
     """Prints the plan of a factory's model."""
     # These import torch and the backend, which the other commands do without.
     from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
     from mpxla.device.choice import open_backend
     from mpxla.env import read_environment
     from mpxla.graph.cost import MachineModel
@@ -105,9 +109,16 @@ def _run_captured(options: argparse.Namespace) -> None:
         step = capture_factory(model, inputs, function)
     machine = MachineModel()
     lowering = open_backend(read_environment().device).lowering
-    if options.search:
-        config = _search(config, step, machine, lowering, options.memory_limit)
-    found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
+    limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
+    is_fixed = options.schedule_file is not None
+    if (options.search or limit is not None) and not is_fixed:
+        tried = schedules_to_try(config, options.pipeline, options.virtual, options.active)
+        has_weight = options.memory_weight is not None
+        rows = search_plans(config, step, machine, lowering, limit, tried, has_weight)
+        print(describe_rows(rows, len(tried)) + "\n")
+        found = rows[0].found
+    else:
+        found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
     print(cut_report(found.cut))
     print()
     print(_memory(found))
@@ -118,12 +129,11 @@ def _run_captured(options: argparse.Namespace) -> None:
         print(_collectives(found, options.tp))
         print()
     print(_timeline(found))
-    limit = options.memory_limit
-    if limit is not None and max(found.rank_bytes) > limit * 2**30:
+    if limit is not None and max(found.rank_bytes) > limit:
         raise MpxlaError(
             f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "
-            f"{max(found.rank_bytes) / 2**30:.3g} GiB, more than the {limit:g} GiB of "
-            "--memory-limit. Try --search, more stages, or smaller microbatches."
+            f"{max(found.rank_bytes) / 2**30:.3g} GiB, more than the {options.memory_limit:g} GiB "
+            "of --memory-limit. Try other schedules, more stages, or smaller microbatches."
         )
     if options.output is not None:
         save_timeline(found.timeline, options.output, 1e6, f"{options.factory}: predicted")
@@ -173,69 +183,3 @@ def _timeline(found: "Forecast") -> str:
             grid,
         ]
     )
-
-
-def _search(
-    config: Config, step: Any, machine: Any, lowering: Any, limit_gib: float | None
-) -> Config:
-    """The best candidate's configuration; prints the best few.
-
-    Every candidate would be cut by its own microbatches in flight, and lowered to know what it
-    keeps. To find the best few, one cut per placement will do; those then get their own.
-    """
-    from mpxla.runtime.forecast import predict_costs
-    from mpxla.runtime.plan import cut_step
-    from mpxla.runtime.saved import saved_tensors
-
-    ranks, memory = config.pipeline_parallel_degree, config.activation_memory
-    # What is computed again takes time, which is worth it only for a limit.
-    choices = (memory == "recompute",) if limit_gib is None or memory != "keep" else (False, True)
-    tried = candidates(ranks, [config.microbatches], recomputes=choices)
-    saved = saved_tensors(step, lowering)
-    roughly: dict[tuple[object, ...], StepCosts] = {}
-    exactly: dict[tuple[object, ...], StepCosts] = {}
-
-    def config_of(candidate: Candidate, kept: str | int = memory) -> Config:
-        return Config(
-            pipeline_parallel_degree=ranks,
-            microbatches=candidate.num_microbatches,
-            pipeline=candidate.pipeline,
-            virtual_pipeline_degree=candidate.stages_per_rank,
-            active_microbatches=candidate.active_microbatches,
-            memory_weight=config.memory_weight,
-            activation_memory=kept,
-            offload_activations=config.offload_activations,
-            activation_loading_horizon=config.activation_loading_horizon,
-        )
-
-    def costs_of(candidate: Candidate) -> StepCosts:
-        cut = cut_step(step, config_of(candidate), lowering, {}, None, saved=saved)
-        replicas, again = tuple(cut.partition.replicas.items()), candidate.recomputes
-        decision = cut.placement, cut.partition.stage, replicas, again
-        if decision not in exactly:
-            share = 0.0 if again else 1.0
-            exactly[decision] = predict_costs(cut, machine, lowering, share)
-        return exactly[decision]
-
-    def rough_costs_of(candidate: Candidate) -> StepCosts:
-        kind = placement_of(config_of(candidate)), candidate.recomputes
-        if kind not in roughly:
-            roughly[kind] = costs_of(candidate)
-        return roughly[kind]
-
-    limit = None if limit_gib is None else int(limit_gib * 2**30)
-    horizon = config.activation_loading_horizon if config.offload_activations else None
-    fitting = search(ranks, tried, rough_costs_of, limit, horizon)
-    best = search(ranks, [row.candidate for row in fitting[:_SHOWN]], costs_of, limit, horizon)
-    rows = [("step, ms", "bubble, %", "fullest rank", "schedule")]
-    for row in best:
-        step_ms, size = f"{1e3 * row.step_s:.3g}", format_size(max(row.rank_bytes))
-        rows.append((step_ms, f"{100 * row.bubble:.1f}", size, str(row.candidate)))
-    print("\n".join([f"Best of {len(tried)} schedules ({len(fitting)} fit):", *table(rows)]) + "\n")
-    chosen = best[0].candidate
-    if limit is None or not chosen.recomputes:
-        return config_of(chosen)
-    # Less than everything may be computed again within the limit.
-    left = limit - max(costs_of(chosen).fixed_bytes)
-    print(f"activation_memory: {left}, the bytes that parameters leave on the fullest rank\n")
-    return config_of(chosen, left)

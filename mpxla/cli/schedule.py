@@ -63,7 +63,7 @@ def schedule_keys(options: argparse.Namespace) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "pipeline_parallel_degree": options.stages,
         "microbatches": options.microbatches,
-        "pipeline": options.pipeline,
+        "pipeline": options.pipeline or "interleaved",
         "virtual_pipeline_degree": options.virtual,
         "active_microbatches": options.active,
     }

@@ -15,7 +15,7 @@ from itertools import product
 
 from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
-from mpxla.planning.layout import RECOMPUTATIONS, Layout, not_yet, problems
+from mpxla.planning.layout import RECOMPUTATIONS, Layout, problems
 from mpxla.planning.memory import parameter_bytes, saved_bytes, working_bytes
 from mpxla.planning.predict import Prediction, memory_of, predict, shortest_s
 from mpxla.planning.transformer import Transformer
@@ -39,7 +39,6 @@ class Space:
         shard_optimizer_state: whether replicas divide the optimizer state.
         sequence_parallel: whether tensor parallelism comes with it.
         precision: of all layouts.
-        today: only what mpxla can run today.
     """
 
     pipelines: tuple[tuple[str, int], ...] = (
@@ -57,7 +56,6 @@ class Space:
     shard_optimizer_state: tuple[bool, ...] = (False, True)
     sequence_parallel: bool = False
     precision: str = "mixed"
-    today: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def layouts(model: Transformer, num_devices: int, space: Space) -> Iterator[Layo
             ):
                 layout = _layout(stages, tensor, data, choice, space)
                 is_same = layout.recompute == "selective" and model.flash_attention
-                if not is_same and not problems(layout, model) and _is_wanted(layout, space):
+                if not is_same and not problems(layout, model):
                     yield layout
 
 
@@ -189,8 +187,6 @@ def _does_not_fit(works: Sequence[Work], device: DeviceModel) -> str:
 def _impossible(model: Transformer, num_devices: int, space: Space) -> str:
     simplest = Layout(data=num_devices, precision=space.precision)
     why = problems(simplest, model)
-    if not why and space.today:
-        why = not_yet(simplest)
     return (
         f"{model.name} cannot be spread over {num_devices} devices: no stages x tensor x data "
         f"divides its {model.layers} layers, {model.heads} heads and global batch of "
@@ -213,10 +209,6 @@ def _layout(stages: int, tensor: int, data: int, choice: tuple, space: Space) ->
         sequence_parallel=space.sequence_parallel,
         precision=space.precision,
     )
-
-
-def _is_wanted(layout: Layout, space: Space) -> bool:
-    return not space.today or not not_yet(layout)
 
 
 def _order(found: Prediction) -> tuple[float, int, str]:

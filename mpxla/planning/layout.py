@@ -1,11 +1,11 @@
-"""How a step is spread over devices, and which of it mpxla can run today."""
+"""How a step is spread over devices."""
 
 from dataclasses import dataclass
 
 from mpxla.planning.transformer import Transformer
 from mpxla.schedule.search import Candidate
 
-__all__ = ["PRECISIONS", "RECOMPUTATIONS", "Layout", "Precision", "not_yet", "problems"]
+__all__ = ["PRECISIONS", "RECOMPUTATIONS", "Layout", "Precision", "problems"]
 
 RECOMPUTATIONS = ("none", "selective", "full")
 """What a backward computes again: nothing, the scores of attention, or all of every layer."""
@@ -118,12 +118,4 @@ def problems(layout: Layout, model: Transformer) -> list[str]:
             f"a global batch of {model.global_batch} cannot be divided into microbatches of "
             f"{layout.microbatch_size} on {layout.data} replicas"
         )
-    return found
-
-
-def not_yet(layout: Layout) -> list[str]:
-    """Features of a layout that mpxla cannot run today."""
-    found: list[str] = []
-    if layout.recompute != "none":
-        found.append("recomputation")
     return found

@@ -4,7 +4,7 @@ The same plan that ranks run (`plan.py`) is made for all of them at once, lowere
 and simulated with the costs of its nodes. Nothing here touches a device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
-from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
 __all__ = ["Forecast", "Program", "forecast", "predict_costs"]
@@ -112,24 +112,30 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
 
 
 def predict_costs(
-    cut: CutStep, machine: MachineModel, lowering: Lowering, share: float = 1.0
-) -> StepCosts:
+    cut: CutStep, machine: MachineModel, lowering: Lowering, shares: Sequence[float] = (1.0,)
+) -> list[StepCosts]:
     """What a step takes and keeps under any schedule, with whole or split backwards.
 
     Args:
         cut: the step in stages.
         machine: rates of the target.
         lowering: what the backend wants.
-        share: how much stages keep for their backwards, as for `lower_stage`.
+        shares: how much stages keep for their backwards, as for `lower_stage`.
+
+    Returns:
+        One for every share.
     """
-    trains = cut.step.is_training
-    lowered = [lower_stage(stage, trains, lowering, share=share) for stage in cut.stages]
-    splits = {
-        index: split_backward(stage, lowering.device)
-        for index, stage in enumerate(lowered)
-        if stage.backward is not None
-    }
-    return _step_costs(cut, machine, lowered, splits)
+    traced = [TracedStage(stage, cut.step.is_training, lowering) for stage in cut.stages]
+    found: list[StepCosts] = []
+    for share in shares:
+        lowered = [stage.lowered(share) for stage in traced]
+        splits = {
+            index: split_backward(stage, lowering.device)
+            for index, stage in enumerate(lowered)
+            if stage.backward is not None
+        }
+        found.append(_step_costs(cut, machine, lowered, splits))
+    return found
 
 
 def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:

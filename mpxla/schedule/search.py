@@ -31,20 +31,20 @@ class Candidate:
         stages_per_rank: virtual stages.
         num_microbatches: microbatches of a step.
         active_microbatches: most microbatches in flight at a stage.
-        recomputes: whether backwards compute everything again.
+        share: how much stages keep of what is dear to compute again.
     """
 
     pipeline: str
     stages_per_rank: int
     num_microbatches: int
     active_microbatches: int
-    recomputes: bool = False
+    share: float = 1.0
 
     def __str__(self) -> str:
         return (
             f"{self.pipeline}, {self.stages_per_rank} per rank, {self.num_microbatches} "
             f"microbatches, {self.active_microbatches} active"
-            f"{', computed again' if self.recomputes else ''}"
+            f"{'' if self.share == 1 else f', {100 * self.share:g} % kept'}"
         )
 
 
@@ -95,7 +95,6 @@ def candidates(
         "zero_bubble",
         "zero_bubble_v",
     ),
-    recomputes: Sequence[bool] = (False,),
 ) -> list[Candidate]:
     """All sensible combinations, with several limits of microbatches in flight each.
 
@@ -104,7 +103,6 @@ def candidates(
         microbatch_counts: numbers of microbatches to try.
         stages_per_rank: numbers of virtual stages to try; a V always has two.
         pipelines: schedules to try.
-        recomputes: whether to try backwards that compute everything again, and others.
     """
     found: dict[Candidate, None] = {}
     per_rank_choices = tuple(stages_per_rank)
@@ -113,8 +111,7 @@ def candidates(
         for pipeline in pipelines:
             for per_rank in (2,) if pipeline in V_SHAPED else per_rank_choices:
                 for limit in sorted(limits):
-                    for again in recomputes:
-                        found[Candidate(pipeline, per_rank, count, limit, again)] = None
+                    found[Candidate(pipeline, per_rank, count, limit)] = None
     return list(found)
 
 

@@ -60,9 +60,6 @@ def test_layouts_use_all_devices():
     assert {layout.recompute for layout in found} == {"none", "selective", "full"}
     flash = layouts(replace(MODEL, flash_attention=True), 8, SPACE)
     assert {layout.recompute for layout in flash} == {"none", "full"}
-    today = list(layouts(MODEL, 8, replace(SPACE, today=True, precision="fp32")))
-    assert {layout.recompute for layout in today} == {"none"}
-    assert {layout.tensor for layout in today} == {1, 2, 4, 8}
 
 
 def test_a_model_that_fits_nowhere(on_eight):
@@ -109,8 +106,6 @@ def test_the_command_searches(capsys, file):
     status, out, err = plan(capsys, *words)
     assert (status, err) == (0, "")
     assert out.count("best of ") == 2 and "4 devices:" in out and "8 devices:" in out
-    status, out, _ = plan(capsys, *words, "--today")
-    assert status == 0 and out.count("mpxla has all features of this layout") == 2
 
 
 def test_the_command_predicts_a_layout(capsys, file):

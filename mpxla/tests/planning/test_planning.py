@@ -10,7 +10,7 @@ import mpxla.planning
 from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.files import read_file, shipped
-from mpxla.planning.layout import Layout, not_yet, problems
+from mpxla.planning.layout import Layout, problems
 from mpxla.planning.memory import (
     device_layer_weights,
     kept_bytes,
@@ -220,12 +220,6 @@ def test_what_cannot_be_divided():
     ]
     with pytest.raises(ConfigError, match=r"Llama-3 70B as 1 x 3 x 1.* is impossible: 64 heads"):
         predict(Work(LLAMA3, Layout(tensor=3), A100))
-
-
-def test_what_mpxla_lacks():
-    assert not_yet(Layout(stages=8, data=8, precision="mixed", shard_optimizer_state=True)) == []
-    everything = Layout(tensor=2, recompute="full", sequence_parallel=True)
-    assert not_yet(everything) == ["recomputation"]
 
 
 def test_every_shipped_figure_has_a_source():
