@@ -301,6 +301,7 @@ class StepEngine:
                 config.activation_memory,
                 self._groups,
                 self._states.shards,
+                self._states.gradient_shards,
                 config.sdp_max_live_parameters,
                 self.life.at,
             ),
