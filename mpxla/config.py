@@ -120,6 +120,10 @@ class Config:
     """Most elements of divided parameters that are whole at a time on a rank. Two blocks of the
     model are, one computing and the next one being gathered; where they have more elements
     together, the next one waits. A single block may have more."""
+    sdp_gather: str = key("microbatch", word("microbatch", "step", "auto"))
+    """Extension. How long divided parameters are whole: while a block computes, gathered again for
+    every `microbatch`; or from the begin to the end of a `step`, gathered once. `auto` takes `step`
+    where the whole parameters of every rank fit into its memory beside all else."""
     sdp_hierarchical_allgather: bool = key(True, boolean())
     """Ignored."""
     sdp_gradient_clipping: float = key(1.0, number(above=0))

@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "sdp_reduce_bucket_size": 500_000_000,
     "sdp_param_persistence_threshold": 1_000_000,
     "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_gather": "microbatch",
     "sdp_hierarchical_allgather": True,
     "sdp_gradient_clipping": 1.0,
     "load_partition": False,

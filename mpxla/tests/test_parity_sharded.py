@@ -197,6 +197,8 @@ SWEEP = (
     Case(2, stages=2, keys=(("virtual_pipeline_degree", 2),)),
     Case(2, keys=(("activation_memory", "recompute"),)),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
+    Case(2, stages=2, keys=(("sdp_gather", "step"),)),
+    Case(2, groups=2, backend="torch_xla", keys=(("sdp_gather", "auto"),)),
     Case(2, stages=2, passes=2, backend="torch_xla", keeps_whole=True),
     Case(3, keeps_whole=True),
     Case(2, stages=2, keys=(("pipeline", "zero_bubble"),), keeps_whole=True),
