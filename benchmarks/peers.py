@@ -19,9 +19,14 @@ from cases import CASES
 from replica_peers import (
     all_reduce,
     ddp,
+    fsdp,
     memory_of,
+    mpxla_gradients,
+    mpxla_gradients_pjrt,
     mpxla_grid,
     mpxla_grid_without_overlap,
+    mpxla_parts,
+    mpxla_parts_pjrt,
     mpxla_replicas,
     mpxla_sharded,
 )
@@ -235,6 +240,11 @@ PEERS = {
         mpxla_eager,
         mpxla_pjrt,
         ddp,
+        fsdp,
+        mpxla_parts,
+        mpxla_parts_pjrt,
+        mpxla_gradients,
+        mpxla_gradients_pjrt,
         mpxla_replicas,
         mpxla_sharded,
         mpxla_grid,
@@ -249,6 +259,7 @@ PEERS = {
 }
 
 LIBRARIES = {
+    "fsdp": "torch.distributed.fsdp",
     "lazy_xla": "torch_xla.core.xla_model",
     "torch_pipelining": "torch.distributed.pipelining",
 }

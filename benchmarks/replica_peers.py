@@ -9,7 +9,7 @@ import resource
 import time
 from typing import Any
 
-from timing import timed
+from timing import resident_bytes, timed
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -28,12 +28,65 @@ def memory_of(optimizer: Any) -> dict[str, int]:
     }
 
 
+def held_by(optimizer: Any) -> int:
+    """Bytes of the parameters, gradients and state that an optimizer updates on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    found = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {}).values()
+            for value in (p, p.grad, *state):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                found += getattr(local, "nbytes", 0)
+    return found
+
+
+def fsdp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """torch's FSDP2 over gloo: every block is gathered by itself, and dropped after its use."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    before = resident_bytes()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = case.model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, targets = (t.chunk(WORLD)[RANK] for t in case.batch(num_microbatches * WORLD))
+    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in parts:
+            loss = case.loss(model(x), y) / num_microbatches
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # as `optimizer.step()` of mpxla
+        optimizer.step()
+        return total
+
+    result = timed(step, warm_up, steps)
+    return result | memory_of(optimizer) | {"held_bytes": held_by(optimizer)} | _before(before)
+
+
+def _before(resident: int) -> dict[str, int]:
+    """What the process had before the model was built."""
+    return {"before_bytes": resident}
+
+
 def ddp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
     """torch's DistributedDataParallel over gloo; reduces in the last microbatch only."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    before = resident_bytes()
     model = torch.nn.parallel.DistributedDataParallel(case.model())
     optimizer = torch.optim.AdamW(model.parameters())
     ids, targets = (t.chunk(WORLD)[RANK] for t in case.batch(num_microbatches * WORLD))
@@ -51,7 +104,8 @@ def ddp(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str,
         optimizer.step()
         return total
 
-    return timed(step, warm_up, steps) | memory_of(optimizer)
+    result = timed(step, warm_up, steps)
+    return result | memory_of(optimizer) | {"held_bytes": held_by(optimizer)} | _before(before)
 
 
 def train(
@@ -70,6 +124,7 @@ def train(
 
     shared = {"ddp": True, "optimize": "speed", "memory_weight": 0.0}
     smp.init({**shared, "microbatches": num_microbatches, **config})
+    before = resident_bytes()
     model = smp.DistributedModel(case.model(), **options)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     count = smp.rdp_size()
@@ -89,7 +144,11 @@ def train(
         current().backend.wait()
         return loss.reduce_mean().item()
 
-    return timed(step, warm_up, steps) | memory_of(optimizer)
+    result = timed(step, warm_up, steps)
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    whole = [p for p in model.parameters() if not p.is_meta and id(p) not in updated]
+    held = held_by(optimizer) + sum(p.nbytes for p in whole)
+    return result | memory_of(optimizer) | {"held_bytes": held} | _before(before)
 
 
 def mpxla_replicas(*args: Any) -> dict[str, Any]:
@@ -100,6 +159,34 @@ def mpxla_replicas(*args: Any) -> dict[str, Any]:
 def mpxla_sharded(*args: Any) -> dict[str, Any]:
     """Two replicas that divide the updates."""
     return train(*args, {"shard_optimizer_state": True})
+
+
+PARTS = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 1000,
+    "sdp_gradient_clipping": 1e9,
+}
+GRADIENTS = {"shard_gradients": True, "sdp_param_persistence_threshold": 1000}
+
+
+def mpxla_parts(*args: Any) -> dict[str, Any]:
+    """Two replicas that divide parameters, gradients and state."""
+    return train(*args, PARTS)
+
+
+def mpxla_parts_pjrt(*args: Any) -> dict[str, Any]:
+    """The same on jax."""
+    return train(*args, {**PARTS, "device": "pjrt"})
+
+
+def mpxla_gradients(*args: Any) -> dict[str, Any]:
+    """Two replicas that divide gradients and state."""
+    return train(*args, GRADIENTS)
+
+
+def mpxla_gradients_pjrt(*args: Any) -> dict[str, Any]:
+    """The same on jax."""
+    return train(*args, {**GRADIENTS, "device": "pjrt"})
 
 
 def mpxla_grid(*args: Any) -> dict[str, Any]:

@@ -95,6 +95,9 @@ class Config:
     """Parameters and activations in bfloat16, and float32 masters."""
     shard_optimizer_state: bool = key(False, boolean())
     """Divide the optimizer's state over the data-parallel ranks."""
+    shard_gradients: bool = key(False, boolean())
+    """Extension. Divide gradients over all replicas already in every backward, and with them the
+    optimizer's state (ZeRO-2); parameters stay whole. All ranks call the same step functions."""
     skip_tracing: bool = key(False, boolean())
     """Ignored."""
     offload_activations: bool = key(False, boolean())
@@ -112,11 +115,15 @@ class Config:
     sdp_reduce_bucket_size: int = key(500_000_000, integer(1, is_exponent_allowed=True))
     """Ignored."""
     sdp_param_persistence_threshold: int = key(1_000_000, integer(0, is_exponent_allowed=True))
-    """Parameters with fewer elements stay whole on every rank."""
+    """Parameters with fewer elements stay whole on every rank, and so do their gradients."""
     sdp_max_live_parameters: int = key(1_000_000_000, integer(1, is_exponent_allowed=True))
     """Most elements of divided parameters that are whole at a time on a rank. Two blocks of the
     model are, one computing and the next one being gathered; where they have more elements
     together, the next one waits. A single block may have more."""
+    sdp_gather: str = key("microbatch", word("microbatch", "step", "auto"))
+    """Extension. How long divided parameters are whole: while a block computes, gathered again for
+    every `microbatch`; or from the begin to the end of a `step`, gathered once. `auto` takes `step`
+    where the whole parameters of every rank fit into its memory beside all else."""
     sdp_hierarchical_allgather: bool = key(True, boolean())
     """Ignored."""
     sdp_gradient_clipping: float = key(1.0, number(above=0))
@@ -275,6 +282,16 @@ class Config:
             active_microbatches=active,
             set_by=dict(self.sources),
         )
+
+    def sharding_degree(self, world_size: int) -> int:
+        """Returns how many replicas divide gradients, and perhaps parameters, among them.
+
+        Args:
+            world_size: Number of processes.
+        """
+        if not self.shard_gradients:
+            return self.sharded_data_parallel_degree
+        return max(world_size // (self.pipeline_parallel_degree * self.tensor_parallel_degree), 1)
 
     def check_world_size(self, world_size: int) -> None:
         """Checks the keys that depend on how many processes there are.

@@ -115,6 +115,23 @@ _RULES = (
         "state; remove shard_optimizer_state: True",
     ),
     Rule(
+        ("sharded_data_parallel_degree", "shard_gradients"),
+        lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["shard_gradients"],
+        "sharded_data_parallel_degree: {sharded_data_parallel_degree} already divides gradients; "
+        "remove shard_gradients: True",
+    ),
+    Rule(
+        ("shard_gradients", "ddp"),
+        lambda v, given: v["shard_gradients"] and not v["ddp"],
+        "shard_gradients: True needs ddp: True",
+    ),
+    Rule(
+        ("shard_gradients", "tensor_parallel_degree"),
+        lambda v, given: v["shard_gradients"] and v["tensor_parallel_degree"] > 1,
+        "shard_gradients: True does not go with tensor_parallel_degree: {tensor_parallel_degree} "
+        "yet; use shard_optimizer_state: True, or set tensor_parallel_degree: 1",
+    ),
+    Rule(
         ("sharded_data_parallel_degree", "tensor_parallel_degree"),
         lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1,
         "sharded_data_parallel_degree: {sharded_data_parallel_degree} does not go with "
@@ -149,8 +166,8 @@ _RULES = (
 )
 
 _SHARDING_KEYS = (
-    "sdp_param_persistence_threshold",
     "sdp_max_live_parameters",
+    "sdp_gather",
     "sdp_gradient_clipping",
 )
 _IDLE_RULES = (
@@ -161,6 +178,16 @@ _IDLE_RULES = (
             f"{key} has no effect, because sharded_data_parallel_degree is 1",
         )
         for key in _SHARDING_KEYS
+    ),
+    Rule(
+        ("sdp_param_persistence_threshold", "sharded_data_parallel_degree", "shard_gradients"),
+        lambda v, given: (
+            "sdp_param_persistence_threshold" in given
+            and v["sharded_data_parallel_degree"] == 1
+            and not v["shard_gradients"]
+        ),
+        "sdp_param_persistence_threshold has no effect, because sharded_data_parallel_degree is 1 "
+        "and shard_gradients is False",
     ),
     Rule(
         ("activation_loading_horizon", "offload_activations"),

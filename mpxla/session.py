@@ -199,7 +199,7 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.pipeline_parallel_degree,
         resolved.tensor_parallel_degree,
         resolved.placement_strategy,
-        resolved.sharded_data_parallel_degree,
+        resolved.sharding_degree(env.world_size),
     )
     with log.root_logger_kept():
         backend = _open_device(resolved, env)

@@ -124,14 +124,15 @@ class BucketedReduction:
     def _form_buckets(self) -> list[Bucket]:
         """Buckets of what is reduced or shared, in the order in which they are complete."""
         store = self._store
+        for name in self._sources:
+            if (self._is_sharded or self._is_part(name)) and not store.has_copy(name):
+                key = "shard_optimizer_state" if self._is_sharded else "shard_gradients"
+                raise StepError(
+                    f"the step trains the parameter {name}, which did not require a gradient "
+                    f"when the model was partitioned. With {key}: True, set "
+                    f"requires_grad before, and freeze parameters by giving them no gradient."
+                )
         if self._is_sharded:
-            for name in self._sources:
-                if not store.has_copy(name):
-                    raise StepError(
-                        f"the step trains the parameter {name}, which did not require a gradient "
-                        f"when the model was partitioned. With shard_optimizer_state: True, set "
-                        f"requires_grad before, and freeze parameters by giving them no gradient."
-                    )
             return [b for b in store.shards if not self._flow.trained.isdisjoint(b.names)]
         capacity = self._reducer.options.capacity_bytes
         shared = self._flow.shared
@@ -154,7 +155,7 @@ class BucketedReduction:
         return buckets
 
     def _is_part(self, name: str) -> bool:
-        return name in self._replica.state.shards
+        return name in self._replica.state.gradient_shards
 
     def _group_of(self, name: str) -> Group:
         """Ranks whose gradients of a parameter are still to be averaged."""

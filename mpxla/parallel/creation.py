@@ -53,7 +53,7 @@ def model_creation(
     Raises:
         ConfigError: a missing feature was asked for, or a setting is unknown.
     """
-    if zero_init and current().topology.sdp == 1:
+    if zero_init and current().config.sharded_data_parallel_degree == 1:
         raise ConfigError(
             "smp.model_creation(zero_init=True) belongs to sharded data parallelism, which the key "
             "sharded_data_parallel_degree switches on; leave it False, or set the key."

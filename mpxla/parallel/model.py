@@ -33,7 +33,11 @@ from mpxla.parallel.copies import DistributedCopy
 from mpxla.parallel.models import cut_report, models_of_session
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
-from mpxla.parallel.sharded import check_whole, refuse_shared_parts, refuse_with_parts
+from mpxla.parallel.sharded import (
+    check_whole,
+    refuse_shared_parts,
+    refuse_with_divided_gradients,
+)
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
@@ -117,7 +121,8 @@ class DistributedModel(PartitionedModule):
         super().__init__(module, session.backend, shards)
         place = session.topology.sdp_group(session.rank).index(session.rank)
         threshold = session.config.sdp_param_persistence_threshold
-        self._state.divide(place, session.topology.sdp, threshold)
+        keeps_whole = session.config.shard_gradients
+        self._state.divide(place, session.topology.sdp, threshold, keeps_whole)
         self._optimizers: list[Any] = []
         self.copies: list[weakref.ref[DistributedCopy]] = []
         # RemovableHandle refers to them weakly, which a plain dict does not allow.
@@ -130,7 +135,9 @@ class DistributedModel(PartitionedModule):
             overlapping_allreduce,
             broadcast_buffers,
             TRANSFER_DTYPES[session.config.reduction_dtype],
-            session.config.shard_optimizer_state and session.topology.rdp_size > 1,
+            session.config.shard_optimizer_state
+            and not keeps_whole  # which divides each parameter's state by itself
+            and session.topology.rdp_size > 1,
             1 if session.config.prescaled_batch else session.topology.tp_size,
         )
         self._models = models_of_session()
@@ -431,7 +438,7 @@ class DistributedModel(PartitionedModule):
     @property
     def divides_updates(self) -> bool:
         """Whether replicas share the work of optimizers."""
-        return self._reducer.options.is_sharded or bool(self._state.shards)
+        return self._reducer.options.is_sharded or bool(self._state.gradient_shards)
 
     @property
     def store(self) -> ParameterStore:
@@ -476,7 +483,7 @@ class DistributedModel(PartitionedModule):
         Raises:
             ConfigError: with `shard_optimizer_state` or a comm hook.
         """
-        refuse_with_parts("model.join()", self._state)
+        refuse_with_divided_gradients("model.join()", self._state)
         if current().topology.rdp_size == 1:
             yield
             return

@@ -89,7 +89,7 @@ class Models:
         """Whether this rank counts a parameter: its own part, or a whole one once per group."""
         topology, rank, model = self._session.topology, self._session.rank, self._members[label]
         if topology.sdp > 1:  # all ranks clip together
-            is_part = name in model.tensors.shards
+            is_part = name in model.tensors.gradient_shards
             return topology.rdp_rank(rank) < (topology.sdp if is_part else 1)
         return topology.tp_rank(rank) == 0 or name in model.shards_of_tensors
 

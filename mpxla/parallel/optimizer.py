@@ -121,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._backend = session.backend
         self._max_norm: float | None = None
-        if session.topology.sdp > 1:
+        if session.config.sharded_data_parallel_degree > 1:
             self._max_norm = session.config.sdp_gradient_clipping
             self._global_grad_norm: torch.Tensor | None = None
         self._scale: LossScale | None = None

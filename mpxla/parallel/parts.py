@@ -1,20 +1,26 @@
-"""The parts of divided parameters on one rank, and what optimizers update in their place.
+"""What optimizers update where gradients are divided parameter by parameter.
 
-Programs take a part in the parameter's type; an optimizer updates the same tensor, or a wider copy
-of it (a master). This file must not know which ranks have the other parts.
+    Parts     parameters are divided as well (ZeRO-3). Programs take a part in the parameter's type;
+              an optimizer updates the same tensor, or a wider copy of it (a master).
+    Pieces    parameters are whole (ZeRO-2). An optimizer updates a piece of each, or of a master;
+              afterwards the pieces of all ranks are gathered.
+
+This file must not know how gradients got to where they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.update_copy import Rounding, UpdateCopy
+from mpxla.parallel.update_copy import Rounding, UpdateCopy, renewal
 from mpxla.runtime.state import ModelState
+from mpxla.stage.flat import FlatShard
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "Pieces"]
 
 
 class Parts:
@@ -47,10 +53,6 @@ class Parts:
             part = nn.Parameter(value, requires_grad=part.requires_grad)
         return UpdateCopy(name, shard.whole, shard.extent, part)
 
-    def renew(self) -> list[torch.Tensor]:
-        """Values of the copies: nobody but the store writes to parts."""
-        return [copy.parameter.data for copy in self.copies.values()]
-
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts rounding masters; the result gives the parts of `wide_names`."""
         dtypes = [self._state.parts[name].dtype for name in self.wide_names]
@@ -71,3 +73,99 @@ class Parts:
             return []
         arguments = self._programs.backend.adopt(list(tensors))
         return self._programs.run("rounding of masters", Rounding, (tuple(dtypes),), arguments)
+
+
+class _Travelling(nn.Module):
+    """Pieces to one flat tensor [elements of all], each padded to the length of the first rank's.
+
+    Args:
+        lengths: as they travel.
+        dtype: of the flat tensor.
+    """
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype):
+        super().__init__()
+        self._lengths, self._dtype = tuple(lengths), dtype
+
+    def forward(self, *pieces: torch.Tensor) -> list[torch.Tensor]:
+        padded = [
+            nn.functional.pad(piece.to(self._dtype), (0, length - piece.shape[0]))
+            for piece, length in zip(pieces, self._lengths, strict=True)
+        ]
+        return [torch.cat(padded)]
+
+
+class _Joining(nn.Module):
+    """Flat tensors of all ranks [ranks, elements of all] to whole parameters.
+
+    Args:
+        shards: of the parameters, in the order of the flat tensors.
+    """
+
+    def __init__(self, shards: Sequence[FlatShard]):
+        super().__init__()
+        self._shards = tuple(shards)
+
+    def forward(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        columns = flat.split([shard.length for shard in self._shards], 1)
+        return [shard.join(part).clone() for shard, part in zip(self._shards, columns, strict=True)]
+
+
+class Pieces:
+    """This rank's pieces of some parameters that are whole on every rank.
+
+    Args:
+        shards: which elements are updated here, by name of the parameter.
+        parameters: the compute copies, by name; these among them, all of one type.
+        dtype: of the pieces.
+        transport: reaches the other ranks.
+        group: global ranks that have the other pieces, in the order of the shards.
+        programs: compiles and runs.
+
+    Attributes:
+        names: of the parameters.
+        copies: the pieces, by name of the parameter.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, FlatShard],
+        parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        transport: Transport,
+        group: Group,
+        programs: Programs,
+    ):
+        self.names = tuple(shards)
+        self._shards = tuple(shards.values())
+        self._parameters = [parameters[name] for name in shards]
+        self._extents = [shard.extent for shard in self._shards]
+        self._dtype = dtype
+        self._transport, self._group, self._programs = transport, group, programs
+        values = programs.backend.publish(self._renewed(()))
+        self.copies = {
+            name: UpdateCopy(name, shard.whole, shard.extent, nn.Parameter(value))
+            for (name, shard), value in zip(shards.items(), values, strict=True)
+        }
+
+    def _renewed(self, copies: Sequence[UpdateCopy]) -> list[Buffer]:
+        return renewal(self._programs, self._parameters, self._extents, self._dtype, copies)
+
+    def renew(self) -> list[Buffer]:
+        """New values of the pieces, in their order."""
+        return self._renewed(list(self.copies.values()))
+
+    def publish(self) -> Callable[[], Sequence[Buffer]]:
+        """Starts gathering the pieces of all ranks; the result gives the compute copies."""
+        backend, dtype = self._programs.backend, self._parameters[0].dtype
+        pieces = backend.adopt([copy.parameter for copy in self.copies.values()])
+        settings = tuple(shard.length for shard in self._shards), dtype
+        (flat,) = self._programs.run("pieces of parameters", _Travelling, settings, pieces)
+        handle = self._transport.all_gather(flat, self._group)
+
+        def joined() -> Sequence[Buffer]:
+            gathered = backend.put([handle.result()])
+            settings = (self._shards,)
+            return self._programs.run("parameters of pieces", _Joining, settings, gathered)
+
+        return joined

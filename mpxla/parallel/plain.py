@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch import nn
 
+from mpxla.device.backend import Buffer
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
 from mpxla.parallel.reducer import GradientReducer
@@ -65,8 +66,23 @@ class PlainBackward:
             reduction = CombinedReduction(self._reducer.rounds, [part])
             self._reductions[names] = reduction
         reduction.begin()
+        self._reducer.rounds.check_accord()
+        gradients = [self._scattered(n, g) for n, g in zip(names, gradients, strict=True)]
         reduction.start(0, {0: gradients})
         reduction.finish({0: gradients})
+
+    def _scattered(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Buffer:
+        """The mean of this rank's part, where gradients are divided (`shard_gradients`)."""
+        shard, replica = self._state.gradient_shards.get(name), self._reducer.replica
+        if shard is None:
+            return gradient
+        (value,) = replica.backend.get([gradient])
+        value = value.to(replica.store.gradient_spec(name).dtype).reshape(-1)
+        missing = shard.length * shard.size - value.numel()
+        parts = torch.nn.functional.pad(value, (0, missing)).view(shard.size, -1)
+        part = replica.transport.reduce_scatter(parts, replica.group).result()
+        (buffer,) = replica.backend.put([part[: shard.num_own] / shard.size])
+        return buffer
 
 
 class _Note:

@@ -14,7 +14,7 @@ from mpxla.errors import ConfigError
 from mpxla.parallel.comm_hook import CommHook
 from mpxla.parallel.replica import Replica, equalize
 from mpxla.parallel.rounds import Rounds
-from mpxla.parallel.sharded import divide_over_group, refuse_with_parts
+from mpxla.parallel.sharded import divide_over_group, refuse_with_divided_gradients
 
 __all__ = ["TRANSFER_DTYPES", "GradientReducer", "ReductionOptions"]
 
@@ -89,7 +89,7 @@ class GradientReducer:
 
     def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:
         """Lets a user's function communicate; see `DistributedModel.register_comm_hook`."""
-        refuse_with_parts("model.register_comm_hook()", self.replica.state)
+        refuse_with_divided_gradients("model.register_comm_hook()", self.replica.state)
         problems = {
             "needs ddp: True": not has_ddp,
             "needs DistributedModel(overlapping_allreduce=True)": not self.options.is_overlapping,
@@ -114,6 +114,10 @@ class GradientReducer:
         equalize(replica, 0)
         if replica.state.shards:
             divide_over_group(replica)
+            replica.store.widen(own)
+        elif replica.state.gradient_shards:
+            capacity = self.options.capacity_bytes
+            replica.store.divide_gradients(own, capacity, replica.transport, replica.group)
             replica.store.widen(own)
         elif self.options.is_sharded:
             capacity = self.options.capacity_bytes

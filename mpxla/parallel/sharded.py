@@ -22,7 +22,13 @@ from mpxla.parallel.replica import Replica
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["check_whole", "divide_over_group", "refuse_shared_parts", "refuse_with_parts"]
+__all__ = [
+    "check_whole",
+    "divide_over_group",
+    "refuse_shared_parts",
+    "refuse_with_divided_gradients",
+    "refuse_with_parts",
+]
 
 
 def divide_over_group(replica: Replica) -> None:
@@ -69,7 +75,7 @@ def check_whole(state: ModelState) -> None:
 
 
 def refuse_shared_parts(state: ModelState, others: Iterable[ModelState]) -> None:
-    """Checks that no divided parameter belongs to another model as well.
+    """Checks that nothing that is divided belongs to another model as well.
 
     Args:
         state: of a new model.
@@ -79,13 +85,38 @@ def refuse_shared_parts(state: ModelState, others: Iterable[ModelState]) -> None
         ConfigError: one does.
     """
     known = {id(parameter) for other in others for parameter in other.parameters.values()}
-    for name in state.shards:
+    for name in state.gradient_shards:
         if id(state.parameters[name]) in known:
+            key, off = _key_of(state)
             raise ConfigError(
                 f"the parameter {name} belongs to an earlier smp.DistributedModel as well, which "
-                f"does not go with sharded_data_parallel_degree yet. Wrap one module that holds "
-                f"both models, or set sharded_data_parallel_degree: 1."
+                f"does not go with {key} yet. Wrap one module that holds both models, or set {off}."
             )
+
+
+def _key_of(state: ModelState) -> tuple[str, str]:
+    """The key that divides what a rank holds, and how to switch it off."""
+    if state.shards:
+        return "sharded_data_parallel_degree", "sharded_data_parallel_degree: 1"
+    return "shard_gradients", "shard_gradients: False"
+
+
+def refuse_with_divided_gradients(what: str, state: ModelState) -> None:
+    """Checks that gradients are whole, before something that would not see their parts.
+
+    Args:
+        what: the call, for the text.
+        state: of the model.
+
+    Raises:
+        ConfigError: `sharded_data_parallel_degree` or `shard_gradients` divides some.
+    """
+    refuse_with_parts(what, state)
+    if state.gradient_shards:
+        raise ConfigError(
+            f"{what} does not go with shard_gradients yet, where every backward divides gradients "
+            f"over all replicas. Leave it out, or set shard_gradients: False."
+        )
 
 
 def refuse_with_parts(what: str, state: ModelState) -> None:

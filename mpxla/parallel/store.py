@@ -24,7 +24,7 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.parallel.buckets import Bucket, fill_buckets
-from mpxla.parallel.parts import Parts
+from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.sums import GradientPrograms
 from mpxla.parallel.update_copy import Masters, UpdateCopy
@@ -87,8 +87,8 @@ class ParameterStore:
         self.shards: dict[Bucket, Shard] = {}
         self._programs = Programs(backend)
         self.gradients = GradientPrograms(self._programs)
-        self._parts: list[Shard | Masters | Parts] = []
-        self._part_of: dict[str, Shard | Masters | Parts] = {}
+        self._parts: list[Shard | Masters | Parts | Pieces] = []
+        self._part_of: dict[str, Shard | Masters | Parts | Pieces] = {}
         self._waiting: dict[str, Buffer] = {}
 
     # --- entries --------------------------------------------------------------------------------
@@ -102,7 +102,8 @@ class ParameterStore:
 
     def gradient_spec(self, name: str) -> TensorSpec:
         """What a parameter's gradient is summed and reduced in; that of its part, if it has one."""
-        return accumulator_spec(TensorSpec.of(self.state.held(name)))
+        spec, shard = TensorSpec.of(self.state.held(name)), self.state.gradient_shards.get(name)
+        return accumulator_spec(spec if shard is None else shard.spec(spec.dtype))
 
     def _update_dtype(self, name: str) -> torch.dtype:
         """What a parameter is updated in."""
@@ -182,6 +183,29 @@ class ParameterStore:
                 self.shards[bucket] = shard
                 self._add(shard)
 
+    def divide_gradients(
+        self, names: Iterable[str], capacity_bytes: int, transport: Transport, group: Group
+    ) -> None:
+        """Divides updates as gradients are; all ranks of the group call it, with equal values.
+
+        Args:
+            names: of the parameters; those that are frozen or elsewhere are left out.
+            capacity_bytes: most that is gathered at a time.
+            transport: reaches the other replicas.
+            group: global ranks that divide the gradients.
+        """
+        self.is_divided = True
+        groups: dict[tuple[tuple[int, ...], torch.dtype], dict[str, TensorSpec]] = {}
+        for name, parameter in self._trainable(names).items():
+            if name in self.state.gradient_shards:
+                key = self.ranks[name], self._update_dtype(name)
+                groups.setdefault(key, {})[name] = TensorSpec.of(parameter)
+        for (holders, dtype), specs in groups.items():
+            for bucket in fill_buckets(specs, holders, capacity_bytes):
+                shards = {name: self.state.gradient_shards[name] for name in bucket.names}
+                held, programs = self.state.parameters, self._programs
+                self._add(Pieces(shards, held, dtype, transport, group, programs))
+
     def widen(self, names: Iterable[str]) -> None:
         """Gives 16-bit parameters masters, if the store has a type for those.
 
@@ -190,10 +214,11 @@ class ParameterStore:
         """
         if self.shards:
             return  # what is not divided was frozen then, and cannot be trained
+        divided = self.state.gradient_shards  # likewise
         narrow = {
             name: parameter
             for name, parameter in self._trainable(names).items()
-            if self._update_dtype(name) != parameter.dtype
+            if self._update_dtype(name) != parameter.dtype and name not in divided
         }
         if narrow:
             assert self.master_dtype is not None, "only masters are wider"
@@ -213,17 +238,19 @@ class ParameterStore:
         if names:
             self._add(Parts(self.state, names, self._update_dtype, self._programs))
 
-    def _add(self, part: "Shard | Masters | Parts") -> None:
+    def _add(self, part: "Shard | Masters | Parts | Pieces") -> None:
         self._parts.append(part)
         self._part_of.update(dict.fromkeys(part.names, part))
 
-    def _concerned(self, names: Iterable[str]) -> list[Shard | Masters | Parts]:
+    def _concerned(self, names: Iterable[str]) -> list[Shard | Masters | Parts | Pieces]:
         found = {id(self._part_of[name]) for name in names if name in self._part_of}
         return [part for part in self._parts if id(part) in found]
 
     def renew(self, names: Iterable[str]) -> None:
         """Update copies take what was written to the parameters named since the last update."""
         for part in self._concerned(names):
+            if isinstance(part, Parts):
+                continue  # nobody but the store writes to them
             self.backend.assign([copy.parameter for copy in part.copies.values()], part.renew())
 
     def publish(self, names: Iterable[str]) -> None:
@@ -278,7 +305,7 @@ class ParameterStore:
     def _is_whole(self, name: str) -> bool:
         """Whether all elements that this rank has gradients of are updated here."""
         copy = self.copy_of(name)
-        if name not in self._part_of or name in self.state.parts:
+        if name not in self._part_of or name in self.state.gradient_shards:
             return True
         return copy is not None and copy.extent is None
 

@@ -19,9 +19,11 @@ from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
 from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.stage.flat import FlatShard
 
 __all__ = [
     "Choice",
+    "bytes_with_whole_parameters",
     "choose",
     "device_bytes",
     "free_keys",
@@ -233,13 +235,37 @@ def _with_dispatch(costs: Costs, dispatch_s: float) -> Costs:
     )
 
 
-def _fullest(cut: CutStep, config: Config) -> int:
-    """Bytes of the fullest rank: parameters and their state, and activations at their peak."""
+def bytes_with_whole_parameters(
+    cut: CutStep, config: Config, shards: Mapping[str, FlatShard]
+) -> int:
+    """Bytes of the fullest rank whose divided parameters are whole for as long as a step runs.
+
+    Args:
+        cut: the step.
+        config: its schedule and what stages keep.
+        shards: of the parameters that are divided, by name.
+    """
+    held = dict(cut.partition.parameter_bytes)
+    for name, shard in shards.items():
+        if name in held:
+            held[name] = -(-held[name] // shard.size) + cut.problem.weight_bytes[name]
+    return _fullest(cut, config, held)
+
+
+def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None) -> int:
+    """Bytes of the fullest rank: parameters and their state, and activations at their peak.
+
+    Args:
+        cut: the step.
+        config: its schedule and what stages keep.
+        held: bytes of every parameter with its state; by default those of the partition.
+    """
     partition = cut.partition
+    held = partition.parameter_bytes if held is None else held
     sizes = [0] * partition.num_ranks
     for name, ranks in partition.parameter_ranks.items():
         for rank in ranks:
-            sizes[rank] += partition.parameter_bytes[name]
+            sizes[rank] += held[name]
     if config.activation_memory == "keep":
         saved = (load.activation_bytes for load in partition.loads)
         stages = [StageBytes(size, size, 0, size) for size in saved]

@@ -28,6 +28,7 @@ from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.automatic import (
+    bytes_with_whole_parameters,
     choose,
     device_bytes,
     free_keys,
@@ -37,6 +38,7 @@ from mpxla.runtime.automatic import (
 )
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.executor import StepRun
+from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.metrics import Meter
@@ -140,6 +142,8 @@ class StepEngine:
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
+        self._has_room: bool | None = None
+        """Whether whole parameters fit into every rank, once that has been planned."""
         self._chosen: dict[str, Any] | None = None
         """Open keys of the configuration, once a step has been cut."""
 
@@ -288,6 +292,8 @@ class StepEngine:
         count, backend = signature.num_microbatches, self._session.backend
         config = self._config
         schedule = schedule_step(cut, config)
+        shards = self._states.shards
+        gathers_once = bool(shards) and self._gathers_once(cut)
         is_for_speed = config.optimize == "speed"
         plan = self._together(
             self._group,
@@ -300,7 +306,8 @@ class StepEngine:
                 is_for_speed,
                 config.activation_memory,
                 self._groups,
-                self._states.shards,
+                {} if gathers_once else shards,
+                self._states.gradient_shards,
                 config.sdp_max_live_parameters,
                 self.life.at,
             ),
@@ -309,7 +316,13 @@ class StepEngine:
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
-        runner = PlanRunner(plan, states, link, self._pp_rank, backend, reduction, models, checks)
+        gathering = None
+        if gathers_once:
+            read = {n for p in plan.programs.values() for n in p.lowered.spec.parameters}
+            gathering = Gathering(read, shards, self._groups[SHARDING_GROUP], backend)
+        runner = PlanRunner(
+            plan, states, link, self._pp_rank, backend, reduction, models, checks, gathering
+        )
         self.meter.note_compilation(time.perf_counter() - started)
         get_logger().info(
             "compiled step function %s in %.1f s (%s): %d programs on this rank",
@@ -425,6 +438,29 @@ class StepEngine:
     def _config(self) -> Config:
         """The session's for all batches of a step, with what was chosen."""
         return with_keys(self._given, self._chosen) if self._chosen else self._given
+
+    def _gathers_once(self, cut: CutStep) -> bool:
+        """Whether divided parameters are whole for all of a step; the first one decides for all."""
+        session, config = self._session, self._config
+        if config.sdp_gather != "auto":
+            return config.sdp_gather == "step"
+        if self._has_room is None:
+            counters = session.backend.memory_counters()
+            limit = device_bytes(counters, session.env.local_size)
+            size = bytes_with_whole_parameters(cut, config, self._states.shards)
+            everyone = session.objects.allgather(
+                cut.step.is_training and size <= limit, session.topology.world_group()
+            )
+            self._has_room = all(everyone)
+            if session.rank == 0:
+                get_logger().info(
+                    "sdp_gather: auto means %s: with whole parameters the fullest rank takes %.2g "
+                    "of %.3g GiB",
+                    "step" if self._has_room else "microbatch",
+                    size / 2**30,
+                    limit / 2**30,
+                )
+        return self._has_room
 
     def _choose(self, cut: CutStep, function: str) -> CutStep:
         """The step cut anew if keys are open: the first rank of a pipeline decides, others follow.

@@ -340,6 +340,7 @@ def compile_stages(
     activation_memory: str | int = "keep",
     groups: Groups | None = None,
     shards: Mapping[str, FlatShard] | None = None,
+    gradient_shards: Mapping[str, FlatShard] | None = None,
     max_live: int = 0,
     tell: Callable[[str], object] = lambda part: None,
 ) -> StepPlan:
@@ -354,6 +355,7 @@ def compile_stages(
         activation_memory: the key of the configuration.
         groups: those that stages communicate in.
         shards: of the parameters of which this rank has a part, by name.
+        gradient_shards: of those whose gradients are divided; `shards` are among them.
         max_live: most elements of those that are to be whole at a time.
         tell: is told what begins, as in "stage 1 backward".
 
@@ -376,9 +378,9 @@ def compile_stages(
         backend.lowering,
         activation_memory,
         cut.step.is_training,
-        for_speed and not shards,  # other layouts would need the whole weights of a step
+        for_speed and not gradient_shards,  # other layouts need whole weights, and gradients
         shards or {},
-        lambda lowered: divide_stage(lowered, shards or {}, max_live),
+        lambda lowered: divide_stage(lowered, shards or {}, gradient_shards or {}, max_live),
     )
     programs = {index: _compile_stage(stage, compile_) for index, stage in planned.items()}
     elapsed = time.perf_counter() - started

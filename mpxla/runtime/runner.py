@@ -13,6 +13,7 @@ from mpxla.device.backend import Backend
 from mpxla.runtime.debug import show_prints
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
+from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.outputs import build_outputs
@@ -37,6 +38,7 @@ class PlanRunner:
         reduction: of the gradients over replicas; None for an evaluation step.
         models: labels of the models that the step uses.
         checks: of the indices in the step.
+        gathering: makes divided parameters whole for a step; None where programs take parts.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class PlanRunner:
         reduction: StepReduction | None,
         models: tuple[str, ...],
         checks: IndexChecks,
+        gathering: Gathering | None = None,
     ):
         self.plan = plan
         self.models = models
         self.checks = checks
+        self._gathering = gathering
         self._fetch: Callable[[int], list[torch.Tensor]] | None = None
         self._states = states
         self._link = link
@@ -157,6 +161,8 @@ class PlanRunner:
         tensors = dict(self._states.local_tensors())
         adopted = self._backend.adopt(list(tensors.values()))
         tensors = dict(zip(tensors, adopted, strict=True))
+        if self._gathering is not None:
+            tensors.update(self._gathering(tensors))
         self._upload_constants()
         tensors.update(self._constants)
         return tensors

@@ -32,8 +32,10 @@ class ModelState:
         module: the user's model.
 
     Attributes:
-        shards: which elements this rank has of parameters that a sharding group divides, by name.
-            Those parameters have no storage themselves once they are placed.
+        gradient_shards: which elements this rank has of gradients that a sharding group divides, by
+            name of the parameter.
+        shards: those of them whose parameters are divided likewise, and have no storage themselves
+            once they are placed.
         parts: what it holds of them.
     """
 
@@ -43,6 +45,7 @@ class ModelState:
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self.local_names: frozenset[str] | None = None
+        self.gradient_shards: dict[str, FlatShard] = {}
         self.shards: dict[str, FlatShard] = {}
         self.parts: dict[str, nn.Parameter] = {}
         self._recorded: list[torch.Tensor] = []
@@ -111,18 +114,20 @@ class ModelState:
                     names[name] = owned[id(owner), key]
         return names
 
-    def divide(self, index: int, size: int, threshold: int) -> None:
+    def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
         """Decides which parameters the ranks of a sharding group divide. Before placing.
 
         Args:
             index: this rank's place in the group.
             size: ranks of the group; with one, nothing is divided.
             threshold: parameters with fewer elements stay whole.
+            gradients_only: whether all parameters stay whole.
         """
         for name, parameter in self.parameters.items():
             count = parameter.numel()
             if size > 1 and count >= threshold and FlatShard.fits(count, size):
-                self.shards[name] = FlatShard(tuple(parameter.shape), index, size)
+                self.gradient_shards[name] = FlatShard(tuple(parameter.shape), index, size)
+        self.shards = {} if gradients_only else dict(self.gradient_shards)
 
     def whole_on_host(self, name: str) -> torch.Tensor:
         """The value of a parameter that is to be divided, before it is."""

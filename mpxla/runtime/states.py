@@ -139,6 +139,15 @@ class ModelStates:
             for own, shard in state.shards.items()
         }
 
+    @property
+    def gradient_shards(self) -> dict[str, FlatShard]:
+        """Of gradients that sharding groups divide."""
+        return {
+            self._names[label][own]: shard
+            for label, state in self._states.items()
+            for own, shard in state.gradient_shards.items()
+        }
+
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank has of parameters and buffers, of all models that are placed."""
         for label, state in self._states.items():

@@ -13,7 +13,9 @@ possible. Values are numbered: the arguments of the graph first, then what one p
 another or as a result. This module is pure: it knows neither devices nor how pieces run.
 """
 
+import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,7 @@ from mpxla.stage.cleanup import is_view
 from mpxla.stage.spec import TensorSpec
 
 __all__ = [
+    "DEPARTURE",
     "TURN",
     "CollectivePiece",
     "ComputePiece",
@@ -43,18 +46,22 @@ __all__ = [
 
 TURN = "mpxla_turn"
 """Key in the `meta` of collectives that bring something large: their `Turn`."""
+DEPARTURE = "mpxla_departure"
+"""Key in the `meta` of collectives that take something large away: their `Turn`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """When a collective may start whose result is large, as a gathered parameter is.
+    """When a collective may start whose result or operand is large, as a whole parameter is.
 
     What a turn brings is started once everything that reads the turn before it has been started.
+    What a turn takes away leaves when the next turn computes, and before the one after it does.
 
     Attributes:
         number: of the turn, in the order of the program.
         is_alone: whether those readers must also have ended; else those of the turn before them,
-            so that the collectives of one turn overlap with the computation of another.
+            so that the collectives of one turn overlap with the computation of another. What leaves
+            does so before the next turn computes.
     """
 
     number: int
@@ -221,13 +228,12 @@ def _group(
         kinds[node] = kinds[node.args[0]] if is_element else kind_of(node)
     placed = {node for node in graph.nodes if node.op in there}
     groups: list[tuple[type[Piece], list[fx.Node]]] = []
-    turns = _Turns(remaining)
+    turns, departures = _Turns(remaining), _Departures(remaining)
     while remaining:
         turns.advance(placed)
-        choices = [
-            _ready([n for n in remaining if turns.allows(n)], kinds, kind, placed)
-            for kind in _in_order(kinds.values())
-        ]
+        departures.advance(placed)
+        allowed = [n for n in remaining if turns.allows(n) and departures.allows(n)]
+        choices = [_ready(allowed, kinds, kind, placed) for kind in _in_order(kinds.values())]
         if not any(nodes for _, nodes in choices):
             turns.skip()  # something reads what two turns bring
             continue
@@ -266,6 +272,44 @@ class _Turns:
 
     def _is_left(self) -> bool:
         return self._current < max(self._readers, default=0)
+
+
+class _Departures:
+    """What has to wait until something large has left, while nodes are being placed.
+
+    Nodes are of the segment of the first turn that has not left before them, in the order of the
+    graph. What follows from the collectives themselves waits for nothing else.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]):
+        self._turn = {n: n.meta[DEPARTURE] for n in nodes if DEPARTURE in n.meta}
+        missing = Counter(turn.number for turn in self._turn.values())
+        last = max(missing, default=-1) + 1
+        self._segment: dict[fx.Node, int] = {}
+        after: set[fx.Node] = set()
+        for node in nodes:
+            turn = self._turn.get(node)
+            if turn is not None:
+                missing[turn.number] -= 1
+            if turn is not None or not after.isdisjoint(node.all_input_nodes):
+                after.add(node)
+            elif not is_collective(node):
+                self._segment[node] = next((n for n in range(last) if missing[n]), last)
+        self._ends: list[float] = [0.0, 0.0]
+
+    def advance(self, placed: set[fx.Node]) -> None:
+        """Takes note of what has been placed."""
+        left = (t.number + (not t.is_alone) for n, t in self._turn.items() if n not in placed)
+        begun = (segment for node, segment in self._segment.items() if node not in placed)
+        self._ends = [min(left, default=math.inf), min(begun, default=math.inf)]
+
+    def allows(self, node: fx.Node) -> bool:
+        """Whether a node does not have to wait."""
+        last_segment, first_missing = self._ends
+        turn = self._turn.get(node)
+        if turn is not None:
+            return first_missing > turn.number + (not turn.is_alone)
+        return self._segment.get(node, 0) <= last_segment
 
 
 def _readers_of(node: fx.Node) -> set[fx.Node]:

@@ -1,16 +1,17 @@
-"""Parameters of which each rank has a part, in the programs of a stage (ZeRO-3).
+"""Parameters and gradients of which each rank has a part, in the programs of a stage.
 
 A stage is lowered as if its parameters were whole. Then its graphs are rewritten: a divided
 parameter becomes this rank's part and an all-gather before its use, and its gradient is scattered
-over the group, so that accumulators are parts as well:
+over the group, so that accumulators are parts as well (ZeRO-3; in ZeRO-2 the latter alone):
 
     forward     part of w0 -> gather -> block 0      part of w1 -> gather -> block 1
     backward    part of w1 -> gather -> block 1 -> gradient of w1 -> reduce-scatter -> accumulator
 
 What the backward saves of a parameter is the part, so it gathers once more and nothing keeps a
 whole copy. Parameters are gathered block by block, in *turns*; the pieces of a program
-(`stage/pieces.py`) hold no more than two turns at a time. (Rajbhandari et al., "ZeRO", 2020; as a
-rewriting of graphs: "SimpleFSDP", arXiv:2411.00284.)
+(`stage/pieces.py`) hold no more than two turns at a time. Gradients are scattered block by block
+too, each while the next block computes. (Rajbhandari et al., "ZeRO", 2020; as a rewriting of
+graphs: "SimpleFSDP", arXiv:2411.00284.)
 
 Gradients are scattered in the type of the accumulators, as means over the group. This module must
 not know how many groups there are, nor what optimizers do.
@@ -26,7 +27,7 @@ from torch import fx
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import LoweredStage
-from mpxla.stage.pieces import TURN, Turn
+from mpxla.stage.pieces import DEPARTURE, TURN, Turn
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["divide_stage"]
@@ -36,43 +37,46 @@ _c10d = torch.ops._c10d_functional
 
 
 def divide_stage(
-    lowered: LoweredStage, shards: Mapping[str, FlatShard], max_live: int
+    lowered: LoweredStage,
+    shards: Mapping[str, FlatShard],
+    gradient_shards: Mapping[str, FlatShard],
+    max_live: int,
 ) -> LoweredStage:
     """A lowered stage that takes parts of parameters and gives parts of gradients.
 
     Args:
         lowered: the stage, for whole parameters; its graphs are changed in place.
         shards: of the parameters that are divided, by name.
+        gradient_shards: of those whose gradients are; `shards` are among them.
         max_live: most elements that are to be whole at a time; one turn always is.
     """
     names = lowered.spec.parameters
     divided = {i: shards[name] for i, name in enumerate(names) if name in shards}
-    if not divided:
+    scattered = {i: gradient_shards[n] for i, n in enumerate(names) if n in gradient_shards}
+    blocks = {i: _block_of(name) for i, name in enumerate(names)}
+    if divided:
+        arguments = list(lowered.forward_inputs)
+        for i, shard in divided.items():
+            arguments[i] = shard.spec(arguments[i].dtype)
+        _gather(lowered.forward, divided, blocks, max_live)
+        lowered = replace(lowered, forward_inputs=tuple(arguments))
+    if lowered.backward is None or not scattered:
         return lowered
-    blocks = {i: _block_of(names[i]) for i in divided}
-    arguments = list(lowered.forward_inputs)
-    for i, shard in divided.items():
-        arguments[i] = shard.spec(arguments[i].dtype)
-    _gather(lowered.forward, divided, blocks, max_live)
-    divided_stage = replace(lowered, forward_inputs=tuple(arguments))
-    return (
-        divided_stage
-        if lowered.backward is None
-        else _divide_backward(divided_stage, divided, blocks, max_live)
-    )
+    return _divide_backward(lowered, divided, scattered, blocks, max_live)
 
 
 def _divide_backward(
     lowered: LoweredStage,
     divided: Mapping[int, FlatShard],
+    scattered: Mapping[int, FlatShard],
     blocks: Mapping[int, str],
     max_live: int,
 ) -> LoweredStage:
     spec, derivative = lowered.spec, lowered.backward.derivative
     arguments = list(lowered.backward_inputs)
-    results = {i: position for position, i in enumerate(_trained(lowered)) if i in divided}
+    results = {i: position for position, i in enumerate(_trained(lowered)) if i in scattered}
     for i, position in results.items():
-        arguments[position] = divided[i].spec(arguments[position].dtype)
+        arguments[position] = scattered[i].spec(arguments[position].dtype)
     saved = {
         place: divided[s.argument]
         for place, s in enumerate(lowered.saved)
@@ -80,14 +84,11 @@ def _divide_backward(
     }
     for place in saved:
         arguments[len(spec.trained) + place] = lowered.forward_inputs[lowered.saved[place].argument]
-    _gather(
-        derivative,
-        saved,
-        {place: blocks[lowered.saved[place].argument] for place in saved},
-        max_live,
-    )
+    if saved:
+        blocks_of_saved = {place: blocks[lowered.saved[place].argument] for place in saved}
+        _gather(derivative, saved, blocks_of_saved, max_live)
     dtypes = {i: lowered.backward_inputs[position].dtype for i, position in results.items()}
-    _scatter(derivative, {i: divided[i] for i in results}, dtypes)
+    _scatter(derivative, {i: scattered[i] for i in results}, dtypes, blocks, max_live)
     return replace(lowered, backward_inputs=tuple(arguments))
 
 
@@ -129,13 +130,15 @@ def _gather(
     position = {node: i for i, node in enumerate(graph.nodes)}
     uses = [use for i in shards for use in _uses_of(i, placeholders[i])]
     uses.sort(key=lambda use: position[use.node])
-    turns = _turns(uses, blocks)
-    live = _live_elements(turns, shards)
+    turns: dict[int, list[_Use]] = {}
+    for use, number in zip(uses, _turns([blocks[use.argument] for use in uses]), strict=True):
+        turns.setdefault(number, []).append(use)
+    live = [sum(shards[i].num_elements for i in {u.argument for u in t}) for t in turns.values()]
     wholes = {i: placeholders[i].meta["val"] for i in shards}
     for i, shard in shards.items():
         spec = shard.spec(wholes[i].dtype)
         placeholders[i].meta = {**placeholders[i].meta, "val": _fake(wholes[i], spec)}
-    for number, turn in enumerate(turns):
+    for number, turn in turns.items():
         together = live[number] + (live[number - 1] if number else 0)
         meta = Turn(number, is_alone=together > max_live)
         whole: dict[int, fx.Node] = {}
@@ -165,24 +168,16 @@ def _uses_of(argument: int, placeholder: fx.Node) -> list[_Use]:
     return found
 
 
-def _turns(uses: Sequence[_Use], blocks: Mapping[int, str]) -> list[list[_Use]]:
-    """Uses in the order of the graph, by block; a block that comes again later is a new turn."""
-    turns: list[list[_Use]] = []
+def _turns(blocks: Sequence[str]) -> list[int]:
+    """The turn of each entry, by its block; a block that comes again later is a new turn."""
     names: list[str] = []
-    for use in uses:
-        block = blocks[use.argument]
+    turns: list[int] = []
+    for block in blocks:
         recent = [n for n in (len(names) - 1, len(names) - 2) if n >= 0 and names[n] == block]
-        if recent:
-            turns[recent[0]].append(use)
-        else:
+        if not recent:
             names.append(block)
-            turns.append([use])
+        turns.append(recent[0] if recent else len(names) - 1)
     return turns
-
-
-def _live_elements(turns: Sequence[Sequence[_Use]], shards: Mapping[int, FlatShard]) -> list[int]:
-    """Elements that every turn gathers."""
-    return [sum(shards[i].num_elements for i in {use.argument for use in turn}) for turn in turns]
 
 
 def _gathered(
@@ -221,28 +216,46 @@ def _rewire(graph: fx.Graph, use: _Use, part: fx.Node, whole: fx.Node) -> None:
 
 
 def _scatter(
-    module: fx.GraphModule, shards: Mapping[int, FlatShard], dtypes: Mapping[int, torch.dtype]
+    module: fx.GraphModule,
+    shards: Mapping[int, FlatShard],
+    dtypes: Mapping[int, torch.dtype],
+    blocks: Mapping[int, str],
+    max_live: int,
 ) -> None:
-    """Makes gradients the means of their parts over the group.
+    """Makes gradients the means of their parts over the group, as soon as they are there.
 
     Args:
         module: gives the gradient of every argument, or None.
         shards: of arguments.
         dtypes: in which their gradients are summed.
+        blocks: of arguments.
+        max_live: most elements of gradients that are to be whole at a time.
     """
     graph = module.graph
     (output,) = [node for node in graph.nodes if node.op == "output"]
     results = list(output.args[0])
-    for i, shard in shards.items():
-        if results[i] is not None:
-            with graph.inserting_before(output):
-                results[i] = _scattered(graph, results[i], shard, dtypes[i])
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    order = [i for i in shards if results[i] is not None]
+    order.sort(key=lambda i: position[results[i]])
+    turns = _turns([blocks[i] for i in order])
+    live = [0] * (max(turns, default=0) + 2)
+    for i, turn in zip(order, turns, strict=True):
+        live[turn] += shards[i].num_elements
+    for i, turn in zip(order, turns, strict=True):
+        gradient = results[i]
+        meta = Turn(turn, is_alone=live[turn] + live[turn + 1] > max_live)
+        # Where it comes in the graph says which computation a turn has to wait for.
+        with graph.inserting_before(first if gradient.op == "placeholder" else gradient.next):
+            results[i] = _scattered(graph, gradient, shards[i], dtypes[i], meta)
     output.args = (tuple(results),)
     graph.lint()
     module.recompile()
 
 
-def _scattered(graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype) -> fx.Node:
+def _scattered(
+    graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torch.dtype, turn: Turn
+) -> fx.Node:
     value, count = gradient.meta["val"], shard.num_elements
     node = gradient
     if value.dtype != dtype:
@@ -256,6 +269,7 @@ def _scattered(graph: fx.Graph, gradient: fx.Node, shard: FlatShard, dtype: torc
     part = _fake(value, TensorSpec((shard.length,), dtype))
     arguments = (node, "sum", shard.size, SHARDING_GROUP)
     node = _call(graph, _c10d.reduce_scatter_tensor.default, arguments, part)
+    node.meta[DEPARTURE] = turn
     node = _call(graph, _c10d.wait_tensor.default, (node,), part)
     node = _call(graph, _aten.mul.Tensor, (node, 1.0 / shard.size), part)
     if shard.num_own < shard.length:

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "fp16": False,
     "bf16": False,
     "shard_optimizer_state": False,
+    "shard_gradients": False,
     "skip_tracing": False,
     "offload_activations": False,
     "activation_loading_horizon": 4,
@@ -43,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "sdp_reduce_bucket_size": 500_000_000,
     "sdp_param_persistence_threshold": 1_000_000,
     "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_gather": "microbatch",
     "sdp_hierarchical_allgather": True,
     "sdp_gradient_clipping": 1.0,
     "load_partition": False,
@@ -460,6 +462,17 @@ def test_refused_combinations(user, text):
             "sharded_data_parallel_degree: 2 does not go with tensor_parallel_degree: 4 yet; set "
             "one of them to 1",
         ),
+        ({"shard_gradients": True}, "shard_gradients: True needs ddp: True"),
+        (
+            {"sharded_data_parallel_degree": 2, "ddp": True, "shard_gradients": True},
+            "sharded_data_parallel_degree: 2 already divides gradients; remove "
+            "shard_gradients: True",
+        ),
+        (
+            {"shard_gradients": True, "ddp": True, "tensor_parallel_degree": 2},
+            "shard_gradients: True does not go with tensor_parallel_degree: 2 yet; use "
+            "shard_optimizer_state: True, or set tensor_parallel_degree: 1",
+        ),
         (
             {"bf16": True, "fp16": True, "sharded_data_parallel_degree": 2, "ddp": True},
             "bf16: True and fp16: True exclude each other; remove one",
@@ -553,6 +566,11 @@ def test_an_unset_port_needs_no_warning(capsys):
         (
             {"sdp_max_live_parameters": 5},
             "sdp_max_live_parameters has no effect, because sharded_data_parallel_degree is 1",
+        ),
+        (
+            {"sdp_param_persistence_threshold": 5},
+            "sdp_param_persistence_threshold has no effect, because sharded_data_parallel_degree "
+            "is 1 and shard_gradients is False",
         ),
         (
             {"partitions": 2, "default_partition": 1},

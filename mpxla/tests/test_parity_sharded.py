@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 6
 MICROBATCHES = 2
+GRADIENTS = {"shard_gradients": True}
 WIDTH, WORDS = 12, 15
 
 
@@ -31,10 +32,13 @@ class Case:
     backend: str = "pjrt"
     passes: int = 1
     keys: tuple[tuple[str, Any], ...] = ()
+    keeps_whole: bool = False
+    """Whether gradients alone are divided, over all replicas."""
 
     def __str__(self) -> str:
         words = [f"{self.degree}x{self.stages}x{self.groups}-{self.backend}"]
         words += [f"{self.passes}passes"] * (self.passes > 1)
+        words += ["gradients"] * self.keeps_whole
         return "-".join(words + [f"{key}={value}" for key, value in self.keys])
 
     @property
@@ -48,9 +52,9 @@ class Case:
     def config(self):
         return {
             "ddp": True,
-            "sharded_data_parallel_degree": self.degree,
+            **(GRADIENTS if self.keeps_whole else {"sharded_data_parallel_degree": self.degree}),
+            **({} if self.keeps_whole else {"sdp_gradient_clipping": 0.1}),
             "sdp_param_persistence_threshold": 16,
-            "sdp_gradient_clipping": 0.1,
             "pipeline_parallel_degree": self.stages,
             "microbatches": MICROBATCHES,
             "memory_weight": 0.0,
@@ -166,8 +170,10 @@ def train(case):
             batch = batch_of(number * case.passes + one, case.replicas)
             returned = step(model, batch.chunk(case.replicas)[smp.rdp_rank()])
             found.losses.append(returned.reduce_mean().item())
+        if case.keeps_whole:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-        found.norms.append(float(optimizer._global_grad_norm))
+        found.norms.append(float(norm if case.keeps_whole else optimizer._global_grad_norm))
     found.compilations += current().backend.num_compilations
     found.elements = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
     found.state = {name: value.cpu().float() for name, value in model.state_dict().items()}
@@ -175,7 +181,11 @@ def train(case):
     return found
 
 
-CASES = (Case(2), Case(2, stages=2, backend="torch_xla"))
+CASES = (
+    Case(2),
+    Case(2, stages=2, backend="torch_xla"),
+    Case(2, keeps_whole=True),
+)
 SWEEP = (
     Case(2, backend="torch_xla"),
     Case(4),
@@ -187,6 +197,12 @@ SWEEP = (
     Case(2, stages=2, keys=(("virtual_pipeline_degree", 2),)),
     Case(2, keys=(("activation_memory", "recompute"),)),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
+    Case(2, stages=2, keys=(("sdp_gather", "step"),)),
+    Case(2, groups=2, backend="torch_xla", keys=(("sdp_gather", "auto"),)),
+    Case(2, stages=2, passes=2, backend="torch_xla", keeps_whole=True),
+    Case(3, keeps_whole=True),
+    Case(2, stages=2, keys=(("pipeline", "zero_bubble"),), keeps_whole=True),
+    Case(2, backend="torch_xla", keys=(("transport", "xla"),), keeps_whole=True),
 )
 
 
@@ -194,6 +210,7 @@ NARROW = (
     Case(2, keys=(("bf16", True),)),
     Case(2, passes=2, keys=(("fp16", True),)),
     Case(2, stages=2, groups=2, keys=(("bf16", True),)),
+    Case(2, keys=(("bf16", True),), keeps_whole=True),
 )
 """Rounded: only a wrong factor shows."""
 

@@ -139,7 +139,7 @@ CONFIG_KEYS = {
     *("sdp_hierarchical_allgather", "sdp_gradient_clipping"),
     *("load_partition", "partition_file", "contiguous", "horovod"),
     # Extensions.
-    *("device", "compile_cache"),
+    *("device", "compile_cache", "shard_gradients", "sdp_gather"),
     *("transport", "reduction_dtype", "stall_timeout_s", "init_timeout_s"),
     *("trust_checkpoints", "master_dtype", "stochastic_rounding"),
     *("check_indices", "activation_memory"),

@@ -14,7 +14,7 @@ from mpxla.graph.collectives import is_collective
 from mpxla.runtime.plan import cut_step
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage
-from mpxla.stage.pieces import TURN, CollectivePiece, ComputePiece, annotate, split_graph
+from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.split_backward import flatten_backward, split_backward
 from mpxla.tests.test_parity_sharded import Block, Model, batch_of, loss_of
@@ -46,14 +46,15 @@ def captured(model, ids, autocast=False, pins=(), stage=0):
     return cut_step(graph, config, EagerBackend().lowering, placed, None).stages[stage]
 
 
-def lowered_for(index, spec, model, threshold=16, max_live=10**9, share=1.0):
+def lowered_for(index, spec, model, max_live=10**9, share=1.0, keeps_whole=False):
     shards = {
         name: FlatShard(tuple(p.shape), index, len(RANKS))
         for name, p in model.named_parameters()
-        if p.numel() >= threshold
+        if p.numel() >= 16
     }
-    stage = TracedStage(spec, True, EagerBackend().lowering, divided=shards).lowered(share)
-    return divide_stage(stage, shards, max_live), shards
+    divided = {} if keeps_whole else shards
+    stage = TracedStage(spec, True, EagerBackend().lowering, divided=divided).lowered(share)
+    return divide_stage(stage, divided, shards, max_live), shards
 
 
 def run_on(spec, model, lowered, shards, ids, transport):
@@ -62,8 +63,12 @@ def run_on(spec, model, lowered, shards, ids, transport):
     forward = backend.compile("forward", lowered.forward, lowered.forward_inputs, groups=groups)
     inputs = lowered.backward_inputs
     backward = backend.compile("backward", lowered.backward, inputs, groups=groups)
-    held = {n: shards[n].take(p) if n in shards else p for n, p in model.named_parameters()}
-    arguments = [held[name].detach() for name in spec.parameters] + [ids]
+    held = dict(model.named_parameters())
+    specs = zip(spec.parameters, lowered.forward_inputs, strict=False)
+    arguments = [
+        (held[name] if held[name].shape == taken.shape else shards[name].take(held[name])).detach()
+        for name, taken in specs
+    ] + [ids]
     outputs = forward(arguments)
     kept = outputs[len(outputs) - lowered.num_saved :]
     saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
@@ -72,7 +77,8 @@ def run_on(spec, model, lowered, shards, ids, transport):
     return outputs[0], dict(zip(spec.trained, found, strict=False)), shards
 
 
-def test_gradients_are_means_over_the_group():
+@pytest.mark.parametrize("keeps_whole", [False, True], ids=["parts", "whole"])
+def test_gradients_are_means_over_the_group(keeps_whole):
     model = build()
     batches = batch_of(0, 1).chunk(2)
     spec = captured(model, batches[0])
@@ -80,7 +86,8 @@ def test_gradients_are_means_over_the_group():
         found = list(
             pool.map(
                 lambda lowered, ids, world: run_on(spec, model, *lowered, ids, world),
-                [lowered_for(index, spec, model) for index in RANKS],  # torch traces in one thread
+                # Torch traces in one thread.
+                [lowered_for(index, spec, model, keeps_whole=keeps_whole) for index in RANKS],
                 batches,
                 loopback_world(2),
                 timeout=60,
@@ -151,6 +158,41 @@ def test_a_turn_is_a_block_and_waits_for_the_one_before_the_last(max_live):
             for number in set(piece.inputs) & set(whole):
                 later = [start for start in starts if whole[number] < start < i]
                 assert len(later) <= 1, "no more than two turns are whole"
+
+
+def scattered_by(piece):
+    """Turns of what a piece takes away."""
+    nodes = piece.module.graph.nodes
+    return [node.meta[DEPARTURE].number for node in nodes if DEPARTURE in node.meta]
+
+
+@pytest.mark.parametrize("keeps_whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("max_live", [10**9, 1], ids=["overlapping", "alone"])
+def test_gradients_leave_block_by_block(max_live, keeps_whole):
+    model = build()
+    ids = batch_of(0, 1)
+    lowered, _ = lowered_for(
+        0, captured(model, ids), model, max_live=max_live, keeps_whole=keeps_whole
+    )
+    weights = {p.numel() for p in model.blocks.parameters() if p.dim() == 2}
+    _, backward = pieces_of(lowered)
+    turns = [number for piece in backward.pieces for number in scattered_by(piece)]
+    assert sorted(turns) == turns
+    assert len(set(turns)) == len(model.blocks) + 1
+    assert all(len(set(scattered_by(piece))) <= 1 for piece in backward.pieces)
+    last = {n: i for i, done in enumerate(backward.last_uses()) for n in done}
+    most = 0
+    for i in range(len(backward.pieces)):
+        alive = [
+            spec
+            for other in backward.pieces[: i + 1]
+            if isinstance(other, ComputePiece)
+            for n, spec in zip(other.outputs, other.output_specs, strict=True)
+            if last.get(n, 0) >= i and torch.Size(spec.shape).numel() in weights
+        ]
+        most = max(most, len(alive))
+    of_block = 2
+    assert most == (of_block if max_live == 1 else 2 * of_block), "whole gradients between pieces"
 
 
 def test_nothing_that_is_saved_is_a_whole_parameter():
