@@ -152,8 +152,8 @@ def check(case):
             assert share < 1.0 / parts + 0.1
 
 
-CASES = [Case("bf16", backend="pjrt")]
-SLOW = [
+CASES = [
+    Case("bf16", backend="pjrt"),
     Case(is_divided=True, replicas=2),
     Case("bf16", is_divided=True, replicas=2, backend="pjrt"),
     Case("bf16", stages=2),
@@ -163,12 +163,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_16_bits(case):
-    check(case)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_16_bits_and_divided_updates(case):
     check(case)
