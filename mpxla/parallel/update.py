@@ -28,7 +28,12 @@ from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
-from mpxla.parallel.update_state import StartEntry, share_counters, starts_from_zeros
+from mpxla.parallel.update_state import (
+    StartEntry,
+    idles_without_gradients,
+    share_counters,
+    starts_from_zeros,
+)
 from mpxla.parallel.update_trace import UpdateTracer, wide_dtype
 from mpxla.stage.spec import TensorSpec
 
@@ -167,6 +172,9 @@ class CompiledUpdate:
             return None
         if program.is_random:
             self._give_up("it draws random numbers")
+            return None
+        if not idles_without_gradients(self._optimizer):  # phase 4 hides them
+            self._give_up("it does not leave alone what has no gradient")
             return None
         self._programs[slots.key] = program
         return program

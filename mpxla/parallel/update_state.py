@@ -10,7 +10,16 @@ from mpxla.device.backend import Backend
 from mpxla.parallel.update_python import python_random_kept
 from mpxla.parallel.update_trace import clone_optimizer
 
-__all__ = ["StartEntry", "dtypes_of_start", "share_counters", "starts_from_zeros"]
+__all__ = [
+    "StartEntry",
+    "dtypes_of_start",
+    "idles_without_gradients",
+    "share_counters",
+    "starts_from_zeros",
+]
+
+_VALUES = (0.3, -0.7, 1.1, 0.9, -0.2, 0.4)
+"""Of parameters on which optimizers are tried."""
 
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
@@ -107,11 +116,33 @@ def _start_of(
     return {k: StartEntry(v, plain[0]) for k, v in state.items()} if is_same else None
 
 
+def idles_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step leaves alone what has no gradient, as those of `torch.optim` do.
+
+    One that reads `p.grad` without a look at it fails there, and one that decays weights before it
+    looks would decay them twice. What cannot be tried on the host passes.
+
+    Args:
+        optimizer: stays as it is.
+    """
+    shape, dtype = (3, 2), torch.float32
+    try:
+        _tried(optimizer, shape, dtype, None)
+    except Exception:  # an optimizer may raise anything on what it was not written for
+        return True
+    try:
+        values, _ = _tried(optimizer, shape, dtype, None, has_gradients=False)
+    except Exception:  # the same
+        return False
+    return all(torch.equal(v, torch.tensor(_VALUES).view(shape)) for v in values)
+
+
 def _tried(
     optimizer: torch.optim.Optimizer,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     zeros: Mapping[str, torch.Tensor] | None,
+    has_gradients: bool = True,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Parameters and state after two steps of a copy, which starts from zeros like those given."""
 
@@ -122,7 +153,7 @@ def _tried(
         {k: False if k in ("foreach", "fused") else v for k, v in group.items()}
         for group in optimizer.param_groups
     ]
-    parameters = [torch.nn.Parameter(numbers(0.3, -0.7, 1.1, 0.9, -0.2, 0.4)) for _ in groups]
+    parameters = [torch.nn.Parameter(numbers(*_VALUES)) for _ in groups]
     state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
     with python_random_kept(), torch.random.fork_rng(devices=()):
         clone = clone_optimizer(
@@ -132,6 +163,7 @@ def _tried(
         )
         for scale in (1.0, -0.4):
             for parameter in parameters:
-                parameter.grad = numbers(0.5, 0.25, -2.0, 1.5, -0.75, 0.125) * scale
+                gradient = numbers(0.5, 0.25, -2.0, 1.5, -0.75, 0.125) * scale
+                parameter.grad = gradient if has_gradients else None
             type(optimizer).step(clone)
     return [p.detach() for p in parameters], clone.state[parameters[0]]

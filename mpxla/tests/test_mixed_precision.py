@@ -12,7 +12,9 @@ from mpxla.tests.wrong_uses import check_texts, refused
 pytestmark = pytest.mark.ranks
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-MICROBATCHES = 64
+WEIGHTS = (2.0**12, 2.0, 2.0, -(2.0**12))
+"""Of microbatches. Gradients of the first and the last cancel; sums in bfloat16 lose the others."""
+MICROBATCHES = len(WEIGHTS)
 
 
 class Net(nn.Module):
@@ -35,9 +37,10 @@ def data(step, size=64):
 
 
 def repeated(step):
-    """Equal microbatches: the errors of a sum in bfloat16 all have one sign."""
+    """Equal microbatches, and the weight of every sample."""
     x, y = data(step, 4)
-    return x.repeat(MICROBATCHES, 1), y.repeat(MICROBATCHES)
+    weights = torch.tensor(WEIGHTS).repeat_interleave(4)
+    return x.repeat(MICROBATCHES, 1), y.repeat(MICROBATCHES), weights
 
 
 def state_of(model):
@@ -60,16 +63,16 @@ def train_bf16(config, num_steps, is_converted=False):
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
 
     @smp.step
-    def step(model, x, y):
+    def step(model, x, y, weights):
         loss = F.cross_entropy(model(x.to(BF16) if is_converted else x).float(), y)
-        model.backward(loss)
+        model.backward(loss * weights[0])
         return loss
 
     losses, compiled = [], []
     for number in range(num_steps):
-        x, y = (part.chunk(smp.dp_size())[smp.dp_rank()] for part in repeated(number))
+        batch = [part.chunk(smp.dp_size())[smp.dp_rank()] for part in repeated(number)]
         optimizer.zero_grad()
-        losses.append(step(model, x, y).reduce_mean().item())
+        losses.append(step(model, *batch).reduce_mean().item())
         optimizer.step()
         compiled.append(current().backend.num_compilations)
     transfers = [
@@ -90,9 +93,11 @@ def train_bf16_plainly(num_steps, sum_dtype=F32):
     for number in range(num_steps):
         sums = [torch.zeros_like(m, dtype=sum_dtype) for m in masters]
         total = 0.0
-        for x, y in zip(*(part.chunk(MICROBATCHES) for part in repeated(number)), strict=True):
+        parts = (part.chunk(MICROBATCHES) for part in repeated(number))
+        for x, y, weights in zip(*parts, strict=True):
             loss = F.cross_entropy(model(x.to(BF16)).float(), y)
-            found = torch.autograd.grad(loss / MICROBATCHES, list(model.parameters()))
+            weighted = loss * weights[0] / MICROBATCHES
+            found = torch.autograd.grad(weighted, list(model.parameters()))
             sums = [s + g.to(sum_dtype) for s, g in zip(sums, found, strict=True)]
             total += loss.item() / MICROBATCHES
         losses.append(total)
@@ -113,10 +118,8 @@ def distance(found, expected):
 
 BOUND = 0.02
 """Of what 20 steps move: operators round once more or less than PyTorch's. Gradients that add up in
-bfloat16 over the microbatches are beyond it."""
-
-
-LOSS_BOUND = 0.005
+bfloat16 over the microbatches are far beyond it."""
+LOSS_BOUND = 0.01
 """The same for the losses of these steps, relative."""
 
 
@@ -127,8 +130,8 @@ def farthest(losses, expected):
 def test_the_bounds_tell_sums_in_bfloat16_apart():
     expected, masters = train_bf16_plainly(20)
     losses, worse = train_bf16_plainly(20, BF16)
-    assert distance(worse, masters) > 2 * BOUND
-    assert farthest(losses, expected) > 2 * LOSS_BOUND
+    assert distance(worse, masters) > 20 * BOUND
+    assert farthest(losses, expected) > 20 * LOSS_BOUND
 
 
 @pytest.mark.parametrize(
@@ -179,8 +182,7 @@ def test_a_model_in_bfloat16_is_trained_as_with_the_key():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("name", "stages"), [("XLA_USE_BF16", 1), ("XLA_DOWNCAST_BF16", 2)])
 def test_variables_of_torch_xla_mean_the_key(name, stages):
     config = {"microbatches": 4, "pipeline_parallel_degree": stages}
     keyed = run_ranks(train_bf16, stages, {**config, "bf16": True}, 3)

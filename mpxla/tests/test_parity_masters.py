@@ -19,7 +19,7 @@ from mpxla.tests.ranks.run import run_ranks
 NUM_STEPS = 10
 BF16 = torch.bfloat16
 WIDTH = 24
-EXACT = 1e-4
+EXACT = 2e-5
 """In units of how far parameters have moved: where gradients are exact, only the rounding of
 updates in float32 is left."""
 ROUNDED = 0.02
@@ -213,8 +213,8 @@ CASES = [
 ]
 SLOW = [
     Case(Exact, passes=2),
-    Case(Exact, 2, 1, is_sharded=True, max_norm=0.3),
-    Case(Exact, 1, 2, max_norm=0.3),
+    Case(Exact, 2, 1, is_sharded=True, max_norm=0.5),
+    Case(Exact, 1, 2, max_norm=0.5),
     Case(Exact, 2, 2, passes=2),
     Case(Exact, 3, 1, is_sharded=True, passes=2),
     Case(Net, max_norm=0.3),

@@ -189,9 +189,35 @@ class Wrapping(torch.optim.Optimizer):
                     p.copy_(s)
 
 
+class Trusting(torch.optim.Optimizer):
+    """Does not ask whether parameters have gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * 0.1)
+
+
+class DecayingFirst(Trusting):
+    """Asks too late."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+                if p.grad is not None:
+                    p.sub_(p.grad * 0.1)
+
+
 KINDS = [
     *(InList, InDict, InTensor, InObject, InIterator, InCounter, InGroup, InSharedState),
     *(InModule, InVariable, InClass, InDraws, InArray, Set, Wrapping),
+    *(Trusting, DecayingFirst),
 ]
 REASONS = {
     "InList": "it keeps counts or values in Python",
@@ -209,6 +235,8 @@ REASONS = {
     "InArray": "it keeps counts or values in Python",
     "Set": None,
     "Wrapping": "it keeps a tensor outside of its state (inner.param_groups",
+    "Trusting": "it does not leave alone what has no gradient",
+    "DecayingFirst": "it does not leave alone what has no gradient",
 }
 
 
