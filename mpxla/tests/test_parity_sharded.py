@@ -30,11 +30,13 @@ class Case:
     groups: int = 1
     backend: str = "pjrt"
     passes: int = 1
+    checkpointed: bool = False
     keys: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         words = [f"{self.degree}x{self.stages}x{self.groups}-{self.backend}"]
         words += [f"{self.passes}passes"] * (self.passes > 1)
+        words += ["checkpointed"] * self.checkpointed
         return "-".join(words + [f"{key}={value}" for key, value in self.keys])
 
     @property
@@ -149,6 +151,8 @@ def train(case):
     smp.init(case.config())
     raw = build(3 + smp.rdp_rank())  # replicas take over the values of the first
     model = smp.DistributedModel(raw, backward_passes_per_step=case.passes)
+    for block in model.get_module().blocks if case.checkpointed else ():
+        smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     @smp.step
@@ -186,6 +190,7 @@ SWEEP = (
     Case(2, stages=2, keys=(("pipeline", "simple"),)),
     Case(2, stages=2, keys=(("virtual_pipeline_degree", 2),)),
     Case(2, keys=(("activation_memory", "recompute"),)),
+    Case(2, stages=2, backend="torch_xla", checkpointed=True),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
 )
 
