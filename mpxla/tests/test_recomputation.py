@@ -230,7 +230,7 @@ def test_on_pjrt(pipeline):
     env = {"MPXLA_DEVICE": "pjrt"}
     results = run_ranks(train, 2, modes, keys, timeout_s=580, env=env)
     check(results, modes, shrinks=pipeline == "simple", is_exact=False)
-    assert (results[0]["offload each"]["host"] > 0) == (pipeline == "simple")
+    assert results[0]["offload each"]["host"] > 0
 
 
 @pytest.mark.slow
