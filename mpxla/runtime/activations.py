@@ -7,6 +7,7 @@ executor counts: saved values of all microbatches in flight, and what waits betw
 a split backward.
 """
 
+import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +51,7 @@ def plan_stages(
     for_speed: bool = False,
     divided: Container[str] = (),
     divide: Callable[[LoweredStage], LoweredStage] = lambda lowered: lowered,
+    tells: bool = True,
 ) -> dict[int, PlannedStage]:
     """Lowers the stages of one rank.
 
@@ -63,6 +65,7 @@ def plan_stages(
         for_speed: as for `lower_stage`.
         divided: names of parameters of which this rank has a part.
         divide: makes a lowered stage take parts of those.
+        tells: whether to log how much of a number of bytes is used.
 
     Returns:
         The stages by index.
@@ -87,7 +90,7 @@ def plan_stages(
     if activation_memory == "recompute":
         return planned(0.0)
     assert isinstance(activation_memory, int), "the configuration has checked it"
-    return _within(activation_memory, planned, actions, pp_rank)
+    return _within(activation_memory, planned, actions, pp_rank, tells)
 
 
 def _within(
@@ -95,6 +98,7 @@ def _within(
     planned: Callable[[float], dict[int, PlannedStage]],
     actions: Sequence[Action],
     pp_rank: int,
+    tells: bool,
 ) -> dict[int, PlannedStage]:
     """The stages with the largest share that fits."""
     tried: list[tuple[int, dict[int, PlannedStage]]] = []
@@ -117,7 +121,8 @@ def _within(
         low = middle
         if found > peak:
             peak, best = found, stages
-    get_logger().info(
+    get_logger().log(
+        logging.INFO if tells else logging.DEBUG,
         "activation_memory: pipeline rank %d keeps up to %d bytes of activations (limit %d; %d if "
         "all were kept)",
         pp_rank,

@@ -266,9 +266,11 @@ def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None
     for name, ranks in partition.parameter_ranks.items():
         for rank in ranks:
             sizes[rank] += held[name]
-    if config.activation_memory == "keep":
+    memory = config.activation_memory
+    if memory != "recompute":
         saved = (load.activation_bytes for load in partition.loads)
         stages = [StageBytes(size, size, 0, size) for size in saved]
         peaks = peak_bytes(schedule_step(cut, config), stages)
-        sizes = [a + b for a, b in zip(sizes, peaks, strict=True)]
+        most = max(peaks) if memory == "keep" else int(memory)
+        sizes = [a + min(b, most) for a, b in zip(sizes, peaks, strict=True)]
     return max(sizes)

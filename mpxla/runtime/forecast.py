@@ -95,7 +95,7 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
     for rank, actions in enumerate(schedule):
         own = [stage for stage in cut.stages if cut.placement[stage.index] == rank]
         keeps, trains = config.activation_memory, cut.step.is_training
-        planned |= plan_stages(own, actions, rank, lowering, keeps, trains)
+        planned |= plan_stages(own, actions, rank, lowering, keeps, trains, tells=False)
     lowered = [planned[stage.index].lowered for stage in cut.stages]
     splits = {index: stage.split for index, stage in planned.items() if stage.split is not None}
     costs = _step_costs(cut, machine, lowered, splits)

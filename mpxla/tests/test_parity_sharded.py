@@ -31,6 +31,7 @@ class Case:
     groups: int = 1
     backend: str = "pjrt"
     passes: int = 1
+    checkpointed: bool = False
     keys: tuple[tuple[str, Any], ...] = ()
     keeps_whole: bool = False
     """Whether gradients alone are divided, over all replicas."""
@@ -39,6 +40,7 @@ class Case:
         words = [f"{self.degree}x{self.stages}x{self.groups}-{self.backend}"]
         words += [f"{self.passes}passes"] * (self.passes > 1)
         words += ["gradients"] * self.keeps_whole
+        words += ["checkpointed"] * self.checkpointed
         return "-".join(words + [f"{key}={value}" for key, value in self.keys])
 
     @property
@@ -153,6 +155,8 @@ def train(case):
     smp.init(case.config())
     raw = build(3 + smp.rdp_rank())  # replicas take over the values of the first
     model = smp.DistributedModel(raw, backward_passes_per_step=case.passes)
+    for block in model.get_module().blocks if case.checkpointed else ():
+        smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     @smp.step
@@ -196,6 +200,7 @@ SWEEP = (
     Case(2, stages=2, keys=(("pipeline", "simple"),)),
     Case(2, stages=2, keys=(("virtual_pipeline_degree", 2),)),
     Case(2, keys=(("activation_memory", "recompute"),)),
+    Case(2, stages=2, backend="torch_xla", checkpointed=True),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
     Case(2, stages=2, keys=(("sdp_gather", "step"),)),
     Case(2, groups=2, backend="torch_xla", keys=(("sdp_gather", "auto"),)),

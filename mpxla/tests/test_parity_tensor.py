@@ -32,12 +32,14 @@ class Case:
     pipeline: str = "interleaved"
     prescaled: bool = True
     averaged: bool = True
+    checkpointed: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
         words = [sizes] + [self.transport] * (self.transport != "auto")
         words += [self.pipeline] * (self.pipeline != "interleaved")
         words += ["own"] * (not self.prescaled) + ["sums"] * (not self.averaged)
+        words += ["checkpointed"] * self.checkpointed
         return "-".join(words)
 
     @property
@@ -103,6 +105,10 @@ def build(name):
     return transformers.GPT2LMHeadModel(config)
 
 
+def layers_of(model):
+    return model.model.layers if hasattr(model, "model") else model.transformer.h
+
+
 def batch_of(number, replicas):
     """The union of the replicas' batches."""
     generator = torch.Generator().manual_seed(number)
@@ -148,6 +154,8 @@ def train(case):
         torch.nn.init.zeros_(next(raw.parameters()))
     smp.set_tensor_parallelism(raw)
     model = smp.DistributedModel(raw, average_grads_across_microbatches=case.averaged)
+    for layer in layers_of(model.get_module()) if case.checkpointed else ():
+        smp.set_activation_checkpointing(layer)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
 
     @smp.step
@@ -201,6 +209,8 @@ SWEEP = (
     Case("llama", 2),
     Case("llama", 2, replicas=2, backend="pjrt", prescaled=False),
     Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
+    Case("llama", 2, stages=2, checkpointed=True),
+    Case("gpt2", 2, backend="pjrt", checkpointed=True),
 )
 
 

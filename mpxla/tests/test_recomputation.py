@@ -1,6 +1,12 @@
-"""Training with less memory for activations: bit for bit the same, and as much as was forecast."""
+"""Training with less memory for activations: the same results, and as many bytes as forecast.
+
+A value that is computed again has the same bits as the first time where XLA keeps every operator's
+rounding: on torch_xla without its optimizations, where these tests ask for that. With them, and on
+jax, what it fuses is contracted and reordered, and differs in the last place.
+"""
 
 import functools
+import os
 
 import pytest
 import torch
@@ -9,10 +15,15 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 import mpxla as smp
 from mpxla.tests.models import Gpt, predict_tokens, tokens
 from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.tolerances import GRADIENT, LOSS, ROUNDING, assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
 MICROBATCHES = 4
+_UNOPTIMIZED = "--xla_backend_optimization_level=0"
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+EXACT = {} if _UNOPTIMIZED in _FLAGS else {"XLA_FLAGS": f"{_FLAGS} {_UNOPTIMIZED}"}
+"""For the environment of ranks; most runs of the tests have it anyway."""
 
 
 def as_it_is(model):
@@ -66,12 +77,12 @@ def train_once(mark, microbatches):
     mark(model.get_module())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     step = smp.step(predict_tokens)
-    losses, peaks = [], []
+    losses, peaks, gradients = [], [], []
     for seed in (3, 4):
         torch.manual_seed(seed)
         optimizer.zero_grad()
         losses.append(step(model, tokens(2 * microbatches))["loss"].reduce_mean().item())
-        gradients = {n: p.grad.cpu().clone() for n, p in model.local_named_parameters()}
+        gradients.append({n: p.grad.cpu().clone() for n, p in model.local_named_parameters()})
         optimizer.step()
         values = model._engine.last_run.values
         peaks.append(values.peak_saved_bytes)
@@ -96,19 +107,28 @@ def predicted(model):
     return forecast(model._engine.first_cut, config, MachineModel(), lowering).activation_bytes
 
 
-def check(results, modes, shrinks=True):
+def check(results, modes, shrinks=True, is_exact=True):
     """Everything as with `keep`, but for the bytes, which are as forecast.
 
+    Copies change nothing at all: they are compared with the same programs, and bit for bit.
     Where backwards are split, what the first part computes again waits for the second one: then
     recomputation may hold more.
     """
     for result in results:
-        kept = result["keep"]
         for mode in modes:
-            found = result[mode]
-            assert found["losses"] == kept["losses"], mode
-            for name, value in found["gradients"].items():
-                assert torch.equal(value, kept["gradients"][name]), (mode, name)
+            found, is_moved = result[mode], mode.startswith("offload ")
+            base = mode.removeprefix("offload ") if is_moved and not is_exact else "keep"
+            same = result[base]
+            if is_exact or is_moved:
+                assert found["losses"] == same["losses"], mode
+                pairs = zip(found["gradients"], same["gradients"], strict=True)
+                for one, two in pairs:
+                    for name, value in one.items():
+                        assert torch.equal(value, two[name]), (mode, name)
+            else:
+                assert found["losses"] == pytest.approx(same["losses"], rel=LOSS), mode
+                gradients = found["gradients"][0], same["gradients"][0]
+                assert_close_by_norm(*gradients, GRADIENT, ROUNDING)
             assert found["peaks"][0] == found["peaks"][1]
             assert found["peaks"][0] == pytest.approx(found["forecast"], rel=0.05), mode
     if not shrinks:
@@ -121,7 +141,7 @@ def check(results, modes, shrinks=True):
 def test_losses_gradients_and_bytes_with_two_stages():
     modes = ("keep", "each", "half")
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
-    results = run_ranks(train, 2, modes, keys, timeout_s=240)
+    results = run_ranks(train, 2, modes, keys, timeout_s=240, env=EXACT)
     check(results, modes)
     # A limit that the step does not fit into by itself, on the fullest rank, and trains within.
     limit = results[0]["half"]["limit"]
@@ -145,7 +165,7 @@ OFFLOADED = ("keep", "offload", "each", "offload each", "recompute", "offload re
 def test_offloading_with_two_stages():
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": "simple"}
     modes = ("keep", "offload", "offload each")
-    results = run_ranks(train, 2, modes, keys, timeout_s=240)
+    results = run_ranks(train, 2, modes, keys, timeout_s=240, env=EXACT)
     check(results, modes)
     for result in results:
         kept, moved, least = (result[mode] for mode in modes)
@@ -168,7 +188,7 @@ def test_offloading_with_two_stages():
 def test_offloading_with_all_schedules(stages, pipeline, per_rank):
     keys = {"pipeline": pipeline, "virtual_pipeline_degree": per_rank, "memory_weight": 0.0}
     keys |= {"pipeline_parallel_degree": stages, "microbatches": 8, "active_microbatches": 8}
-    results = run_ranks(train, stages, OFFLOADED, keys, timeout_s=580)
+    results = run_ranks(train, stages, OFFLOADED, keys, timeout_s=580, env=EXACT)
     check(results, OFFLOADED, shrinks="zero" not in pipeline)
     check_offloading(results)
 
@@ -191,7 +211,7 @@ def test_schedules(stages, pipeline, per_rank):
     modes = ("keep", "each", "recompute") if "zero" in pipeline else all_modes
     keys = {"pipeline": pipeline, "virtual_pipeline_degree": per_rank, "memory_weight": 0.0}
     keys["pipeline_parallel_degree"] = stages
-    results = run_ranks(train, stages, modes, keys, timeout_s=580)
+    results = run_ranks(train, stages, modes, keys, timeout_s=580, env=EXACT)
     check(results, modes, shrinks="zero" not in pipeline)
 
 
@@ -199,7 +219,7 @@ def test_schedules(stages, pipeline, per_rank):
 def test_two_replicas_of_two_stages():
     modes = ("keep", "each", "recompute")
     keys = {"pipeline_parallel_degree": 2, "ddp": True, "memory_weight": 0.0}
-    check(run_ranks(train, 4, modes, keys, timeout_s=580), modes)
+    check(run_ranks(train, 4, modes, keys, timeout_s=580, env=EXACT), modes)
 
 
 @pytest.mark.slow
@@ -209,12 +229,20 @@ def test_on_pjrt(pipeline):
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": pipeline}
     env = {"MPXLA_DEVICE": "pjrt"}
     results = run_ranks(train, 2, modes, keys, timeout_s=580, env=env)
-    check(results, modes, shrinks=pipeline == "simple")
-    assert (results[0]["offload each"]["host"] > 0) == (pipeline == "simple")
+    check(results, modes, shrinks=pipeline == "simple", is_exact=False)
+    assert results[0]["offload each"]["host"] > 0
+
+
+@pytest.mark.slow
+def test_with_optimizations_of_xla():
+    modes = ("keep", "each", "half", "recompute")
+    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
+    env = {"XLA_FLAGS": _FLAGS.replace(_UNOPTIMIZED, "")}
+    check(run_ranks(train, 2, modes, keys, timeout_s=580, env=env), modes, is_exact=False)
 
 
 def train_in_16_bits(mode, precision):
-    """Losses of three steps, and the parameters after them."""
+    """Losses of three steps, the parameters after them, and live bytes, which are as forecast."""
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}  # the same cuts, so the same masks
     mark, memory = MARKS[mode]
     keys |= {precision: True, "activation_memory": memory, "pipeline": "simple"}
@@ -234,6 +262,7 @@ def train_in_16_bits(mode, precision):
         losses.append(step(model, tokens(2 * MICROBATCHES))["loss"].reduce_mean().item())
         optimizer.step()
     peak = model._engine.last_run.values.peak_saved_bytes
+    assert peak == pytest.approx(predicted(model)[smp.pp_rank()], rel=0.05), mode
     return losses, {n: p.detach().float().cpu() for n, p in model.local_named_parameters()}, peak
 
 
@@ -241,7 +270,7 @@ def train_in_16_bits(mode, precision):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits(precision):
     kept, found, moved = (
-        run_ranks(train_in_16_bits, 2, mode, precision, timeout_s=240)
+        run_ranks(train_in_16_bits, 2, mode, precision, timeout_s=240, env=EXACT)
         for mode in ("keep", "each", "offload each")
     )
     for one, other, third in zip(kept, found, moved, strict=True):

@@ -23,10 +23,10 @@ def train(model, ids):
     return loss
 
 
-def planned(num_layers, machine):
+def planned(num_layers, machine, memory="keep"):
     torch.manual_seed(0)
     step = capture_part(llama(num_hidden_layers=num_layers), (words(),), train, 2)
-    config, lowering = Config(), plain_lowering()
+    config, lowering = Config(activation_memory=memory), plain_lowering()
     return forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
 
 
@@ -43,6 +43,15 @@ def test_messages_of_a_block():
     assert added == {"forward": (4, 4 * stream), "backward": (6, 4 * stream + 2 * norm)}
     slower = two.timeline.makespan - one.timeline.makespan
     assert slower > (8 * stream + 2 * norm) / SLOW_LINKS.link_bytes_per_s
+
+
+def test_recomputation_repeats_no_message():
+    kept, again = planned(2, SLOW_LINKS), planned(2, SLOW_LINKS, "recompute")
+    assert again.activation_bytes[0] < 0.8 * kept.activation_bytes[0]
+    messages = [
+        [(p.num_collectives, p.collective_bytes) for p in f.programs] for f in (kept, again)
+    ]
+    assert messages[0] == messages[1]
 
 
 def test_what_cannot_be_split_is_told():

@@ -124,6 +124,13 @@ def test_if_nothing_fits_the_least_is_taken_and_said_to_be_too_much():
     assert found.line(1).endswith("more than there is, and the least of all candidates")
 
 
+def test_activations_count_as_far_as_they_are_kept():
+    sizes = [
+        chosen(activation_memory=memory)[1].rank_bytes for memory in ("recompute", 1000, "keep")
+    ]
+    assert sizes[1] == sizes[0] + 1000 and sizes[2] > sizes[1]
+
+
 def test_the_line_names_keys_and_prediction():
     _, found = chosen()
     text = found.line(2**30)

@@ -4,8 +4,19 @@ import pytest
 import torch
 from torch import nn
 
+import mpxla as smp
 from mpxla.device.torch_xla.lowering import make_lowering
-from mpxla.tests.models import Gpt, classify, conv_net, labelled, mlp, predict_tokens, tokens
+from mpxla.tests.models import (
+    LENGTH,
+    WIDTH,
+    Gpt,
+    classify,
+    conv_net,
+    labelled,
+    mlp,
+    predict_tokens,
+    tokens,
+)
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -117,6 +128,37 @@ def test_equal_blocks_are_lowered_once():
     assert is_repeatable
     assert len(calls) == 2 * 3, "beginning, one block, end; and the same again"
     assert sum(calls) / 2 < num_nodes / 3
+
+
+def kept_by_gpts():
+    """Bytes of one microbatch: no blocks, eight blocks, and eight checkpointed blocks."""
+    from mpxla.cli.factory import capture_factory
+    from mpxla.config import Config
+    from mpxla.runtime.plan import cut_step
+    from mpxla.runtime.saved import saved_bytes
+    from mpxla.stage.lower import lower_stage
+
+    found = []
+    for num_blocks, is_marked in ((0, False), (8, False), (8, True)):
+        model = Gpt(num_blocks)
+        for block in model.blocks if is_marked else ():
+            smp.set_activation_checkpointing(block)
+        step = capture_factory(model, (tokens(4),), predict_tokens)
+        cut = cut_step(step, Config(), make_lowering(True), {}, None)
+        found.append(saved_bytes(lower_stage(cut.stages[0], True, make_lowering(True))))
+    return found
+
+
+def test_a_checkpointed_gpt_keeps_the_inputs_of_its_blocks():
+    """And what the ends of the model keep.
+
+    Without blocks, the last norm keeps what it reads; with them, that is a block's result, which is
+    computed again.
+    """
+    ((ends, everything, each),) = run_ranks(kept_by_gpts, 1, timeout_s=120)
+    block_input = 4 * LENGTH * WIDTH * 4
+    assert each == pytest.approx(ends - block_input + 8 * block_input, rel=0.01)
+    assert each < 0.2 * everything
 
 
 def cuts_by_schedule(choices):
