@@ -41,11 +41,11 @@ class _Plain(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, self.state[parameter], group)
+                    self._update(parameter, parameter.grad.float(), group)
         return loss
 
     def _update(
-        self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> None:
         raise NotImplementedError
 
@@ -115,15 +115,16 @@ class FusedLamb(_Plain):
             torch.nn.utils.clip_grad_norm_(held, self._max_norm)
 
     def _update(
-        self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> None:
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         correction1, correction2 = _corrections(state, group)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        value, gradient = parameter.float(), parameter.grad.float()
+        value = parameter.float()
         if decay and not self._decays_update:
             gradient = gradient + decay * value
         share = 1 - beta1 if group["grad_averaging"] else 1.0
@@ -187,8 +188,9 @@ class FusedNovoGrad(_Plain):
         self._is_inside = reg_inside_moment
 
     def _update(
-        self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> None:
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -196,7 +198,7 @@ class FusedNovoGrad(_Plain):
             state["norm"] = torch.zeros(1, device=parameter.device)
         correction1, correction2 = _corrections(state, group)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        value, gradient = parameter.float(), parameter.grad.float()
+        value = parameter.float()
         is_euclidean = group["norm_type"] == 2
         norm = gradient.norm().reshape(1) if is_euclidean else gradient.abs().max().reshape(1)
         before = state["norm"]

@@ -227,8 +227,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update.step()
             if not self._update.was_compiled:
                 self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-        elif hasattr(self.optimizer, "clip_gradients"):
-            self.optimizer.clip_gradients()  # by the norm over all ranks, which all have to take
+        elif clip := getattr(self.optimizer, "clip_gradients", None):
+            clip()  # by the norm over all ranks, in which all have to take part
         self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
 
