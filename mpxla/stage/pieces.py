@@ -297,11 +297,9 @@ class _Departures:
                 missing[turn.number] -= 1
             if turn is not None or not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
-            elif (
-                node.target is operator.getitem
-            ):  # in the piece of its tuple, which cannot leave it
-                known = self._segments
-                known.update({node: known[n] for n in node.all_input_nodes if n in known})
+            elif node.target is operator.getitem:
+                if node.args[0] in self._segments:  # a tuple cannot leave its piece
+                    self._segments[node] = self._segments[node.args[0]]
             elif not is_collective(node):
                 ends = next((n for n in range(last) if missing[n]), last)
                 self._segments[node] = min(begun, ends), ends
