@@ -2,7 +2,8 @@
 
 For backends whose programs do not reach the other ranks' devices. A piece starts all its
 collectives and then waits for them; the wait blocks the dispatching thread, as that of a host piece
-does. Reduced and gathered values are those that the operators in a program would give.
+does. Reduced and gathered values are those that the operators in a program would give. What one
+piece gathers of parameters travels as one message, and so does what it scatters of gradients.
 """
 
 import functools
@@ -17,7 +18,7 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Groups, Members
 from mpxla.errors import LoweringError, PeerFailure
 from mpxla.graph.stepgraph import describe
-from mpxla.stage.pieces import CollectivePiece
+from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece
 
 __all__ = ["CollectiveRunner"]
 
@@ -63,6 +64,7 @@ class CollectiveRunner:
         for node in piece.module.graph.nodes:
             if node.op == "call_function" and node.target is not _c10d.wait_tensor.default:
                 self._check(node)
+        self._packs = _packs_of(piece.module.graph)
 
     def __call__(self, arguments: Sequence[Any], seed: int | None = None) -> list[Any]:
         """Waits for the arguments and for the other members; gives results on the device."""
@@ -74,7 +76,13 @@ class CollectiveRunner:
                 # What nothing reads is there to be waited for; the rest is once it is needed, so
                 # that others are under way by then.
                 values[node] = functools.cache(value) if node.users else value()
-            elif node.op == "output":
+        for pack in self._packs:
+            values.update(self._start_pack(pack, values))
+        results: list[torch.Tensor] = []
+        for node in self._piece.module.graph.nodes:
+            if node in values:
+                continue
+            if node.op == "output":
                 results = [_finished(values[n]) for n in node.args[0]]
             elif node.target is _c10d.wait_tensor.default:
                 values[node] = values[node.args[0]]
@@ -106,6 +114,31 @@ class CollectiveRunner:
     def _start(self, node: fx.Node, args: Sequence[Any]) -> _Started:
         """Starts one collective; called, what it returns waits for the result."""
         finish = _STARTS[node.target](self._members(node), *args[:-1])
+        return self._noting(node, finish)
+
+    def _start_pack(
+        self, pack: Sequence[fx.Node], values: Mapping[fx.Node, Any]
+    ) -> dict[fx.Node, _Started]:
+        """Starts several gathers, or several scatters, of flat values as one."""
+        (ranks, transport), size = self._members(pack[0]), pack[0].args[-2]
+        given = [_finished(values[node.args[0]]) for node in pack]
+        if pack[0].target is _c10d.all_gather_into_tensor.default:
+            lengths = [value.shape[0] for value in given]
+            handle = transport.all_gather(_together(given, 0), ranks)  # [ranks, elements of all]
+        else:
+            lengths = [value.shape[0] // size for value in given]
+            rows = [value.view(size, -1) for value in given]
+            handle = transport.reduce_scatter(_together(rows, 1), ranks)  # [elements of all]
+        found: dict[fx.Node, _Started] = {}
+        start = 0
+        for node, length in zip(pack, lengths, strict=True):
+            part = functools.partial(_part_of, handle, start, length)
+            found[node] = self._noting(node, part)
+            start += length
+        return found
+
+    def _noting(self, node: fx.Node, finish: _Started) -> _Started:
+        """Errors of a wait say what was waited for."""
 
         def wait() -> torch.Tensor:
             try:
@@ -115,6 +148,29 @@ class CollectiveRunner:
                 raise
 
         return wait
+
+
+def _packs_of(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Gathers of parameters and scatters of gradients that may travel together.
+
+    Gathers come first: a scatter waits for what it takes, and they are under way meanwhile.
+    """
+    packs: dict[tuple[bool, Any, torch.dtype], list[fx.Node]] = {}
+    for node in graph.nodes:
+        kinds = [key for key in (TURN, DEPARTURE) if key in node.meta]
+        if kinds and node.args[0].op == "placeholder":
+            key = kinds[0] == DEPARTURE, node.args[-1], node.args[0].meta["val"].dtype
+            packs.setdefault(key, []).append(node)
+    return [packs[key] for key in sorted(packs, key=str)]
+
+
+def _together(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(list(values), dim) if len(values) > 1 else values[0].contiguous()
+
+
+def _part_of(handle: Handle[torch.Tensor], start: int, length: int) -> torch.Tensor:
+    """Flat elements of one of several values that were gathered or scattered together."""
+    return handle.result()[..., start : start + length].flatten()
 
 
 def _finished(value: Any) -> torch.Tensor:

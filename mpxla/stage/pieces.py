@@ -278,29 +278,45 @@ class _Departures:
     """What has to wait until something large has left, while nodes are being placed.
 
     Nodes are of the segment of the first turn that has not left before them, in the order of the
-    graph. What follows from the collectives themselves waits for nothing else.
+    graph; those before the first that serves that turn alone are of the one before as well. What
+    follows from the collectives themselves waits for nothing else.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]):
         self._turn = {n: n.meta[DEPARTURE] for n in nodes if DEPARTURE in n.meta}
         missing = Counter(turn.number for turn in self._turn.values())
         last = max(missing, default=-1) + 1
-        self._segment: dict[fx.Node, int] = {}
+        serves = self._served(nodes)
+        self._segments: dict[fx.Node, tuple[int, int]] = {}  # the first and the last one of each
         after: set[fx.Node] = set()
+        begun = 0
         for node in nodes:
             turn = self._turn.get(node)
+            begun = max(begun, serves.get(node, 0))
             if turn is not None:
                 missing[turn.number] -= 1
             if turn is not None or not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
+            elif node.target is operator.getitem:
+                if node.args[0] in self._segments:  # a tuple cannot leave its piece
+                    self._segments[node] = self._segments[node.args[0]]
             elif not is_collective(node):
-                self._segment[node] = next((n for n in range(last) if missing[n]), last)
+                ends = next((n for n in range(last) if missing[n]), last)
+                self._segments[node] = min(begun, ends), ends
         self._ends: list[float] = [0.0, 0.0]
+
+    def _served(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """The turn of nodes that nothing needs but what is to leave."""
+        found = {node: turn.number for node, turn in self._turn.items()}
+        for node in reversed(nodes):
+            if node not in found and node.users and all(user in found for user in node.users):
+                found[node] = min(found[user] for user in node.users)
+        return found
 
     def advance(self, placed: set[fx.Node]) -> None:
         """Takes note of what has been placed."""
         left = (t.number + (not t.is_alone) for n, t in self._turn.items() if n not in placed)
-        begun = (segment for node, segment in self._segment.items() if node not in placed)
+        begun = (ends for node, (_, ends) in self._segments.items() if node not in placed)
         self._ends = [min(left, default=math.inf), min(begun, default=math.inf)]
 
     def allows(self, node: fx.Node) -> bool:
@@ -309,7 +325,7 @@ class _Departures:
         turn = self._turn.get(node)
         if turn is not None:
             return first_missing > turn.number + (not turn.is_alone)
-        return self._segment.get(node, 0) <= last_segment
+        return self._segments.get(node, (0, 0))[0] <= last_segment
 
 
 def _readers_of(node: fx.Node) -> set[fx.Node]:

@@ -27,6 +27,10 @@ class PiecewiseExecutable:
         runners: what runs each of them: executables, host runners and collective runners.
         view: waits for a value of the device and gives it on the host.
         put: host tensors as values of the device.
+
+    Attributes:
+        plan: what the pieces take and give.
+        on_piece: called after every piece has been started, with its number; does nothing.
     """
 
     def __init__(
@@ -44,26 +48,27 @@ class PiecewiseExecutable:
         self.num_buffers = sum(runner.num_buffers for runner in on_device)
         found = (r.operators for r in runners if isinstance(r, HostRunner))
         self.host_operators = tuple(sorted({name for names in found for name in names}))
-        self._plan = plan
+        self.plan = plan
+        self.on_piece: Callable[[int], object] = lambda number: None
         self._runners = tuple(runners)
         self._last_uses = plan.last_uses()
         self._view, self._put = view, put
 
     def __call__(self, arguments: Sequence[Any], seed: Any = None) -> list[Any]:
         """Runs the pieces; returns results that may still be computed."""
-        missing = self._plan.num_values - self._plan.num_arguments
+        missing = self.plan.num_values - self.plan.num_arguments
         values: list[Any] = [*arguments, *[None] * missing]
         seeds = _Seeds(seed, self._view)
-        for piece, runner, done in zip(
-            self._plan.pieces, self._runners, self._last_uses, strict=True
-        ):
+        steps = zip(self.plan.pieces, self._runners, self._last_uses, strict=True)
+        for index, (piece, runner, done) in enumerate(steps):
             taken = [values[number] for number in piece.inputs]
             given = runner(taken, self._seed_of(runner, seeds) if runner.is_random else None)
             for number, value in zip(piece.outputs, given, strict=True):
                 values[number] = value
+            self.on_piece(index)
             for number in done:
                 values[number] = None
-        return [values[number] for number in self._plan.results]
+        return [values[number] for number in self.plan.results]
 
     def _seed_of(self, runner: Any, seeds: "_Seeds") -> Any:
         number = seeds.next()

@@ -50,6 +50,7 @@ class Trained:
 
 
 DIVIDED = Case(2, keys=(("sdp_gradient_clipping", 1e9),))
+GRADIENTS = Case(2, keeps_whole=True)
 PLAIN = Case(1, groups=2, keys=(("shard_optimizer_state", True),))
 
 
@@ -88,9 +89,9 @@ def test_checkpoints_of_and_for_other_topologies(tmp_path):
         get_full_state_dict_from_sharded_data_parallel_checkpoint as merged,
     )
 
-    divided, plain = str(tmp_path / "divided"), str(tmp_path / "plain")
+    divided, plain, gradients = (str(tmp_path / name) for name in ("a", "b", "c"))
     env = {"MPXLA_DEVICE": "pjrt"}
-    cases = {divided: DIVIDED, plain: PLAIN}
+    cases = {divided: DIVIDED, plain: PLAIN, gradients: GRADIENTS}
     results = {p: run_ranks(save_and_go_on, 2, p, case, env=env) for p, case in cases.items()}
     for path, of_ranks in results.items():
         full = merged(path, "two")
@@ -207,3 +208,50 @@ def test_wrong_uses():
         assert len(texts) == 4
         for what, text in texts.items():
             assert text.startswith(f"{what} does not go with sharded_data_parallel_degree yet")
+
+
+def use_divided_gradients():
+    """Runs on every rank: texts of errors, and weights after plain backwards."""
+    import mpxla as smp
+
+    run = Trained(GRADIENTS)
+    calls = {
+        "model.join()": lambda: run.model.join().__enter__(),
+        "model.register_comm_hook()": lambda: run.model.register_comm_hook(None, print),
+    }
+    texts = {}
+    for what, call in calls.items():
+        with pytest.raises(smp.ConfigError) as error:
+            call()
+        texts[what] = str(error.value)
+    with pytest.raises(smp.ConfigError, match=r"0\.weight belongs to an earlier"):
+        smp.DistributedModel(nn.Sequential(run.model.module.embedding))
+    with pytest.raises(smp.ConfigError, match="zero_init=True\\) belongs to sharded data"):
+        smp.model_creation(zero_init=True).__enter__()
+    for number in range(3):
+        run.optimizer.zero_grad()
+        batch = batch_of(number, 2).chunk(2)[smp.rdp_rank()]
+        loss_of(run.model, batch).backward()  # outside of steps
+        run.optimizer.step()
+    assert all(p.grad is None for p in run.model.parameters() if p.numel() >= 16)
+    held = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
+    return texts, run.whole(), held, copy.deepcopy(run.model).state_dict()
+
+
+@pytest.mark.slow
+def test_divided_gradients_of_a_plain_backward():
+    model = build()
+    optimizer = make_optimizer(model.parameters())
+    for number in range(3):
+        optimizer.zero_grad()
+        sum(loss_of(model, part) / 2 for part in batch_of(number, 2).chunk(2)).backward()
+        optimizer.step()
+    sizes = [p.numel() for p in model.parameters()]
+    whole = sum(size for size in sizes if size < 16)
+    found = run_ranks(use_divided_gradients, 2, env={"MPXLA_DEVICE": "pjrt"})
+    for texts, state, _, copied in found:
+        torch.testing.assert_close(state, model.state_dict(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(copied, state, rtol=0, atol=0)
+        for what, text in texts.items():
+            assert text.startswith(f"{what} does not go with shard_gradients yet")
+    assert sum(held for _, _, held, _ in found) == sum(sizes) + whole

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
 from mpxla.config import Config
@@ -12,10 +13,12 @@ from mpxla.device.eager import EagerBackend
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.collectives import is_collective
 from mpxla.runtime.plan import cut_step
+from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage
 from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.sharded import divide_stage
+from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward, split_backward
 from mpxla.tests.test_parity_sharded import Block, Model, batch_of, loss_of
 
@@ -179,7 +182,8 @@ def test_gradients_leave_block_by_block(max_live, keeps_whole):
     turns = [number for piece in backward.pieces for number in scattered_by(piece)]
     assert sorted(turns) == turns
     assert len(set(turns)) == len(model.blocks) + 1
-    assert all(len(set(scattered_by(piece))) <= 1 for piece in backward.pieces)
+    together = [set(found) for piece in backward.pieces if (found := scattered_by(piece))]
+    assert all(len(found) == 1 for found in together[:-1])  # nothing computes beside the last
     last = {n: i for i, done in enumerate(backward.last_uses()) for n in done}
     most = 0
     for i in range(len(backward.pieces)):
@@ -202,6 +206,43 @@ def test_nothing_that_is_saved_is_a_whole_parameter():
     sizes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
     sizes |= {shape[::-1] for shape in sizes}
     assert not sizes & {s.shape for s in lowered.saved_specs}
+
+
+class Counting:
+    """A transport of rank 0 of two, whose partner gives the same; what was asked of it, by name."""
+
+    def __init__(self):
+        self.rank, self.calls = 0, []
+
+    def all_gather(self, tensor, ranks):
+        return self._done("all_gather", torch.stack([tensor, tensor]))
+
+    def reduce_scatter(self, tensor, ranks):
+        return self._done("reduce_scatter", 2 * tensor[0])
+
+    def _done(self, name, value):
+        self.calls.append(name)
+        handle = Handle(FailureWatch(0), name)
+        handle.set_result(value)
+        return handle
+
+
+def test_a_turn_travels_as_one_message():
+    model = build()
+    lowered, _ = lowered_for(0, captured(model, batch_of(0, 1)), model)
+    transport = Counting()
+    groups = {SHARDING_GROUP: Members(RANKS, transport)}
+    expected = []
+    for plan in pieces_of(lowered):
+        for piece in plan.pieces:
+            if isinstance(piece, CollectivePiece):
+                runner = CollectiveRunner("piece", piece, groups, torch.Tensor.detach, list)
+                found = runner([torch.zeros(s.shape, dtype=s.dtype) for s in piece.input_specs])
+                assert [TensorSpec.of(value) for value in found] == list(piece.output_specs)
+                expected += ["all_gather"] * bool(gathered_by(piece))
+                expected += ["reduce_scatter"] * bool(scattered_by(piece))
+    assert transport.calls == expected
+    assert len(expected) > 3 * len(model.blocks)
 
 
 class Straight(Block):
