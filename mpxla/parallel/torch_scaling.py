@@ -61,12 +61,14 @@ def _scale_anywhere(self: Any, outputs: Any) -> Any:
     if current_recorder() is None:
         return _scale(self, outputs)
     refuse_with_keys()
+    held: dict[str, Any] = vars(self)
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        if self._scale is None:
+        if held["_scale"] is None:
             self._lazy_init_scale_growth_tracker(_CPU)
         # Captured steps read tensors of the host anew, and torch changes these in place.
-        self._scale, self._growth_tracker = self._scale.to(_CPU), self._growth_tracker.to(_CPU)
-    return scaled(outputs, self._scale)
+        for name in ("_scale", "_growth_tracker"):
+            held[name] = held[name].to(_CPU)
+    return scaled(outputs, held["_scale"])
 
 
 def _unscale_everywhere(

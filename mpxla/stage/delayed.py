@@ -212,13 +212,17 @@ class _Recorder(TorchDispatchMode):
         if is_view:
             return result
         writes |= {_storage_of(o) for o in outputs if isinstance(o, torch.Tensor)}
-        given = tuple((t, t._version) for t in tensors if not knows(t))
+        versions = tuple((t, t._version) for t in tensors if not knows(t))
         # Tensors of their own: a parameter may get other memory, `p.data = p.data.to(dtype)`.
-        kept = pytree.tree_map(
+        given_args, given_kwargs = pytree.tree_map(
             lambda leaf: leaf.detach() if knows(leaf) else leaf, (tuple(args), kwargs)
         )
         made = tuple(o.detach() if isinstance(o, torch.Tensor) else o for o in outputs)
-        self._recording.add(_Operation(func, *kept, made, reads, frozenset(writes), state, given))
+        self._recording.add(
+            _Operation(
+                func, given_args, given_kwargs, made, reads, frozenset(writes), state, versions
+            )
+        )
         return result
 
     def _advance(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
