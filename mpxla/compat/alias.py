@@ -124,7 +124,7 @@ class _StandIn(type):
 
 
 def _stand_in(path: str, reason: str) -> type:
-    def refuse_subclass(cls: _StandIn, **kwargs: Any) -> None:
+    def refuse_subclass(cls: Any, **kwargs: Any) -> None:
         base: Any = cls.__mro__[1]
         base._refuse()
 

@@ -308,8 +308,9 @@ def _is_device_text(node: ast.AST) -> bool:
     """Whether an expression is the text of a device: `x.type`, `str(device)`."""
     if isinstance(node, ast.Attribute):
         return node.attr == "type"
-    is_str = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "str"
-    return is_str and any("device" in getattr(a, "attr", getattr(a, "id", "")) for a in node.args)
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", None) != "str":
+        return False
+    return any("device" in getattr(a, "attr", getattr(a, "id", "")) for a in node.args)
 
 
 def _is_index(node: ast.AST) -> bool:

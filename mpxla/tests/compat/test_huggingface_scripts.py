@@ -77,11 +77,34 @@ def test_a_script_from_files_goes_on_from_its_last_checkpoint(tmp_path):
         folders = compare("classification_from_files", [*arguments, "--max_steps", steps], tmp_path)
     results = [json.loads((folder / "all_results.json").read_text()) for folder in folders]
     assert results[0].keys() == results[1].keys() and results[0]["eval_samples"] == 6
-    for name in ("predict_results.txt", "README.md", "tokenizer.json"):
+    for name in ("predict_results.txt", "tokenizer.json"):
         ours, plain = ((folder / name).read_text() for folder in folders)
-        assert name == "README.md" or ours == plain
+        assert ours == plain
+    assert "generated_from_trainer" in (folders[0] / "README.md").read_text()
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(folders[0])
     assert plain.config.id2label == {0: "bad", 1: "good"}
+
+
+FURTHER = ["--gradient_checkpointing", "True", "--eval_on_start", "True", "--eval_steps", "2"]
+FURTHER += ["--eval_strategy", "steps", "--eval_accumulation_steps", "1", "--max_grad_norm", "0"]
+FURTHER += ["--dataloader_num_workers", "1", "--torch_empty_cache_steps", "1"]
+FURTHER += ["--train_sampling_strategy", "group_by_length", "--logging_first_step", "True"]
+FURTHER += ["--include_num_input_tokens_seen", "True", "--save_total_limit", "1"]
+FURTHER += ["--save_steps", "2", "--warmup_steps", "2", "--lr_scheduler_type", "polynomial"]
+
+
+def test_further_options(tmp_path):
+    arguments = ["--do_train", "--do_eval", *BATCHES, *STEPS, *FURTHER, "--layers", "2"]
+    folders = compare("text_classification", arguments, tmp_path)
+    seen = [
+        [entry["num_input_tokens_seen"] for entry in log if "num_input_tokens_seen" in entry]
+        for log in (
+            json.loads((folder / "trainer_state.json").read_text())["log_history"]
+            for folder in folders
+        )
+    ]
+    assert seen[0] == seen[1] and seen[0][-1] == 4 * 8 * 6
+    assert [path.name for path in folders[0].glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,11 @@ def main():
 
     def preprocess(rows):
         result = tokenizer(rows["sentence"], max_length=data_args.max_seq_length, truncation=True)
-        result["label"] = [model.config.label2id[name] for name in rows["label"]]
+        result["labels"] = [model.config.label2id[name] for name in rows["label"]]
         return result
 
     with args.main_process_first(desc="tokenizing"):
-        raw = raw.map(preprocess, batched=True, desc="tokenizing")
+        raw = raw.map(preprocess, batched=True, remove_columns=["label"], desc="tokenizing")
 
     def compute_metrics(predictions):
         found = np.argmax(predictions.predictions, axis=1)
@@ -113,7 +113,7 @@ def main():
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     if args.do_predict:
-        rows = raw["validation"].remove_columns("label")
+        rows = raw["validation"].remove_columns("labels")
         found = np.argmax(trainer.predict(rows, metric_key_prefix="predict").predictions, axis=1)
         if trainer.is_world_process_zero():
             with open(os.path.join(args.output_dir, "predict_results.txt"), "w") as file:
