@@ -5,7 +5,9 @@
     python benchmarks/recomputation.py --modes keep,each --results sweep.json   # in parts
 
 The GPT of the other benchmarks on one rank. Every row runs in a process of its own, in turns with
-the others; times are CPU seconds of the process, which other work on the machine changes little.
+the others. Times are CPU seconds of the process, which other work on the machine changes little;
+they are compared with those of `keep` in the same turn.
+
 `keep` holds what is dear to compute again, `each` checkpoints every block, `half way` limits what
 is held to the mean of these two, a percentage to that share of `keep`, and `recompute` holds what
 the stage takes in.
@@ -71,21 +73,29 @@ def train(mode: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What every mode took, over all repetitions, with what a file holds of earlier runs."""
+    """What every mode took, over all repetitions, with what a file holds of earlier runs.
+
+    Of the modes, `keep` comes first: it is what the others of a turn are compared with.
+    """
     found: dict[str, dict[str, Any]] = {}
     if args.results and args.results.exists():
         found = json.loads(args.results.read_text())
     for repetition in range(args.repetitions):
+        base = statistics.median(found["keep"]["times_s"]) if "keep" in found else 0.0
         for mode in args.modes.split(","):
             sizes = [str(found.get(one, {}).get("bytes", 0)) for one in ("keep", "each")]
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
             command += ["--kept", sizes[0], "--checkpointed", sizes[1]]
             (result,) = run_ranks(mode, command, 1)
-            times = found.get(mode, {}).get("times_s", [])
-            found[mode] = {**result, "times_s": times + result["times_s"]}
+            times = result["times_s"]
+            base = statistics.median(times) if mode == "keep" else base
+            result["ratios"] = [time / base for time in times]
+            for many in ("times_s", "ratios"):
+                result[many] = [*found.get(mode, {}).get(many, ()), *result[many]]
+            found[mode] = result
             if args.results:
                 args.results.write_text(json.dumps(found))
-            median = statistics.median(result["times_s"])
+            median = statistics.median(times)
             print(f"repetition {repetition + 1}: {mode} {median:.3f} s", file=sys.stderr)
     return found
 
@@ -106,10 +116,9 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
         "| activations | live bytes, MB | of `keep` | s/step | of `keep` | same loss |",
         "|---|---|---|---|---|---|",
     ]
-    base = statistics.median(kept["times_s"])
     for mode, one in found.items():
-        times = [t / base for t in one["times_s"]]
-        ratio = f"{statistics.median(times):.2f} ({min(times):.2f} - {max(times):.2f})"
+        ratios = one["ratios"]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
         lines.append(
             f"| {mode} | {one['bytes'] / 1e6:.2f} | {one['bytes'] / kept['bytes']:.3f} | "
             f"{statistics.median(one['times_s']):.3f} | {ratio} | {one['loss'] == kept['loss']} |"
@@ -120,10 +129,8 @@ def report(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
 def draw(found: dict[str, dict[str, Any]], path: Path, pyplot: Any) -> None:
     """Draws live bytes to the right and step time upwards, both relative to `keep`."""
     kept = found["keep"]
-    base = statistics.median(kept["times_s"])
     points = sorted(
-        (one["bytes"] / kept["bytes"], mode, [time / base for time in one["times_s"]])
-        for mode, one in found.items()
+        (one["bytes"] / kept["bytes"], mode, one["ratios"]) for mode, one in found.items()
     )
     figure, axis = pyplot.subplots(figsize=(7.5, 4.2))
     budgets = [one for one in points if one[1] != "each"]

@@ -9,6 +9,7 @@ phase 3, exact:  cut and lower the best few by their own microbatches in flight.
 
 import contextlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mpxla.cli.tables import table
 from mpxla.config import Config
@@ -169,7 +170,7 @@ def schedules_to_try(
     config: Config, pipeline: str | None, stages_per_rank: int | None, active: int | None
 ) -> list[Candidate]:
     """All sensible schedules with the parts that are given."""
-    given = {"pipelines": (pipeline,)} if pipeline else {}
+    given: dict[str, Any] = {"pipelines": (pipeline,)} if pipeline else {}
     given |= {"stages_per_rank": (stages_per_rank,)} if stages_per_rank else {}
     found = candidates(config.pipeline_parallel_degree, [config.microbatches], **given)
     if active is not None:
@@ -180,7 +181,7 @@ def schedules_to_try(
 def describe_rows(rows: list[Row], num_tried: int) -> str:
     """A table of what was planned."""
     title = "step, ms", "bubble, %", "fullest rank", "activations", "kept", "memory_weight"
-    lines = [(*title, "schedule")]
+    lines: list[tuple[str, ...]] = [(*title, "schedule")]
     for row in rows:
         found, config = row.found, row.config
         kept = config.activation_memory

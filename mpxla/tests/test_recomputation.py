@@ -150,12 +150,13 @@ def test_losses_gradients_and_bytes_with_two_stages():
         assert max(max(result["half"][one]) for result in results) <= limit, one
 
 
-def check_offloading(results):
-    """Saved values were on the host, and the device held less, mode by mode."""
+def check_offloading(results, lowered):
+    """Saved values were on the host; in the modes of `lowered` a peak was a sixth lower."""
     for mode in ("keep", "each", "recompute"):
         pairs = [(r[mode], r[f"offload {mode}".removesuffix(" keep")]) for r in results]
         assert all(one["peaks"][1] >= other["peaks"][1] for one, other in pairs), mode
-        assert any(one["peaks"][1] > 1.2 * other["peaks"][1] for one, other in pairs), mode
+        is_lower = any(one["peaks"][1] > 1.2 * other["peaks"][1] for one, other in pairs)
+        assert is_lower or mode not in lowered, mode
         assert all(not one["host"] for one, _ in pairs) and any(o["host"] for _, o in pairs), mode
 
 
@@ -173,24 +174,29 @@ def test_offloading_with_two_stages():
         assert least["host"] > 0 and least["peaks"][1] < 0.8 * moved["peaks"][1]
 
 
+ALL = ("keep", "each", "recompute")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "pipeline", "per_rank"),
+    ("stages", "pipeline", "per_rank", "lowered"),
     [
-        (1, "simple", 1),
-        (2, "interleaved", 2),
-        (2, "eager_1f1b", 1),
-        (4, "interleaved", 1),
-        (4, "zero_bubble", 1),
-        (2, "zero_bubble_v", 2),
+        (1, "simple", 1, ALL),
+        (2, "interleaved", 2, ALL),
+        # Its three microbatches in flight are all there before the first can be away.
+        (2, "eager_1f1b", 1, ()),
+        (4, "interleaved", 1, ALL),
+        # What waits between the parts of a backward stays.
+        (4, "zero_bubble", 1, ("keep",)),
+        (2, "zero_bubble_v", 2, ("keep",)),
     ],
 )
-def test_offloading_with_all_schedules(stages, pipeline, per_rank):
+def test_offloading_with_all_schedules(stages, pipeline, per_rank, lowered):
     keys = {"pipeline": pipeline, "virtual_pipeline_degree": per_rank, "memory_weight": 0.0}
     keys |= {"pipeline_parallel_degree": stages, "microbatches": 8, "active_microbatches": 8}
     results = run_ranks(train, stages, OFFLOADED, keys, timeout_s=580, env=EXACT)
     check(results, OFFLOADED, shrinks="zero" not in pipeline)
-    check_offloading(results)
+    check_offloading(results, lowered)
 
 
 @pytest.mark.slow

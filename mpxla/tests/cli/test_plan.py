@@ -18,7 +18,7 @@ def plan_here(*words):
 
 def plan(*words):
     """In a process that has imported torch already."""
-    (result,) = run_ranks_unpooled(plan_here, 1, *words)
+    (result,) = run_ranks_unpooled(plan_here, 1, *words, timeout_s=400)
     return result
 
 

@@ -133,7 +133,7 @@ def test_copies_have_rows_of_their_own(tmp_path):
             assert sorted(text for text, _, _ in step["copies"]) == sorted(begun) != []
             sizes = [action[5] for action in step["actions"]]
             assert sizes == pytest.approx(step["plan"]["held_bytes"], rel=0.05)
-        drawn = [e["name"] for e in events if (e["pid"], e["tid"]) == (2, rank["rank"])]
+        drawn = [e["name"] for e in events if (e["pid"], e.get("tid")) == (2, rank["rank"])]
         assert drawn.count(begun[0]) == 2, "once in each of two steps"
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     assert main(["trace", str(path), "--output", str(tmp_path / "trace.png")]) == 0
