@@ -63,6 +63,13 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="ranks that share the tensors of each stage: the key tensor_parallel_degree",
     )
+    parser.add_argument(
+        "--sdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas that divide parameters: the key sharded_data_parallel_degree",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
     parser.set_defaults(run=run)
@@ -119,7 +126,10 @@ def _run_captured(options: argparse.Namespace) -> None:
         print()
     print(_timeline(found))
     limit = options.memory_limit
-    if limit is not None and max(found.rank_bytes) > limit * 2**30:
+    if options.sdp > 1:
+        print()
+        print(_divided(found, config, options.sdp, limit))
+    elif limit is not None and max(found.rank_bytes) > limit * 2**30:
         raise MpxlaError(
             f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "
             f"{max(found.rank_bytes) / 2**30:.3g} GiB, more than the {limit:g} GiB of "
@@ -140,6 +150,42 @@ def _memory(found: "Forecast") -> str:
     lines += [
         f"link {a} -> {b}: {format_size(size)} per step" for (a, b), size in found.links.items()
     ]
+    return "\n".join(lines)
+
+
+def _divided(found: "Forecast", config: Config, size: int, limit: float | None) -> str:
+    """What ranks take if parameters are divided over replicas as well.
+
+    Raises:
+        MpxlaError: more than the limit in any case.
+    """
+    from mpxla.graph.stepgraph import InputKind
+    from mpxla.runtime.automatic import bytes_of_divided
+    from mpxla.stage.flat import FlatShard
+
+    step, least = found.cut.step, config.sdp_param_persistence_threshold
+    values = [n.meta["val"] for n in step.graph.nodes if n.op == "placeholder"]
+    shards = {
+        role.name: FlatShard(tuple(value.shape), 0, size)
+        for role, value in zip(step.inputs, values, strict=True)
+        if role.kind is InputKind.PARAMETER and value.numel() >= least
+    }
+    sizes = {
+        how: bytes_of_divided(found.cut, config, shards, how == "step")
+        for how in ("microbatch", "step")
+    }
+    lines = [f"Divided over {size} replicas (sharded_data_parallel_degree), on the fullest rank:"]
+    lines += [f"  sdp_gather: {how:<12}{format_size(held)}" for how, held in sizes.items()]
+    fitting = [how for how, held in sizes.items() if limit is None or held <= limit * 2**30]
+    if not fitting:
+        raise MpxlaError(
+            f"divided over {size} replicas, a rank needs {min(sizes.values()) / 2**30:.3g} GiB, "
+            f"more than the {limit:g} GiB of --memory-limit. Try more replicas or more stages."
+        )
+    if limit is not None:
+        lines.append(
+            f"Within {limit:g} GiB per rank, parameters are gathered once a {fitting[-1]}."
+        )
     return "\n".join(lines)
 
 
