@@ -66,6 +66,13 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="ranks that share the tensors of each stage: the key tensor_parallel_degree",
     )
+    parser.add_argument(
+        "--sdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="replicas that divide parameters: the key sharded_data_parallel_degree",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
     parser.set_defaults(run=run, pipeline=None)  # a search leaves what is given as it is
@@ -110,13 +117,15 @@ def _run_captured(options: argparse.Namespace) -> None:
     machine = MachineModel()
     lowering = open_backend(read_environment().device).lowering
     limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
+    # Divided parameters are subtracted below: the search's own sizes would be over the limit.
+    limit_of_search = limit if options.sdp == 1 else None
     is_fixed = options.schedule_file is not None
-    if (options.search or limit is not None) and not is_fixed:
+    if (options.search or limit_of_search is not None) and not is_fixed:
         tried = schedules_to_try(config, options.pipeline, options.virtual, options.active)
         has_weight = options.memory_weight is not None
-        rows = search_plans(config, step, machine, lowering, limit, tried, has_weight)
+        rows = search_plans(config, step, machine, lowering, limit_of_search, tried, has_weight)
         print(describe_rows(rows, len(tried)) + "\n")
-        found = rows[0].found
+        found, config = rows[0].found, rows[0].config
     else:
         found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
     print(cut_report(found.cut))
@@ -129,7 +138,10 @@ def _run_captured(options: argparse.Namespace) -> None:
         print(_collectives(found, options.tp))
         print()
     print(_timeline(found))
-    if limit is not None and max(found.rank_bytes) > limit:
+    if options.sdp > 1:
+        print()
+        print(_divided(found, config, options.sdp, limit))
+    elif limit is not None and max(found.rank_bytes) > limit:
         raise MpxlaError(
             f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "
             f"{max(found.rank_bytes) / 2**30:.3g} GiB, more than the {options.memory_limit:g} GiB "
@@ -150,6 +162,44 @@ def _memory(found: "Forecast") -> str:
     lines += [
         f"link {a} -> {b}: {format_size(size)} per step" for (a, b), size in found.links.items()
     ]
+    return "\n".join(lines)
+
+
+def _divided(found: "Forecast", config: Config, size: int, limit: int | None) -> str:
+    """What ranks take if parameters are divided over replicas as well.
+
+    Raises:
+        MpxlaError: more than the limit in any case.
+    """
+    from mpxla.graph.stepgraph import InputKind
+    from mpxla.runtime.automatic import bytes_of_divided
+    from mpxla.stage.flat import FlatShard
+
+    step, least = found.cut.step, config.sdp_param_persistence_threshold
+    values = [n.meta["val"] for n in step.graph.nodes if n.op == "placeholder"]
+    shards = {
+        role.name: FlatShard(tuple(value.shape), 0, size)
+        for role, value in zip(step.inputs, values, strict=True)
+        if role.kind is InputKind.PARAMETER and value.numel() >= least
+    }
+    sizes = {
+        how: bytes_of_divided(found.cut, config, shards, how == "step")
+        for how in ("microbatch", "step")
+    }
+    lines = [f"Divided over {size} replicas (sharded_data_parallel_degree), on the fullest rank:"]
+    lines += [f"  sdp_gather: {how:<12}{format_size(held)}" for how, held in sizes.items()]
+    fitting = [how for how, held in sizes.items() if limit is None or held <= limit]
+    if not fitting:
+        raise MpxlaError(
+            f"divided over {size} replicas, a rank needs {min(sizes.values()) / 2**30:.3g} GiB, "
+            f"more than the {limit / 2**30:.3g} GiB of --memory-limit. Try more replicas or "
+            "more stages."
+        )
+    if limit is not None:
+        lines.append(
+            f"Within {limit / 2**30:.3g} GiB per rank, parameters are gathered once a "
+            f"{fitting[-1]}."
+        )
     return "\n".join(lines)
 
 

@@ -67,11 +67,12 @@ class PlainBackward:
             self._reductions[names] = reduction
         reduction.begin()
         self._reducer.rounds.check_accord()
+        gradients = self._reducer.replica.backend.adopt(gradients)
         gradients = [self._scattered(n, g) for n, g in zip(names, gradients, strict=True)]
         reduction.start(0, {0: gradients})
         reduction.finish({0: gradients})
 
-    def _scattered(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Buffer:
+    def _scattered(self, name: str, gradient: Buffer) -> Buffer:
         """The mean of this rank's part, where gradients are divided (`shard_gradients`)."""
         shard, replica = self._state.gradient_shards.get(name), self._reducer.replica
         if shard is None:

@@ -7,6 +7,7 @@ This module must not know ranks: one rank decides for all.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.flat import FlatShard
+from mpxla.stage.sharded import block_of
 
 __all__ = [
     "Choice",
-    "bytes_with_whole_parameters",
+    "bytes_of_divided",
     "choose",
     "device_bytes",
     "free_keys",
@@ -235,21 +237,25 @@ def _with_dispatch(costs: Costs, dispatch_s: float) -> Costs:
     )
 
 
-def bytes_with_whole_parameters(
-    cut: CutStep, config: Config, shards: Mapping[str, FlatShard]
+def bytes_of_divided(
+    cut: CutStep, config: Config, shards: Mapping[str, FlatShard], gathers_once: bool
 ) -> int:
-    """Bytes of the fullest rank whose divided parameters are whole for as long as a step runs.
+    """Bytes of the fullest rank where parameters are divided over replicas.
 
     Args:
         cut: the step.
         config: its schedule and what stages keep.
         shards: of the parameters that are divided, by name.
+        gathers_once: whether they are whole for as long as a step runs; else two blocks are.
     """
-    held = dict(cut.partition.parameter_bytes)
+    held, weights = dict(cut.partition.parameter_bytes), cut.problem.weight_bytes
+    blocks: Counter[str] = Counter()
     for name, shard in shards.items():
         if name in held:
-            held[name] = -(-held[name] // shard.size) + cut.problem.weight_bytes[name]
-    return _fullest(cut, config, held)
+            held[name] = -(-held[name] // shard.size) + gathers_once * weights[name]
+            blocks[block_of(name)] += weights[name]
+    largest = 0 if gathers_once else sum(size for _, size in blocks.most_common(2))
+    return _fullest(cut, config, held) + largest
 
 
 def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None) -> int:

@@ -28,7 +28,7 @@ from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.automatic import (
-    bytes_with_whole_parameters,
+    bytes_of_divided,
     choose,
     device_bytes,
     free_keys,
@@ -447,7 +447,7 @@ class StepEngine:
         if self._has_room is None:
             counters = session.backend.memory_counters()
             limit = device_bytes(counters, session.env.local_size)
-            size = bytes_with_whole_parameters(cut, config, self._states.shards)
+            size = bytes_of_divided(cut, config, self._states.shards, gathers_once=True)
             everyone = session.objects.allgather(
                 cut.step.is_training and size <= limit, session.topology.world_group()
             )

@@ -30,7 +30,7 @@ from mpxla.stage.lower import LoweredStage
 from mpxla.stage.pieces import DEPARTURE, TURN, Turn
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["divide_stage"]
+__all__ = ["block_of", "divide_stage"]
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -53,7 +53,7 @@ def divide_stage(
     names = lowered.spec.parameters
     divided = {i: shards[name] for i, name in enumerate(names) if name in shards}
     scattered = {i: gradient_shards[n] for i, n in enumerate(names) if n in gradient_shards}
-    blocks = {i: _block_of(name) for i, name in enumerate(names)}
+    blocks = {i: block_of(name) for i, name in enumerate(names)}
     if divided:
         arguments = list(lowered.forward_inputs)
         for i, shard in divided.items():
@@ -97,7 +97,7 @@ def _trained(lowered: LoweredStage) -> list[int]:
     return [lowered.spec.parameters.index(name) for name in lowered.spec.trained]
 
 
-def _block_of(name: str) -> str:
+def block_of(name: str) -> str:
     """What a parameter is gathered together with: `h.0` of `h.0.attn.weight`, else its module."""
     parts = name.split(".")
     for i, part in enumerate(parts):

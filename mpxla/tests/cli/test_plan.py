@@ -49,6 +49,18 @@ def test_plan_of_a_step_function_under_a_limit():
     assert re.search(r"error: No schedule fits into 1073 bytes per rank: the least, ", done.stderr)
 
 
+def test_plan_of_divided_parameters():
+    words = ("mpxla.tests.cli.factories:gpt", "--stages", "2", "--microbatches", "4", "--sdp", "4")
+    done = plan(*words, "--memory-limit", "8")
+    assert done.exit_code == 0, done.stderr
+    sizes = dict(re.findall(r"sdp_gather: (\w+) +([\d.]+) \w+iB", done.stdout))
+    assert set(sizes) == {"microbatch", "step"}
+    assert "Within 8 GiB per rank, parameters are gathered once a step." in done.stdout
+    done = plan(*words, "--memory-limit", "0.000001")
+    assert done.exit_code == 1
+    assert re.search(r"divided over 4 replicas, a rank needs .* GiB, more than", done.stderr)
+
+
 def test_more_stages_than_operations():
     done = plan("mpxla.tests.cli.factories:chain_with_loss", "--stages", "40")
     assert done.exit_code == 1

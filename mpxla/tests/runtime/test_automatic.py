@@ -11,6 +11,7 @@ from mpxla.config import Config
 from mpxla.device.null import plain_lowering
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.automatic import (
+    bytes_of_divided,
     choose,
     device_bytes,
     free_keys,
@@ -21,6 +22,7 @@ from mpxla.runtime.automatic import (
 from mpxla.runtime.plan import cut_step, schedule_step, stage_costs
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.simulate import simulate
+from mpxla.stage.flat import FlatShard
 
 pytestmark = pytest.mark.unit
 
@@ -58,6 +60,21 @@ def step_s(config):
     edges = [{(t.source, t.target) for t in side} for side in (found.forward, found.backward)]
     costs, schedule = stage_costs(found, MachineModel()), schedule_step(found, config)
     return simulate(schedule, found.placement, *edges, costs, rendezvous=False).makespan
+
+
+def test_bytes_of_divided_parameters():
+    config = Config(activation_memory="recompute")  # nothing but parameters is counted
+    found = cut(config)
+    weights = {n: size for n, size in found.problem.weight_bytes.items() if size > 4 * WIDTH}
+    shards = {name: FlatShard((WIDTH, WIDTH), 0, 4) for name in weights}
+    assert len(weights) == 6
+    held = found.partition.parameter_bytes
+    biases = sum(size for name, size in held.items() if name not in weights)
+    parts = sum(held[name] for name in weights) // 4
+    assert parts == sum(weights.values())  # with gradient and two averages: four times the weight
+    sizes = [bytes_of_divided(found, config, shards, once) for once in (False, True)]
+    whole = WIDTH * WIDTH * 4
+    assert sizes == [biases + parts + 2 * whole, biases + parts + 6 * whole]
 
 
 ALL = ("pipeline", "virtual_pipeline_degree", "memory_weight", "active_microbatches")

@@ -263,6 +263,12 @@ def test_both_parts_of_a_split_backward_gather():
     assert all(any(TURN in node.meta for node in graph.nodes) for graph in graphs)
     sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
     assert not sizes & {torch.Size(s.shape).numel() for s in split.crossing}
+    turns = []
+    for part in (split.input_part, split.weight_part):
+        annotate(part.graph.graph, part.inputs, part.graph)
+        pieces = split_graph(part.graph.graph, kind_of, part.graph).pieces
+        turns.append([set(scattered_by(piece)) for piece in pieces if scattered_by(piece)])
+    assert turns[0] == [] and set().union(*turns[1]) == {0, 1}
 
 
 def test_parts_fit_together():
