@@ -1,5 +1,7 @@
 """What tensor parallelism sends is part of a plan."""
 
+import functools
+
 import pytest
 import torch
 
@@ -23,9 +25,14 @@ def train(model, ids):
     return loss
 
 
-def planned(num_layers, machine, memory="keep"):
+@functools.cache
+def captured(num_layers):
     torch.manual_seed(0)
-    step = capture_part(llama(num_hidden_layers=num_layers), (words(),), train, 2)
+    return capture_part(llama(num_hidden_layers=num_layers), (words(),), train, 2)
+
+
+def planned(num_layers, machine, memory="keep"):
+    step = captured(num_layers)
     config, lowering = Config(activation_memory=memory), plain_lowering()
     return forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
 

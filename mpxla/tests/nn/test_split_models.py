@@ -108,6 +108,11 @@ MODELS = {
 }
 
 
+RELATIVES = ("roberta", "llama-tied", "qwen3")
+"""Of models that the default tier has."""
+EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n in RELATIVES)) for n in MODELS]
+
+
 def built(name):
     torch.manual_seed(0)
     return MODELS[name]()
@@ -121,7 +126,7 @@ def loss_of(model, ids):
     return model(input_ids=ids, labels=ids).loss
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_loss_and_gradients_of_parts(name):
     whole = built(name)
     loss = loss_of(whole, words())

@@ -447,7 +447,7 @@ def test_nobody_else_writes_to_parameters():
 def in_parts(index):
     """The store of one rank of two: the weight and the norm are divided, the bias is too small."""
     store = store_of()
-    store.state.divide(index, 2, 4)
+    store.state.divide(index, 2, 4, gradients_only=False)
     assert set(store.state.shards) == {"weight", "norm"}
     for name in store.state.shards:
         store.set_part(name, store.state.whole_on_host(name))
