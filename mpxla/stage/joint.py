@@ -4,7 +4,7 @@ Functions are traced node by node on fake tensors of the device, with torch's ow
 what `aot_export_joint_simple` does as well, after a first pass over the function that finds out
 what it mutates and what its results share, and under a mode that makes mutations functional. A
 stage mutates nothing, and does not need either, which is nearly half of the time. A derivative that
-is written with mutations (those of `norm` and `max`, for instance) is traced that way.
+is written with other mutations than `replace_writes` knows is traced that way.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mpxla.device.backend import Lowering
 from mpxla.graph.shapes import static_shapes
 from mpxla.stage.spec import TensorSpec
+from mpxla.stage.writes import replace_writes
 
 __all__ = ["trace_alone", "trace_joint"]
 
@@ -43,11 +44,8 @@ def trace_alone(
     arguments = _fake(mode, inputs, lowering.device)
     with torch.no_grad(), mode, _dispatched(lowering, is_differentiated=False):
         module = make_fx(function, decomposition_table=lowering.decompositions)(*arguments)
-    return (
-        module
-        if _is_functional(module)
-        else _trace_functional(function, arguments, False, lowering)
-    )
+        is_functional = replace_writes(module, lowering.decompositions)
+    return module if is_functional else _trace_functional(function, arguments, False, lowering)
 
 
 def trace_joint(
@@ -101,7 +99,9 @@ def trace_joint(
         _dispatched(lowering, is_differentiated=True),
     ):
         module = make_fx(joint, decomposition_table=lowering.decompositions)(arguments, seeds)
-    if not _is_functional(module):
+    with torch.no_grad(), mode:
+        is_functional = replace_writes(module, lowering.decompositions)
+    if not is_functional:
         return _trace_functional(function, arguments, True, lowering)
     copy_fwd_metadata_to_bw_nodes(module)
     return module
@@ -134,12 +134,6 @@ def _fake(
             torch.empty(s.shape, dtype=s.dtype, device=device, requires_grad=i in differentiated)
             for i, s in enumerate(specs)
         ]
-
-
-def _is_functional(module: fx.GraphModule) -> bool:
-    operators = (n.target for n in module.graph.nodes if n.op == "call_function")
-    schemas = (t._schema for t in operators if isinstance(t, torch._ops.OpOverload))
-    return not any(schema.is_mutable for schema in schemas)
 
 
 def _trace_functional(
