@@ -26,6 +26,9 @@ def replace_writes(module: fx.GraphModule, decomposed: Container[Any]) -> bool:
         False: it writes otherwise than into new tensors of which there are no views, or with
         operators that have no functional twin. Some writes may have been replaced.
     """
+    if not any(map(_is_write, module.graph.nodes)):
+        return True
+    _collapse_detaches(module.graph)
     nodes = list(module.graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
     for node in nodes:
@@ -41,6 +44,13 @@ def replace_writes(module: fx.GraphModule, decomposed: Container[Any]) -> bool:
         module.graph.erase_node(node)
     module.recompile()
     return True
+
+
+def _collapse_detaches(graph: fx.Graph) -> None:
+    """Takes out what gives its argument: nothing is differentiated any more."""
+    for node in graph.find_nodes(op="call_function", target=_aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
 
 
 def _is_write(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.pieces import annotate
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import flatten_backward
+from mpxla.stage.writes import replace_writes
 
 __all__ = ["flat_graph"]
 
@@ -86,7 +87,7 @@ def _traced(name: str, module: torch.nn.Module, inputs: Sequence[TensorSpec]) ->
     try:
         with torch.no_grad(), mode, enable_python_dispatcher():
             graph = make_fx(call, decomposition_table=table)(*arguments)
-            if _mutates(graph.graph):
+            if not replace_writes(graph, table):
                 # Of the graph, not of the module: making a parameter would lose the wrapper.
                 functional = torch.func.functionalize(graph, remove="mutations")
                 graph = make_fx(functional, decomposition_table=table)(*arguments)
