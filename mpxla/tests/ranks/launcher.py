@@ -7,8 +7,8 @@ no XLA client, which makes forking it safe, while forking the test process would
     test process --(environment, descriptors)--> zygote --fork--> rank 0, rank 1, ...
                  <--(process id, exit code)-----
 
-A rank that needs further environment variables gets an interpreter of its own, because some
-variables are read while modules are imported.
+There is one for every backend, which has imported that. A rank that needs further environment
+variables gets an interpreter of its own, because some are read while modules are imported.
 """
 
 import contextlib
@@ -25,19 +25,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 __all__ = [
+    "LATE_ENVIRON",
     "RANK_ENVIRON",
     "Process",
     "become_zygote",
     "fork_process",
     "start_process",
-    "stop_zygote",
+    "stop_zygotes",
 ]
 
 _PRELOADED = (
-    *("torch", "torch_xla", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
-    *("torch.export", "mpxla.runtime.plan", "mpxla.device.torch_xla.backend", "mpxla.comm.host"),
+    *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
+    *("mpxla.runtime.plan", "mpxla.comm.host"),
 )
 """What nearly every rank imports: these modules import most of mpxla."""
+_BACKENDS = {
+    "pjrt": ("mpxla.device.pjrt.backend",),
+    "": ("torch_xla", "mpxla.device.torch_xla.backend"),
+}
+"""What ranks import of a backend, by the variable that names it."""
+LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER"})
+"""Variables that nobody reads before `smp.init`."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
 _MAX_ORDER_BYTES = 1 << 17
@@ -111,9 +119,9 @@ class _ForkedProcess:
 class _Zygote:
     """The test process's end of the zygote."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environ = {**os.environ, **RANK_ENVIRON}
+        environ = {**os.environ, **RANK_ENVIRON, "MPXLA_DEVICE": device}
         self._process = _popen(theirs.fileno(), "zygote", environ, None, None)
         theirs.close()
 
@@ -137,13 +145,14 @@ class _Zygote:
         self._process.wait()
 
 
-_zygote: _Zygote | None = None
+_zygotes: dict[str, _Zygote] = {}
+"""By their backend."""
 
 
 def fork_process(
     connection: int, mode: str, environ: Mapping[str, str], files: Sequence[BinaryIO]
 ) -> Process:
-    """Starts a rank process out of the zygote, and the zygote if there is none.
+    """Starts a rank process out of its backend's zygote, and that if there is none.
 
     Args:
         connection: Descriptor of the process's end of its connection; the caller closes it.
@@ -151,10 +160,11 @@ def fork_process(
         environ: The whole environment.
         files: For standard output and standard error.
     """
-    global _zygote
-    if _zygote is None:
-        _zygote = _Zygote()
-    return _zygote.fork(connection, mode, environ, files)
+    device = environ.get("MPXLA_DEVICE", "")
+    device = device if device in _BACKENDS else ""
+    if device not in _zygotes:
+        _zygotes[device] = _Zygote(device)
+    return _zygotes[device].fork(connection, mode, environ, files)
 
 
 def start_process(
@@ -164,12 +174,11 @@ def start_process(
     return _OwnProcess(_popen(connection, mode, environ, *files))
 
 
-def stop_zygote() -> None:
-    """Ends the zygote; the next `fork_process` starts another one."""
-    global _zygote
-    if _zygote is not None:
-        _zygote.stop()
-        _zygote = None
+def stop_zygotes() -> None:
+    """Ends the zygotes; the next `fork_process` starts another one."""
+    while _zygotes:
+        _, zygote = _zygotes.popitem()
+        zygote.stop()
 
 
 def _popen(
@@ -200,7 +209,7 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
         Descriptor of the child's connection, and its mode.
     """
     control = socket.socket(fileno=descriptor)
-    for name in _PRELOADED:
+    for name in (*_PRELOADED, *_BACKENDS[os.environ["MPXLA_DEVICE"]]):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     _warm_up()

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 from mpxla.comm.ports import reserved_port
 from mpxla.tests.ranks.launcher import (
+    LATE_ENVIRON,
     RANK_ENVIRON,
     Process,
     fork_process,
     start_process,
-    stop_zygote,
+    stop_zygotes,
 )
 from mpxla.tests.ranks.worker import Failed, Finished, FunctionRef, Request, Started
 
@@ -124,7 +125,7 @@ class RankProcess:
             **RANK_ENVIRON,
             **env,
         }
-        launch = start_process if env else fork_process
+        launch = fork_process if env.keys() <= LATE_ENVIRON else start_process
         with theirs:
             self.process: Process = launch(theirs.fileno(), mode, environ, self._files)
 
@@ -299,4 +300,4 @@ def discard_pool(pool: RankPool) -> None:
 def _discard_all() -> None:
     for pool in list(_pools.values()):
         discard_pool(pool)
-    stop_zygote()
+    stop_zygotes()
