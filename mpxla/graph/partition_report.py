@@ -5,7 +5,7 @@ partition is found.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mpxla.graph.partition import Partition, StageLoad
 from mpxla.graph.partition_modules import PART_MARK
@@ -13,7 +13,11 @@ from mpxla.graph.partition_modules import PART_MARK
 __all__ = ["format_report", "format_size"]
 
 STATE = "gradients+state"
-HEADER = ("stage", "rank", "modules", "parameters", STATE, "compute", "FLOPs", "activations", "cut")
+SPLIT = "split"
+HEADER = (
+    *("stage", "rank", "modules", "parameters", SPLIT, STATE),
+    *("compute", "FLOPs", "activations", "cut"),
+)
 MODULES_COLUMN = HEADER.index("modules")
 GAP = "  "
 UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -27,6 +31,7 @@ def format_report(
     flops: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
     weight_bytes: Mapping[str, int] | None = None,
+    split: Collection[str] = (),
 ) -> str:
     """Write the partition as an aligned table.
 
@@ -39,6 +44,8 @@ def format_report(
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
         weight_bytes: Of every parameter, the weights alone; what the partition counts beside them,
             gradients and an optimizer's state, has a column of its own then.
+        split: Names of parameters of which a rank has a part only, by tensor parallelism; a column
+            counts them if there are any.
 
     Returns:
         Lines of text: a row per stage (operations and bytes over the stage's cuts per microbatch,
@@ -61,9 +68,14 @@ def format_report(
         if weight_bytes is not None:
             weights = sum(weight_bytes[name] for name in load.parameters)
         held = f"{counts[load.stage]} x {format_size(load.activation_bytes)}" if is_weighed else "-"
-        rows.append(_row(load, modules[0], total_s, weights, by_stage[load.stage], held))
+        num_split = str(len(set(load.parameters) & set(split)))
+        rows.append(_row(load, modules[0], total_s, weights, by_stage[load.stage], held, num_split))
         rows.extend(("", "", line, *[""] * (len(HEADER) - 3)) for line in modules[1:])
-    left_out = {"FLOPs" if flops is None else "", STATE if weight_bytes is None else ""}
+    left_out = {
+        "FLOPs" if flops is None else "",
+        STATE if weight_bytes is None else "",
+        "" if split else SPLIT,
+    }
     rows = [
         tuple(cell for title, cell in zip(HEADER, row, strict=True) if title not in left_out)
         for row in rows
@@ -80,7 +92,13 @@ def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[i
 
 
 def _row(
-    load: StageLoad, modules: str, total_s: float, weights: int, flops: int, activations: str
+    load: StageLoad,
+    modules: str,
+    total_s: float,
+    weights: int,
+    flops: int,
+    activations: str,
+    num_split: str,
 ) -> tuple[str, ...]:
     share = 100 * load.compute_s / total_s if total_s else 0.0
     return (
@@ -88,6 +106,7 @@ def _row(
         str(load.rank),
         modules,
         f"{len(load.parameters)} ({format_size(weights)})",
+        num_split,
         format_size(load.parameter_bytes - weights),
         f"{share:.1f} %",
         f"{flops:.3g}",

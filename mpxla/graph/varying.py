@@ -28,7 +28,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, TENSOR_GROUP, VARY
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
 
-__all__ = ["VARYING", "draws_for_part", "mark_varying"]
+__all__ = ["VARYING", "draws_for_part", "mark_varying", "split_parameters"]
 
 VARYING = "mpxla_varying"
 """Key in the `meta` of nodes whose values vary over a group: (index, size) of the rank in it."""
@@ -54,6 +54,8 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
     varying = {n for n, role in roles.items() if role.kind in held and role.name in split}
     if not varying and not any(n.target is VARY for n in step.graph.nodes):
         return step
+    for node in varying:
+        node.meta[VARYING] = index, size
     crossings: dict[fx.Node, fx.Node] = {}
     for node in list(step.graph.nodes):
         if node.op != "call_function":
@@ -75,6 +77,16 @@ def mark_varying(step: StepGraph, split: Collection[str], index: int, size: int)
     _check_outputs(step, varying)
     step.graph.lint()
     return step
+
+
+def split_parameters(step: StepGraph) -> frozenset[str]:
+    """Names of the parameters of which a rank has a part, in a step that is marked."""
+    inputs = zip(step.placeholders, step.inputs, strict=True)
+    return frozenset(
+        role.name
+        for node, role in inputs
+        if role.kind is InputKind.PARAMETER and VARYING in node.meta
+    )
 
 
 def _requires_grad(node: fx.Node) -> bool:

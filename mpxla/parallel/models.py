@@ -17,6 +17,7 @@ from mpxla.comm.transport import Group
 from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch
 from mpxla.graph.partition_report import format_report
 from mpxla.graph.user_code import at_user_line
+from mpxla.graph.varying import split_parameters
 from mpxla.log import get_logger
 from mpxla.parallel.combined import ModelReducers
 from mpxla.parallel.copies import lending
@@ -279,11 +280,12 @@ def _master_dtype(session: Session) -> torch.dtype | None:
 
 
 def cut_report(cut: CutStep) -> str:
-    """Table of the stages of a step: modules, parameters, operations, sizes."""
+    """Table of the stages of a step: modules, parameters, operations, sizes, as a rank has them."""
     problem = cut.problem
     return format_report(
         cut.partition,
         flops=problem.total_flops,
         in_flight=cut.in_flight,
         weight_bytes=problem.weight_bytes,
+        split=split_parameters(cut.step),
     )

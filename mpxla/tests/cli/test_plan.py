@@ -42,7 +42,7 @@ def test_plan_with_a_search(tmp_path):
 
 def test_plan_of_a_step_function_under_a_limit():
     done = plan(
-        "mpxla.tests.cli.factories:gpt",
+        "mpxla.tests.cli.factories:chain_with_loss",
         *("--stages", "2", "--microbatches", "4", "--memory-limit", "0.000001"),
     )
     assert done.exit_code == 1

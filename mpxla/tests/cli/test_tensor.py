@@ -1,6 +1,7 @@
 """What tensor parallelism sends is part of a plan."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mpxla.config import Config
 from mpxla.device.null import plain_lowering
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel
+from mpxla.parallel.models import cut_report
 from mpxla.runtime.forecast import forecast
 from mpxla.runtime.plan import cut_step
 from mpxla.tests.nn.test_split_models import llama, words
@@ -50,6 +52,13 @@ def test_messages_of_a_block():
     assert added == {"forward": (4, 4 * stream), "backward": (6, 4 * stream + 2 * norm)}
     slower = two.timeline.makespan - one.timeline.makespan
     assert slower > (8 * stream + 2 * norm) / SLOW_LINKS.link_bytes_per_s
+
+
+def test_the_report_counts_what_is_split():
+    """Embedding, four products of attention, three of the MLP, and the head; no norms."""
+    header, row = cut_report(planned(1, SLOW_LINKS).cut).splitlines()[1:3]
+    assert re.search(r"parameters +split +gradients\+state", header)
+    assert re.search(r" 12 \([\d.]+ KiB\) +9 ", row), row
 
 
 def test_recomputation_repeats_no_message():

@@ -52,6 +52,15 @@ def test_what_an_optimizer_needs_is_no_parameter():
     assert "10 (2.38 MiB)         7.15 MiB   50.0 %" in row
 
 
+def test_parameters_that_ranks_share_are_counted():
+    split = {"tok.weight", "model.blocks.1.mlp.weight", "model.blocks.7.attn.weight"}
+    rows = report(gpt(), 2, split=split)
+    header, *rows = rows.splitlines()[1:4]
+    assert "parameters  split  compute" in header
+    assert [row.split("MiB)")[1].split()[0] for row in rows] == ["2", "2"]  # one is tied
+    assert "split" not in report(gpt(), 2)
+
+
 def test_single_stage():
     row = report(gpt(), 1).splitlines()[2].split()
     expected = "0 0 tok, pos, blocks, head, (step) 18 (17.2 MiB) 100.0 % 1 x 16.0 KiB 0 B"
