@@ -10,6 +10,7 @@ This file knows gloo and threads; it must not know stages, schedules or the sess
 """
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -318,7 +319,8 @@ class HostTransport:
         if not self._living_threads() and dist.is_initialized():
             for group in groups:
                 if group is not None:
-                    dist.destroy_process_group(group)
+                    with contextlib.suppress(ValueError):  # it is gone with all of them
+                        dist.destroy_process_group(group)
 
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

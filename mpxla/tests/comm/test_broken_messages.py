@@ -78,9 +78,10 @@ def send_with_a_fault(fault, does_wait):
         undo.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 
-    if smp.rank() == 1 or fault is cannot_be_read:
-        fault(patch)
     try:
+        smp.barrier()  # rank 0 has left `init`
+        if smp.rank() == 1 or fault is cannot_be_read:
+            fault(patch)
         if smp.rank() == 1:
             transport.send(torch.zeros(1000), 0, "test")
         else:

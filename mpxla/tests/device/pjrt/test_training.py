@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpxla as smp
-from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.ranks.run import run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 
@@ -69,7 +69,7 @@ def expected(num_microbatches):
 
 def test_two_stages_like_pytorch_without_torch_xla():
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
-    ranks = run_ranks(train, 2, config, env=PJRT)
+    ranks = [result.value for result in run_ranks_unpooled(train, 2, config, env=PJRT)]
     losses, model = expected(2)
     state = model.state_dict()
     wanted = {name: p.grad for name, p in model.named_parameters()}
