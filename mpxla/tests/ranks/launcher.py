@@ -249,17 +249,27 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
 
 
 def _warm_up() -> None:
-    """Exports a small model, as captures do, without derivatives, which would start threads.
+    """Captures and lowers a small step, and traces an update, as most ranks do.
 
-    PyTorch registers and remembers much when it first does so, which the children then need not.
+    PyTorch registers and remembers much when it first does so, which the children then need not. No
+    derivative is computed: after that, children of this process could compute none.
     """
     import torch
+    import tqdm
     from torch import nn
 
+    from mpxla.cli.factory import capture_factory
+    from mpxla.device.null import plain_lowering
+    from mpxla.graph.split import split_stages
+    from mpxla.stage.lower import lower_stage
+
+    tqdm.tqdm.monitor_interval = 0  # torch has progress bars, whose thread could not be forked
     state = torch.random.get_rng_state()
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
-    inputs = (torch.zeros(2, dtype=torch.int64),)
-    torch.export.export(model, inputs, strict=False)
+    step = capture_factory(model, (torch.zeros(2, dtype=torch.int64),), torch.sum)
+    nodes = [node for node in step.graph.nodes if node.op == "call_function"]
+    (stage,) = split_stages(step, {node: (0,) for node in nodes}, 1)
+    lower_stage(stage, False, plain_lowering())
     torch.random.set_rng_state(state)
 
 
