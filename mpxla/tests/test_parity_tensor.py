@@ -33,6 +33,7 @@ class Case:
     prescaled: bool = True
     averaged: bool = True
     checkpointed: bool = False
+    layers: int = 2
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
@@ -76,7 +77,7 @@ class Found:
     compilations: int = 0
 
 
-def build(name):
+def build(name, layers=2):
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -85,7 +86,7 @@ def build(name):
         config = transformers.LlamaConfig(
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             vocab_size=WORDS,
@@ -94,7 +95,7 @@ def build(name):
     nothing = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     config = transformers.GPT2Config(
         n_embd=16,
-        n_layer=2,
+        n_layer=layers,
         n_head=4,
         n_positions=16,
         vocab_size=WORDS,
@@ -126,7 +127,7 @@ def make_optimizer(parameters):
 
 
 def train_plainly(case):
-    found, model = Found(), build(case.model)
+    found, model = Found(), build(case.model, case.layers)
     optimizer = make_optimizer(model.parameters())
     for number in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -149,7 +150,7 @@ def train(case):
     import mpxla as smp
 
     smp.init(case.config())
-    raw = build(case.model)
+    raw = build(case.model, case.layers)
     if smp.tp_rank() > 0:  # the group takes over the values of its first rank
         torch.nn.init.zeros_(next(raw.parameters()))
     smp.set_tensor_parallelism(raw)
@@ -194,10 +195,12 @@ def train(case):
 
 
 CASES = (
-    Case("llama", 2, prescaled=False),
-    Case("gpt2", 2, backend="pjrt"),
+    Case("llama", 2, prescaled=False, layers=1),
+    Case("gpt2", 2, backend="pjrt", layers=1),
 )
 SWEEP = (
+    Case("llama", 2, prescaled=False),
+    Case("gpt2", 2, backend="pjrt"),
     Case("gpt2", 2, stages=2, backend="pjrt"),
     Case("llama", 2, backend="pjrt"),
     Case("llama", 2, transport="xla"),
@@ -237,7 +240,7 @@ def check(case):
         assert of_rank.compilations == 0
         assert all("all_reduce" in text for text in of_rank.texts)
     assert bool(found[0].texts) == (case.transport == "xla")
-    whole = sum(p.numel() for p in build(case.model).parameters()) * 1.0
+    whole = sum(p.numel() for p in build(case.model, case.layers).parameters()) * 1.0
     of_group = [
         torch.tensor([torch.Size(s).numel() for s in f.sizes.values()]).sum() for f in found
     ]

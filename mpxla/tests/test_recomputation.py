@@ -163,6 +163,7 @@ def check_offloading(results, lowered):
 OFFLOADED = ("keep", "offload", "each", "offload each", "recompute", "offload recompute")
 
 
+@pytest.mark.slow
 def test_offloading_with_two_stages():
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": "simple"}
     modes = ("keep", "offload", "offload each")

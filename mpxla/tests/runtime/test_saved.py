@@ -149,6 +149,7 @@ def kept_by_gpts():
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpointed_gpt_keeps_the_inputs_of_its_blocks():
     """And what the ends of the model keep.
 

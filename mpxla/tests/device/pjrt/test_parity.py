@@ -16,7 +16,11 @@ from mpxla.tests.test_parity import case_of
 pytestmark = pytest.mark.ranks
 
 PJRT = {"MPXLA_DEVICE": "pjrt"}
-CASES = [case_of("gpt", "2x2S+"), pytest.param(case_of("unet", "2x3I"), marks=pytest.mark.slow)]
+CASES = [
+    case_of("mlp", "2x2S+"),
+    pytest.param(case_of("gpt", "2x2S+"), marks=pytest.mark.slow),
+    pytest.param(case_of("unet", "2x3I"), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
