@@ -188,9 +188,9 @@ def train(case):
 CASES = (
     Case(2),
     Case(2, stages=2, backend="torch_xla"),
-    Case(2, keeps_whole=True),
 )
 SWEEP = (
+    Case(2, keeps_whole=True),
     Case(2, backend="torch_xla"),
     Case(4),
     Case(2, groups=2, passes=2),

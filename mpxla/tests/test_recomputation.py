@@ -57,7 +57,7 @@ MARKS = {
 DROPOUT = 0.2
 
 
-def train(modes, keys):
+def train(modes, keys, num_blocks=4):
     """What every way to train saw: losses, gradients, live bytes and what was forecast of them."""
     found = {}
     for mode in modes:
@@ -66,14 +66,14 @@ def train(modes, keys):
         offload = OFFLOAD if "offload" in mode else {}
         given = {"microbatches": MICROBATCHES, "activation_memory": memory, **offload, **keys}
         smp.init(given)
-        found[mode] = {"limit": memory, **train_once(mark, given["microbatches"])}
+        found[mode] = {"limit": memory, **train_once(mark, given["microbatches"], num_blocks)}
         smp.shutdown()
     return found
 
 
-def train_once(mark, microbatches):
+def train_once(mark, microbatches, num_blocks):
     torch.manual_seed(1)
-    model = smp.DistributedModel(Gpt(num_blocks=4, dropout=DROPOUT))
+    model = smp.DistributedModel(Gpt(num_blocks, dropout=DROPOUT))
     mark(model.get_module())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     step = smp.step(predict_tokens)
@@ -141,7 +141,7 @@ def check(results, modes, shrinks=True, is_exact=True):
 def test_losses_gradients_and_bytes_with_two_stages():
     modes = ("keep", "each", "half")
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
-    results = run_ranks(train, 2, modes, keys, timeout_s=240, env=EXACT)
+    results = run_ranks(train, 2, modes, keys, 2, timeout_s=240, env=EXACT)
     check(results, modes)
     # A limit that the step does not fit into by itself, on the fullest rank, and trains within.
     limit = results[0]["half"]["limit"]

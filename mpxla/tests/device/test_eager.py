@@ -90,7 +90,10 @@ def test_the_environment_chooses_it(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
-    [Case("gpt", 2, 3, "zero_bubble"), Case("conv_net", 2, 2, keys=(("optimize", "speed"),))],
+    [
+        pytest.param(Case("gpt", 2, 3, "zero_bubble"), marks=pytest.mark.slow),
+        Case("conv_net", 2, 2, keys=(("optimize", "speed"),)),
+    ],
     ids=str,
 )
 def test_trains_as_in_one_process(case):
