@@ -33,7 +33,12 @@ class TorchXlaBackend:
     @functools.cached_property
     def device(self) -> torch.device:
         """The XLA device of this process, with its index."""
-        return tensors.current_device()
+        device = tensors.current_device()
+        # Autograd starts a thread for every device that is there at the first backward of the
+        # process. If that was before this device, a backward on it fails in the engine; in this
+        # thread, where the script runs, it needs no other one.
+        torch.autograd.set_multithreading_enabled(False)
+        return device
 
     @functools.cached_property
     def lowering(self) -> Lowering:

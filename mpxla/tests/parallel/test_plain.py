@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.tests.ranks.run import run_ranks
+from mpxla.session import current
+from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
 
@@ -138,3 +139,17 @@ def parameters_left():
 
 def test_hooks_do_not_keep_a_model_alive():
     assert run_ranks(parameters_left, 2, timeout_s=120) == [0, 0]
+
+
+def differentiate_before_there_is_a_device():
+    torch.ones(2, requires_grad=True).sum().backward()
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(nn.Linear(3, 2))
+    model(torch.ones(4, 3).to(current().device)).sum().backward()
+    return model.module.weight.grad.cpu()
+
+
+def test_a_backward_before_the_device_was_there_does_no_harm():
+    """Autograd starts its threads, one for every device, at the first backward of a process."""
+    (result,) = run_ranks_unpooled(differentiate_before_there_is_a_device, 1)
+    torch.testing.assert_close(result.value, torch.full((2, 3), 4.0))
