@@ -184,8 +184,10 @@ def _gathered(
     graph: fx.Graph, part: fx.Node, shard: FlatShard, whole: torch.Tensor, turn: Turn
 ) -> fx.Node:
     """The whole parameter of a part; the graph's insertion point is where it goes."""
-    flat = _padded(graph, part, shard.length)
     length = shard.length * shard.size
+    # On all ranks if on any: what has to be computed before a gather decides on the piece that the
+    # gather is in, and ranks that have it in different pieces gather different tensors together.
+    flat = part if length == shard.num_elements else _padded(graph, part, shard.length)
     node = _call(
         graph,
         _c10d.all_gather_into_tensor.default,
@@ -265,7 +267,8 @@ def _scattered(
     options = {"memory_format": torch.contiguous_format}
     node = _call(graph, _aten.clone.default, (node,), node.meta["val"], options)
     node = _call(graph, _aten.view.default, (node, [count]), flat)
-    node = _padded(graph, node, shard.length * shard.size)
+    if count < shard.length * shard.size:
+        node = _padded(graph, node, shard.length * shard.size)
     part = _fake(value, TensorSpec((shard.length,), dtype))
     arguments = (node, "sum", shard.size, SHARDING_GROUP)
     node = _call(graph, _c10d.reduce_scatter_tensor.default, arguments, part)
@@ -283,10 +286,8 @@ def _scattered(
 
 def _padded(graph: fx.Graph, flat: fx.Node, length: int) -> fx.Node:
     value = flat.meta["val"]
-    missing = length - value.shape[0]
-    if missing == 0:
-        return flat
     longer = _fake(value, TensorSpec((length,), value.dtype))
+    missing = length - value.shape[0]
     return _call(graph, _aten.constant_pad_nd.default, (flat, [0, missing]), longer)
 
 

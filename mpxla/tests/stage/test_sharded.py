@@ -245,6 +245,26 @@ def test_a_turn_travels_as_one_message():
     assert len(expected) > 3 * len(model.blocks)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_all_ranks_gather_the_same_together(share):
+    """Biases of 25 elements are padded on the second rank, and travel as they do on the first."""
+    model = build()
+    spec = captured(model, batch_of(0, 1), pins=("model.blocks.3",))
+    of_ranks = [
+        [
+            [
+                (node.target, node.meta["val"].shape)
+                for node in piece.module.graph.nodes
+                if is_collective(node)
+            ]
+            for plan in pieces_of(lowered_for(index, spec, model, share=share)[0])
+            for piece in plan.pieces
+        ]
+        for index in RANKS
+    ]
+    assert of_ranks[0] == of_ranks[1]
+
+
 class Straight(Block):
     """Without a function between the products, whose derivative would need what they give."""
 
