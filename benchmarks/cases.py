@@ -71,7 +71,7 @@ class LlamaCase:
 
     width: int = 384
     num_blocks: int = 4
-    num_heads: int = 6
+    num_heads: int = 8
     length: int = 128
     vocabulary: int = 4096
     microbatch_size: int = 2
@@ -87,7 +87,7 @@ class LlamaCase:
             intermediate_size=4 * self.width,
             num_hidden_layers=self.num_blocks,
             num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_heads // 3 * 2,
+            num_key_value_heads=self.num_heads // 2,
             max_position_embeddings=self.length,
             use_cache=False,
         )

@@ -4,11 +4,13 @@ A model is captured from a factory; `paper.py` predicts transformers from their 
 """
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpxla.cli.drawing import save_timeline
-from mpxla.cli.paper import paper_options, run_on_paper
+from mpxla.cli.paper import paper_options, parse_devices, run_on_paper
 from mpxla.cli.schedule import schedule_keys, schedule_options
 from mpxla.cli.tables import table
 from mpxla.config import Config
@@ -17,6 +19,8 @@ from mpxla.graph.partition_report import format_size
 from mpxla.schedule.render import render_text
 
 if TYPE_CHECKING:
+    from mpxla.device.backend import Lowering
+    from mpxla.graph.cost import MachineModel
     from mpxla.runtime.forecast import Forecast
 
 __all__ = ["add_parser"]
@@ -94,48 +98,38 @@ def run(options: argparse.Namespace) -> None:
 def _run_captured(options: argparse.Namespace) -> None:
     """Prints the plan of a factory's model."""
     # These import torch and the backend, which the other commands do without.
-    from mpxla.cli.factory import capture_factory, load_factory
-    from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
     from mpxla.device.choice import open_backend
     from mpxla.env import read_environment
     from mpxla.graph.cost import MachineModel
     from mpxla.parallel.models import cut_report
-    from mpxla.runtime.forecast import forecast
-    from mpxla.runtime.plan import cut_step
 
-    memory = options.activation_memory
-    keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
-    keys["activation_memory"] = int(memory) if memory.isdecimal() else memory
-    config = Config(**keys)
-    model, inputs, function = load_factory(options.factory)
-    if options.tp > 1:
-        from mpxla.cli.tensor import capture_part
-
-        step = capture_part(model, inputs, function, options.tp)
-    else:
-        step = capture_factory(model, inputs, function)
     machine = MachineModel()
     lowering = open_backend(read_environment().device).lowering
     limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
-    # Divided parameters are subtracted below: the search's own sizes would be over the limit.
-    limit_of_search = limit if options.sdp == 1 else None
-    is_fixed = options.schedule_file is not None
-    if (options.search or limit_of_search is not None) and not is_fixed:
-        tried = schedules_to_try(config, options.pipeline, options.virtual, options.active)
-        has_weight = options.memory_weight is not None
-        rows = search_plans(config, step, machine, lowering, limit_of_search, tried, has_weight)
-        print(describe_rows(rows, len(tried)) + "\n")
-        found, config = rows[0].found, rows[0].config
-    else:
-        found = forecast(cut_step(step, config, lowering, {}, None), config, machine, lowering)
+    layouts = _layouts(options)
+    plans: list[_Planned] = []
+    problems: list[str] = []
+    for layout in layouts:
+        try:
+            plans.append(_planned(options, layout, machine, lowering, limit))
+        except MpxlaError as error:
+            if len(layouts) == 1:
+                raise
+            problems.append(f"{layout}: {error}")
+    if len(layouts) > 1:
+        print(_describe_layouts(plans, problems) + "\n")
+    best = min(plans, key=lambda plan: plan.found.timeline.makespan)
+    found, config, size = best.found, best.config, best.layout.tensor
+    if best.rows:
+        print(best.rows + "\n")
     print(cut_report(found.cut))
     print()
     print(_memory(found))
     print()
     print(_programs(found))
     print()
-    if options.tp > 1:
-        print(_collectives(found, options.tp))
+    if size > 1:
+        print(_collectives(found, size))
         print()
     print(_timeline(found))
     if options.sdp > 1:
@@ -150,6 +144,98 @@ def _run_captured(options: argparse.Namespace) -> None:
     if options.output is not None:
         save_timeline(found.timeline, options.output, 1e6, f"{options.factory}: predicted")
         print(f"wrote {options.output}")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the ranks of a replica are divided: pipeline ranks, and ranks that share tensors."""
+
+    stages: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"{self.stages} x {self.tensor}"
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan of a layout, and the table of what was searched for it."""
+
+    layout: _Layout
+    found: "Forecast"
+    config: Config
+    rows: str = ""
+
+
+def _layouts(options: argparse.Namespace) -> list[_Layout]:
+    """The one that is given, or with `--devices` all that use so many."""
+    if options.devices is None:
+        return [_Layout(options.stages, options.tp)]
+    if not options.search:
+        raise MpxlaError(
+            "--devices with a factory needs --search, which divides them between stages and "
+            "tensors. Without it, name --stages and --tp."
+        )
+    counts = parse_devices(options.devices)
+    if len(counts) > 1:
+        raise MpxlaError(f"--devices {options.devices}: one number, with a factory.")
+    sizes = [size for size in range(1, counts[0] + 1) if counts[0] % size == 0]
+    return [_Layout(counts[0] // size, size) for size in sizes]
+
+
+def _planned(
+    options: argparse.Namespace,
+    layout: _Layout,
+    machine: "MachineModel",
+    lowering: "Lowering",
+    limit: int | None,
+) -> _Planned:
+    """Plans a factory's model in one layout; its microbatches are those of the factory in each.
+
+    Raises:
+        MpxlaError: the model cannot be divided so, or nothing fits.
+    """
+    from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
+    from mpxla.cli.tensor import capture_part
+    from mpxla.runtime.forecast import forecast
+    from mpxla.runtime.plan import cut_step
+
+    memory = options.activation_memory
+    keys = schedule_keys(options) | {"memory_weight": options.memory_weight}
+    keys |= {"pipeline_parallel_degree": layout.stages}
+    keys["activation_memory"] = int(memory) if memory.isdecimal() else memory
+    config = Config(**keys)
+    model, inputs, function = load_factory(options.factory)
+    if layout.tensor > 1:
+        step = capture_part(model, inputs, function, layout.tensor)
+    else:
+        step = capture_factory(model, inputs, function)
+    # Divided parameters are subtracted later: the search's own sizes would be over the limit.
+    limit_of_search = limit if options.sdp == 1 else None
+    is_fixed = options.schedule_file is not None
+    if (options.search or limit_of_search is not None) and not is_fixed:
+        tried = schedules_to_try(config, options.pipeline, options.virtual, options.active)
+        has_weight = options.memory_weight is not None
+        rows = search_plans(config, step, machine, lowering, limit_of_search, tried, has_weight)
+        return _Planned(layout, rows[0].found, rows[0].config, describe_rows(rows, len(tried)))
+    cut = cut_step(step, config, lowering, {}, None)
+    return _Planned(layout, forecast(cut, config, machine, lowering), config)
+
+
+def _describe_layouts(plans: Sequence[_Planned], problems: Sequence[str]) -> str:
+    """A table of layouts, the fastest first, and why others cannot be.
+
+    Raises:
+        MpxlaError: none can be.
+    """
+    if not plans:
+        raise MpxlaError("\n".join(["The model cannot be divided so:", *problems]))
+    rows = [("step, ms", "fullest rank", "stages x tensor")]
+    for plan in sorted(plans, key=lambda plan: plan.found.timeline.makespan):
+        step_s, size = plan.found.timeline.makespan, max(plan.found.rank_bytes)
+        rows.append((f"{1e3 * step_s:.3g}", format_size(size), str(plan.layout)))
+    return "\n".join(["Layouts, each with its best schedule:", *table(rows), *problems])
 
 
 def _memory(found: "Forecast") -> str:

@@ -8,6 +8,7 @@ The embedding and the head are units too, and one unit where they share their we
 This module must not know ranks.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,25 +129,34 @@ def units_of(model: nn.Module, size: int) -> list[Unit]:
 
 
 def _by_plan(model: nn.Module) -> Iterator[Unit]:
-    """Units of the model's own plan: layers of one parent."""
-    patterns: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    units: dict[str, Unit] = {}
-    if not patterns:
-        return
-    for path, module in model.named_modules():
-        style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
-        if style is None or style in _WITHOUT_EFFECT:
+    """Units of plans that the model or modules in it have: layers of one parent."""
+    planned: set[str] = set()
+    for base_path, base in model.named_modules():
+        if not _has(base, "_tp_plan"):
             continue
-        parent = path.rpartition(".")[0]
-        known = _STYLES.get(style)
-        if known in (Style.WHOLE_COLUMN, Style.VOCABULARY):
-            continue  # the ends of the model, see `_ends`
-        unit = units.setdefault(parent, Unit(parent))
-        if known is None:
-            unit.problem = f"mpxla does not know the style {style!r} of {path}"
-        else:
-            unit.entries.append(Entry(path, module, known))
-    yield from units.values()
+        patterns: dict[str, str] = dict(getattr(base, "_tp_plan", None) or {})
+        units: dict[str, Unit] = {}
+        for inner, module in base.named_modules() if patterns else ():
+            path = _joined(base_path, inner)
+            style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
+            if style is None or path in planned:  # outer plans repeat those of inner models
+                continue
+            planned.add(path)
+            known = _STYLES.get(style)
+            if style in _WITHOUT_EFFECT or known in (Style.WHOLE_COLUMN, Style.VOCABULARY):
+                continue  # for the latter, which are the ends of a model, see `_ends`
+            parent = path.rpartition(".")[0]
+            unit = units.setdefault(parent, Unit(parent))
+            if known is None:
+                unit.problem = f"mpxla does not know the style {style!r} of {path}"
+            else:
+                unit.entries.append(Entry(path, module, known))
+        yield from units.values()
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute itself, and does not forward it from one in it."""
+    return hasattr(type(module), name) or name in vars(module)
 
 
 def _by_table(model: nn.Module) -> Iterator[Unit]:
@@ -161,11 +171,11 @@ def _by_table(model: nn.Module) -> Iterator[Unit]:
 
 
 def _ends(model: nn.Module) -> Iterator[Unit]:
-    """The embedding and the head of a model of transformers."""
+    """The embedding and the head of models of transformers."""
     names = {id(module): path for path, module in model.named_modules()}
     ends = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
-    for getter, style in ends.items():
-        find = getattr(model, getter, None)
+    for base, (getter, style) in itertools.product(_with_ends(model), ends.items()):
+        find = getattr(base, getter, None)
         try:
             module = None if find is None else find()
         except (NotImplementedError, AttributeError):  # models of images have none
@@ -173,8 +183,17 @@ def _ends(model: nn.Module) -> Iterator[Unit]:
         if isinstance(module, nn.Module) and id(module) in names:
             path = names[id(module)]
             if style is not Style.VOCABULARY or isinstance(module, nn.Embedding):
-                own = isinstance(model, DistributedModule)
+                own = isinstance(base, DistributedModule)
                 yield Unit(path, [Entry(path, module, style)], is_asked_for=own)
+
+
+def _with_ends(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models that know their embedding; the whole one may be a wrapper."""
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if _has(module, "get_input_embeddings") and not path.startswith(inside):
+            inside += (f"{path}." if path else "",)
+            yield module
 
 
 def _by_class(model: nn.Module) -> Iterator[Unit]:

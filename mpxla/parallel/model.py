@@ -45,7 +45,7 @@ from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.torch_scaling import see_all_overflows
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module
-from mpxla.runtime.engine import Member
+from mpxla.runtime.member import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
 from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed

@@ -6,41 +6,25 @@ rank runs its list of actions; gradients and results are collected.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar, cast
 
 import torch
 
 from mpxla.comm.transport import Members
-from mpxla.config import Config
 from mpxla.errors import PeerFailure, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
-from mpxla.graph.indices import with_extremes
-from mpxla.graph.partition import SavedTensor
-from mpxla.graph.placement import check_placement
-from mpxla.graph.sequence import divide_sequences
-from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.user_code import at_user_line
-from mpxla.graph.varying import mark_varying
-from mpxla.graph.vocabulary import divide_losses
 from mpxla.log import get_logger
 from mpxla.runtime.agreement import check_agreement, share_error
-from mpxla.runtime.automatic import (
-    bytes_of_divided,
-    choose,
-    device_bytes,
-    free_keys,
-    heaviest_nodes,
-    is_worth_choosing,
-    with_keys,
-)
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
+from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.partition_store import write_decision
@@ -48,44 +32,19 @@ from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import (
     CutStep,
     compile_stages,
-    cut_step,
     describe_plan,
     schedule_step,
 )
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.saved import saved_tensors
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
-from mpxla.runtime.state import ModelState
 from mpxla.runtime.states import ModelStates
-from mpxla.runtime.tracing import trace
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
-from mpxla.stage.timing import measure_operators
 
-__all__ = ["Member", "StepEngine"]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A model, as the engine knows it.
-
-    Attributes:
-        state: its parameters and buffers.
-        pins: given where its module is, module path -> pipeline rank at the time of partitioning.
-        on_placed: called once its parameters are on their ranks.
-        measures_times: whether operators are timed before a step that uses it is partitioned.
-        split: names of the parameters and buffers of which each rank of a tensor-parallel group
-            has a shard.
-    """
-
-    state: ModelState
-    pins: Callable[[str], Mapping[str, int]]
-    on_placed: Callable[[], None]
-    measures_times: bool = False
-    split: Collection[str] = ()
+__all__ = ["StepEngine"]
 
 
 _T = TypeVar("_T")
@@ -107,7 +66,6 @@ class StepEngine:
         first_cuts: the first step that used a model, by the model's label.
         last_run: the last call on this rank.
         last_used: labels of the models that it used.
-        is_tracing: whether a step function is being captured.
         meter: counts what calls take.
         life: says what a compilation is doing.
     """
@@ -131,21 +89,26 @@ class StepEngine:
         self.first_cuts: dict[str, CutStep] = {}
         self.last_run: StepRun | None = None
         self.last_used: tuple[str, ...] = ()
-        self.is_tracing = False
         backend, transport = session.backend, session.transport
         self._place = sharing.index(session.rank)
         # Each replica brings a batch to a step, or each of its ranks that share tensors does.
         self._num_batches = 1 if session.config.prescaled_batch else len(sharing)
-        self._given = session.config.for_batches(self._num_batches)
+        config = session.config.for_batches(self._num_batches)
         num_batches = len(session.topology.rdp_group(session.rank)) * self._num_batches
         self.meter = Meter(backend, transport, num_batches)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
-        self._has_room: bool | None = None
-        """Whether whole parameters fit into every rank, once that has been planned."""
-        self._chosen: dict[str, Any] | None = None
-        """Open keys of the configuration, once a step has been cut."""
+        self._cutter = StepCutter(
+            session,
+            self._states,
+            self._members,
+            self.placement,
+            self.calls.control,
+            self._groups[TENSOR_GROUP],
+            self.life,
+            config,
+        )
 
     def add(self, member: Member) -> str:
         """Takes in a model.
@@ -160,6 +123,11 @@ class StepEngine:
     def names_of(self, label: str) -> dict[str, str]:
         """The name in steps of each parameter and buffer of a model -> its name in the model."""
         return self._states.names_of(label)
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a step function is being captured."""
+        return self._cutter.is_tracing
 
     @property
     def first_cut(self) -> CutStep | None:
@@ -273,7 +241,7 @@ class StepEngine:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
         cut, signature, reads = self._cut_together(call, function)
-        if self._chosen is None and not self._states.is_any_placed():
+        if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
         new = [label for label in used if not self._states[label].is_placed]
@@ -290,10 +258,10 @@ class StepEngine:
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
         count, backend = signature.num_microbatches, self._session.backend
-        config = self._config
+        config = self._cutter.config
         schedule = schedule_step(cut, config)
         shards = self._states.shards
-        gathers_once = bool(shards) and self._gathers_once(cut)
+        gathers_once = bool(shards) and self._cutter.gathers_once(cut)
         is_for_speed = config.optimize == "speed"
         plan = self._together(
             self._group,
@@ -312,6 +280,9 @@ class StepEngine:
                 self.life.at,
             ),
         )
+        for group, (ranks, _) in self._groups.items():
+            what = "have other collectives in their programs"
+            check_agreement(self._session.objects, ranks, plan.messages(group), what)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(config.check_indices, cut.step, backend)
@@ -336,14 +307,14 @@ class StepEngine:
     def _cut_together(
         self, call: Call, function: Callable[..., Any]
     ) -> tuple[CutStep, Signature, list[Read]]:
-        """`_cut` on all ranks; each raises its own error if it has one.
+        """The step cut on all ranks; each raises its own error if it has one.
 
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
         """
         world = self._session.topology.world_group()
         group = self._group if self._states.is_any_placed() else world
         what = f"step function {call.signature.function}"
-        return self._together(group, what, lambda: self._cut(call, function))
+        return self._together(group, what, lambda: self._cutter.cut(call, function))
 
     def _together(self, group: Sequence[int], what: str, work: Callable[[], _T]) -> _T:
         """Does something on all ranks of a group; if one of them fails, all raise.
@@ -361,169 +332,27 @@ class StepEngine:
         share_error(self._session.objects, group, error, what)
         return cast(_T, result)
 
-    def _cut(
-        self, call: Call, function: Callable[..., Any]
-    ) -> tuple[CutStep, Signature, list[Read]]:
-        """The step in stages, the signature that it serves, and what it read of the model."""
-        self.is_tracing = True
-        try:
-            signature, step, reads = trace(
-                call.signature, function, call.objects, self._states, lambda: self._values(call)
-            )
-        finally:
-            self.is_tracing = False
-        step, config = self._without_other_models(step), self._given
-        sharing = self._groups[TENSOR_GROUP].ranks
-        if len(sharing) > 1:
-            place = sharing.index(self._session.rank), len(sharing)
-            step = mark_varying(divide_losses(step), self._split_names(), *place)
-            if config.optimize == "memory":
-                step = divide_sequences(step, *place)
-        if config.check_indices == "all":
-            step = with_extremes(step)
-        if not (config.auto_partition or config.load_partition):
-            names = self._states.current_names()
-            check_placement(step, self._pins(), config.default_partition, names)
-        self.life.at("partition")
-        cut = self._cut_captured(step, self.placement.ranks, self._measure(step))
-        return cut, signature, reads
-
-    def _split_names(self) -> set[str]:
-        """Parameters and buffers of which this rank has a shard."""
-        found: set[str] = set()
-        for label, member in self._members.items():
-            ranks = dict.fromkeys(member.split, (0,))
-            found.update(self._states.from_own_names(label, ranks))
-        return found
-
-    def _values(self, call: Call) -> list[torch.Tensor]:
-        """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
-        if self._pp_rank > 0:
-            return self.calls.control.follow()
-        values = self._session.backend.get(call.tensors[0])
-        self.calls.control.announce(values)
-        return values
-
-    def _pins(self) -> dict[str, int]:
-        """Module path -> pipeline rank, of the modules that the user has placed."""
-        pins: dict[str, int] = {}
-        for label, member in self._members.items():
-            path = self._states.path(label)
-            pins.update(member.pins(f"model.{path}" if path else "model"))
-        return pins
-
-    def _without_other_models(self, step: StepGraph) -> StepGraph:
-        """The step without the parameters and buffers of models that it does not use."""
-        labels = self._states.labels
-        if len(labels) == 1:
-            return step
-        used = self._states.owners(step.names_in_use())
-        others = [label for label in labels if label not in used]
-        return without_inputs(step, {n for one in others for n in self._states.names_of(one)})
-
-    def _cut_captured(
-        self,
-        step: StepGraph,
-        fixed: Mapping[str, tuple[int, ...]],
-        measured_s: Mapping[str, float] | None = None,
-        saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
-    ) -> CutStep:
-        config, stateful = self._config, self.placement.stateful
-        lowering, pins = self._session.backend.lowering, self._pins()
-        return cut_step(step, config, lowering, pins, fixed or None, stateful, measured_s, saved)
-
-    # --- the plan that is chosen ----------------------------------------------------------------
-
-    @property
-    def _config(self) -> Config:
-        """The session's for all batches of a step, with what was chosen."""
-        return with_keys(self._given, self._chosen) if self._chosen else self._given
-
-    def _gathers_once(self, cut: CutStep) -> bool:
-        """Whether divided parameters are whole for all of a step; the first one decides for all."""
-        session, config = self._session, self._config
-        if config.sdp_gather != "auto":
-            return config.sdp_gather == "step"
-        if self._has_room is None:
-            counters = session.backend.memory_counters()
-            limit = device_bytes(counters, session.env.local_size)
-            size = bytes_of_divided(cut, config, self._states.shards, gathers_once=True)
-            everyone = session.objects.allgather(
-                cut.step.is_training and size <= limit, session.topology.world_group()
-            )
-            self._has_room = all(everyone)
-            if session.rank == 0:
-                get_logger().info(
-                    "sdp_gather: auto means %s: with whole parameters the fullest rank takes %.2g "
-                    "of %.3g GiB",
-                    "step" if self._has_room else "microbatch",
-                    size / 2**30,
-                    limit / 2**30,
-                )
-        return self._has_room
-
     def _choose(self, cut: CutStep, function: str) -> CutStep:
-        """The step cut anew if keys are open: the first rank of a pipeline decides, others follow.
+        """The step cut anew if keys of the configuration were open.
 
-        Later steps keep to it, and so do other replicas (`_follow_first_replica`).
+        Later steps keep to what was chosen, and so do other replicas (`_follow_first_replica`).
         """
-        config, self._chosen = self._given, {}
-        if not cut.step.is_training or not free_keys(config) or not is_worth_choosing(cut, config):
+        if not self._cutter.may_choose(cut):
             return cut
         # Only ranks that cut the same step listen to each other.
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
-        if self._pp_rank > 0:
-            self._chosen, measured_s = self.calls.control.follow()
-        else:
-            self._chosen, measured_s = self._decide(cut)
-            self.calls.control.announce((self._chosen, measured_s))
-        if not self._chosen:
+        measured_s = self._cutter.choose(cut)
+        if not self._cutter.chosen:
             return cut
-        fixed = self.placement.ranks
         return self._together(
             self._group,
             f"step function {function}",
-            lambda: self._cut_captured(cut.step, fixed, measured_s, cut.saved or None),
+            lambda: self._cutter.cut_captured(cut.step, measured_s, cut.saved or None),
         )
 
-    def _decide(self, cut: CutStep) -> tuple[dict[str, Any], dict[str, float] | None]:
-        """The chosen keys, none of them if something fails, and measured seconds of operators."""
-        session, measured_s = self._session, None
-        try:
-            self.life.at("choice of the schedule")
-            lowering, stateful = session.backend.lowering, self.placement.stateful
-            measures_all = any(member.measures_times for member in self._members.values())
-            measured = None if measures_all else heaviest_nodes(cut.problem)
-            measured_s = measure_operators(cut.step, session.backend, measured)
-            saved = cut.saved or saved_tensors(cut.step, lowering)
-
-            def cut_for(config: Config) -> CutStep:
-                pins = self._pins()
-                return cut_step(cut.step, config, lowering, pins, None, stateful, measured_s, saved)
-
-            counters = session.backend.memory_counters()
-            limit = device_bytes(counters, session.env.local_size)
-            found = choose(self._given, cut_for, limit)
-        except Exception as error:  # a user's job goes on with what is documented
-            get_logger().warning("no schedule was chosen, the defaults run: %r", error)
-            return {}, measured_s
-        if session.rank == 0:
-            get_logger().info("%s", found.line(limit))
-        return dict(found.keys), measured_s
-
-    def _measure(self, step: StepGraph) -> dict[str, float] | None:
-        """Seconds of the step's operators, the same on all ranks of the pipeline."""
-        if not any(member.measures_times for member in self._members.values()):
-            return None
-        if self._pp_rank > 0:
-            return self.calls.control.follow()
-        measured_s = measure_operators(step, self._session.backend)
-        self.calls.control.announce(measured_s)
-        return measured_s
-
     def _write_decision(self, cut: CutStep) -> None:
-        config = self._config
+        config = self._cutter.config
         if self._session.rank == 0 and config.partition_file and not config.load_partition:
             write_decision(config, cut.problem, cut.partition)
 
@@ -548,13 +377,13 @@ class StepEngine:
         objects, world = self._session.objects, self._session.topology.world_group()
         model = [f"the first step function is {function}", *self._states.description(new)]
         check_agreement(objects, world, model, "have another model or script")
-        mine = self.placement.of_new(cut, new), self._chosen
+        mine = self.placement.of_new(cut, new), self._cutter.chosen
         first = objects.allgather(mine, world)[0]
         if mine == first:
             return cut
-        ranks, self._chosen = first
+        ranks, self._cutter.chosen = first
         placed = {**self.placement.ranks, **ranks}
-        return self._cut_captured(cut.step, placed, saved=cut.saved)
+        return self._cutter.cut_captured(cut.step, saved=cut.saved, fixed=placed)
 
     def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:
         for label in labels:

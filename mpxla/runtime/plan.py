@@ -43,6 +43,7 @@ from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage
+from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
@@ -150,6 +151,12 @@ class StepPlan:
     random_stages: tuple[int, ...]
     is_random: bool
     compile_s: float = field(compare=False, default=0.0)
+
+    def messages(self, group: str) -> list[str]:
+        """What programs exchange within a group while they run; all members must have the same."""
+        programs = (p for stage in self.programs.values() for p in stage.programs)
+        in_pieces = (p for p in programs if isinstance(p, PiecewiseExecutable))
+        return [f"{p.name}: {line}" for p in in_pieces for line in p.plan.messages(group)]
 
 
 def cut_step(

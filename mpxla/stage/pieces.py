@@ -125,6 +125,21 @@ class PieceList:
             for i in range(len(self.pieces))
         ]
 
+    def messages(self, group: str) -> list[str]:
+        """What the pieces exchange within a group of ranks, in order, for comparison and messages.
+
+        Those of one piece may travel together, so all members must have the same in each.
+        """
+        lines: list[str] = []
+        pieces = (piece for piece in self.pieces if isinstance(piece, CollectivePiece))
+        for number, piece in enumerate(pieces):
+            for node in piece.module.graph.nodes:
+                if is_collective(node) and node.args[-1] == group:
+                    value = node.meta["val"]
+                    gives = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                    lines.append(f"exchange {number}: {node.target._schema.name} gives {gives}")
+        return lines
+
 
 def annotate(
     graph: fx.Graph, inputs: Sequence[TensorSpec], root: torch.nn.Module | None = None

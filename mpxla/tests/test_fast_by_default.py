@@ -67,7 +67,7 @@ def train(keys, rows=ROWS, small_memory_of=None):
         logging.getLogger("mpxla").removeHandler(handler)
     (plan,) = model._engine.calls.plans
     cut, schedule = plan.runner.plan.cut, plan.runner.plan.schedule
-    found = (model._engine._chosen, cut.placement, str(schedule))
+    found = (model._engine._cutter.chosen, cut.placement, str(schedule))
     assert current().config.source("pipeline") == ("init" if "pipeline" in keys else "default")
     return losses, found, [line for line in lines if line.startswith("chosen, as nobody")]
 

@@ -279,3 +279,35 @@ def test_a_call_of_one_replica(name):
     for _, text in found:
         assert re.search(rf"rank 0 called {re.escape(name)} at \S*test_wrong_ranks\.py:\d+", text)
         assert f"All ranks of all replicas have to call {name}" in text
+
+
+class Twice(nn.Module):
+    """Calls its split layers once, or as often as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = smp.nn.DistributedLinear(4, 4)
+        self.times = 1
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+def tensor_parallel_ranks_differ():
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
+    raw = Twice()
+    raw.times += smp.tp_rank()
+    train(smp.DistributedModel(raw), torch.ones(4, 4))
+
+
+def test_tensor_parallel_ranks_with_other_collectives():
+    check(
+        tensor_parallel_ranks_differ,
+        RankMismatch,
+        r"ranks \[1\] have other collectives in their programs than rank 0:\n"
+        r"  nothing more on rank 0\n"
+        r"  stage 0 forward: exchange 1: _c10d_functional::all_reduce gives float32\[4, 4\] on "
+        r"rank 1\n",
+    )

@@ -16,6 +16,27 @@ def chain_with_loss():
     return model, torch.zeros(4, 16), lambda out: out.square().mean()
 
 
+class Pairs(nn.Module):
+    """A chain whose pairs of layers can be split over ranks."""
+
+    _tp_plan = {"pairs.*.up": "colwise", "pairs.*.down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for pair in self.pairs:
+            x = pair["down"](torch.tanh(pair["up"](x)))
+        return x
+
+
+def pairs():
+    return Pairs(), torch.zeros(4, 16), lambda out: out.square().mean()
+
+
 def wrong():
     return nn.Linear(1, 1)
 

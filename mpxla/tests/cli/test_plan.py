@@ -40,6 +40,23 @@ def test_plan_with_a_search(tmp_path):
     assert file.stat().st_size > 1000
 
 
+def test_ranks_are_divided_between_stages_and_tensors():
+    factory = "mpxla.tests.cli.factories:pairs"
+    done = plan(factory, "--devices", "4", "--microbatches", "2", "--search")
+    assert done.exit_code == 0, done.stderr
+    title, table = "Layouts, each with its best schedule:", done.stdout.split("\n\n")[0]
+    assert table.startswith(title)
+    rows = re.findall(r"^ +([\d.e+-]+) +[\d.]+ \w+ +(\d x \d)$", table, re.MULTILINE)
+    assert {layout for _, layout in rows} == {"4 x 1", "2 x 2", "1 x 4"}
+    steps = [float(step) for step, _ in rows]
+    assert steps == sorted(steps)
+    predicted = re.search(r"Predicted step: ([\d.]+) ms", done.stdout)
+    assert float(predicted.group(1)) == steps[0], "the best is planned"
+    done = plan("mpxla.tests.cli.factories:chain_with_loss", "--devices", "2")
+    assert done.exit_code == 1
+    assert "--devices with a factory needs --search" in done.stderr
+
+
 def test_plan_of_a_step_function_under_a_limit():
     done = plan(
         "mpxla.tests.cli.factories:chain_with_loss",

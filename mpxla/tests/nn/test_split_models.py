@@ -452,3 +452,41 @@ def test_an_optional_bias_stays_whole_in_a_row_layer():
     lowered = [lower(rank, lambda m, v: m(v).square().sum(), [x]) for rank in ranks]
     (loss, _), _ = in_threads(train_once, ranks, lowered, [[x]] * 2)
     torch.testing.assert_close(loss, build()(x).square().sum().detach())
+
+
+class Wrapper(torch.nn.Module):
+    """As scripts put one around a model of transformers; it forwards what it does not have."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_models_in_a_wrapper_are_split_alike(name):
+    def found(model, prefix=""):
+        return {
+            f"{prefix}{unit.path}": [(f"{prefix}{e.path}", e.style, e.blocks) for e in unit.entries]
+            for unit in units_of(model, 2)
+        }
+
+    assert found(Wrapper(built(name))) == found(built(name), "inner.")
+
+
+def test_a_plan_of_a_layer_in_a_model():
+    class Layer(torch.nn.Module):
+        _tp_plan = {"up": "colwise", "down": "rowwise"}
+
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    (unit,) = units_of(torch.nn.Sequential(torch.nn.Linear(4, 4), Layer()), 2)
+    assert unit.path == "1" and unit.problem is None
+    assert [entry.path for entry in unit.entries] == ["1.up", "1.down"]

@@ -1,0 +1,265 @@
+"""From a call of a step function to the step in stages, and the keys that are chosen on the way.
+
+The ranks of a pipeline cut the same step in the same way: what only one of them can know (values of
+inputs, measured times, the choice of a schedule) the first rank tells the others. This module must
+not know how stages are compiled or run.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mpxla.comm.transport import Members
+from mpxla.config import Config
+from mpxla.graph.capture_attributes import Read
+from mpxla.graph.indices import with_extremes
+from mpxla.graph.partition import SavedTensor
+from mpxla.graph.placement import check_placement
+from mpxla.graph.sequence import divide_sequences
+from mpxla.graph.stepgraph import StepGraph, without_inputs
+from mpxla.graph.varying import mark_varying
+from mpxla.graph.vocabulary import divide_losses
+from mpxla.log import get_logger
+from mpxla.runtime.automatic import (
+    bytes_of_divided,
+    choose,
+    device_bytes,
+    free_keys,
+    heaviest_nodes,
+    is_worth_choosing,
+    with_keys,
+)
+from mpxla.runtime.calls import Call
+from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.member import Member
+from mpxla.runtime.placement import Placement
+from mpxla.runtime.plan import CutStep, cut_step
+from mpxla.runtime.saved import saved_tensors
+from mpxla.runtime.sign_of_life import SignOfLife
+from mpxla.runtime.signature import Signature
+from mpxla.runtime.states import ModelStates
+from mpxla.runtime.tracing import trace
+from mpxla.session import Session
+from mpxla.stage.timing import measure_operators
+
+__all__ = ["StepCutter"]
+
+
+class StepCutter:
+    """Captures and cuts steps for this rank.
+
+    Args:
+        session: configuration, topology and backend.
+        states: parameters and buffers of all models.
+        members: the models by label; the engine adds to it.
+        placement: where parameters and buffers live.
+        control: what the first rank of the pipeline tells the others.
+        sharing: the ranks of the tensor-parallel group.
+        life: says what a compilation is doing.
+        config: the session's, for all batches of a step.
+
+    Attributes:
+        is_tracing: whether a step function is being captured.
+        chosen: open keys of the configuration; None until a step has been cut.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        states: ModelStates,
+        members: Mapping[str, Member],
+        placement: Placement,
+        control: ControlChannel,
+        sharing: Members,
+        life: SignOfLife,
+        config: Config,
+    ):
+        self._session, self._states, self._members = session, states, members
+        self._placement, self._control, self._life = placement, control, life
+        self._sharing = sharing.ranks
+        self._given = config
+        self._pp_rank = session.topology.pp_rank(session.rank)
+        self._has_room: bool | None = None
+        """Whether whole parameters fit into every rank, once that has been planned."""
+        self.is_tracing = False
+        self.chosen: dict[str, Any] | None = None
+
+    @property
+    def config(self) -> Config:
+        """The given one with what was chosen."""
+        return with_keys(self._given, self.chosen) if self.chosen else self._given
+
+    def cut(
+        self, call: Call, function: Callable[..., Any]
+    ) -> tuple[CutStep, Signature, list[Read]]:
+        """The step in stages, the signature that it serves, and what it read of the model.
+
+        Every rank of the pipeline must call it.
+        """
+        self.is_tracing = True
+        try:
+            signature, step, reads = trace(
+                call.signature, function, call.objects, self._states, lambda: self._values(call)
+            )
+        finally:
+            self.is_tracing = False
+        step = self._without_other_models(step)
+        if len(self._sharing) > 1:
+            place = self._sharing.index(self._session.rank), len(self._sharing)
+            step = mark_varying(divide_losses(step), self._split_names(), *place)
+            if self._given.optimize == "memory":
+                step = divide_sequences(step, *place)
+        if self._given.check_indices == "all":
+            step = with_extremes(step)
+        if not (self._given.auto_partition or self._given.load_partition):
+            names = self._states.current_names()
+            check_placement(step, self._pins(), self._given.default_partition, names)
+        self._life.at("partition")
+        return self.cut_captured(step, self._measure(step)), signature, reads
+
+    def cut_captured(
+        self,
+        step: StepGraph,
+        measured_s: Mapping[str, float] | None = None,
+        saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
+        fixed: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> CutStep:
+        """A captured step in stages.
+
+        Args:
+            step: what was captured.
+            measured_s: seconds of its operators; estimated where not given.
+            saved: what backwards keep, as an earlier cut found it.
+            fixed: parameter -> its pipeline ranks; where they live by default.
+        """
+        fixed = self._placement.ranks if fixed is None else fixed
+        return self._cut_with(self.config, step, fixed, measured_s, saved)
+
+    def _cut_with(
+        self,
+        config: Config,
+        step: StepGraph,
+        fixed: Mapping[str, tuple[int, ...]],
+        measured_s: Mapping[str, float] | None,
+        saved: Mapping[str, tuple[SavedTensor, ...]] | None,
+    ) -> CutStep:
+        lowering, stateful = self._session.backend.lowering, self._placement.stateful
+        return cut_step(
+            step, config, lowering, self._pins(), fixed or None, stateful, measured_s, saved
+        )
+
+    def _values(self, call: Call) -> list[torch.Tensor]:
+        """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
+        if self._pp_rank > 0:
+            return self._control.follow()
+        values = self._session.backend.get(call.tensors[0])
+        self._control.announce(values)
+        return values
+
+    def _measure(self, step: StepGraph) -> dict[str, float] | None:
+        """Seconds of the step's operators, the same on all ranks of the pipeline."""
+        if not any(member.measures_times for member in self._members.values()):
+            return None
+        if self._pp_rank > 0:
+            return self._control.follow()
+        measured_s = measure_operators(step, self._session.backend)
+        self._control.announce(measured_s)
+        return measured_s
+
+    # --- of the models --------------------------------------------------------------------------
+
+    def _split_names(self) -> set[str]:
+        """Parameters and buffers of which this rank has a shard."""
+        found: set[str] = set()
+        for label, member in self._members.items():
+            ranks = dict.fromkeys(member.split, (0,))
+            found.update(self._states.from_own_names(label, ranks))
+        return found
+
+    def _pins(self) -> dict[str, int]:
+        """Module path -> pipeline rank, of the modules that the user has placed."""
+        pins: dict[str, int] = {}
+        for label, member in self._members.items():
+            path = self._states.path(label)
+            pins.update(member.pins(f"model.{path}" if path else "model"))
+        return pins
+
+    def _without_other_models(self, step: StepGraph) -> StepGraph:
+        """The step without the parameters and buffers of models that it does not use."""
+        labels = self._states.labels
+        if len(labels) == 1:
+            return step
+        used = self._states.owners(step.names_in_use())
+        others = [label for label in labels if label not in used]
+        return without_inputs(step, {n for one in others for n in self._states.names_of(one)})
+
+    # --- what is chosen -------------------------------------------------------------------------
+
+    def may_choose(self, cut: CutStep) -> bool:
+        """Whether keys are open for the first step; asked once, all keys are settled with it."""
+        self.chosen, config = {}, self._given
+        is_open = cut.step.is_training and bool(free_keys(config))
+        return is_open and is_worth_choosing(cut, config)
+
+    def choose(self, cut: CutStep) -> dict[str, float] | None:
+        """Chooses open keys: the first rank of a pipeline decides, the others follow.
+
+        Every rank of the pipeline must call it, with the same cut.
+
+        Returns:
+            Measured seconds of operators, to cut again with.
+        """
+        if self._pp_rank > 0:
+            self.chosen, measured_s = self._control.follow()
+        else:
+            self.chosen, measured_s = self._decide(cut)
+            self._control.announce((self.chosen, measured_s))
+        return measured_s
+
+    def _decide(self, cut: CutStep) -> tuple[dict[str, Any], dict[str, float] | None]:
+        """The chosen keys, none of them if something fails, and measured seconds of operators."""
+        session, measured_s = self._session, None
+        try:
+            self._life.at("choice of the schedule")
+            measures_all = any(member.measures_times for member in self._members.values())
+            measured = None if measures_all else heaviest_nodes(cut.problem)
+            measured_s = measure_operators(cut.step, session.backend, measured)
+            saved = cut.saved or saved_tensors(cut.step, session.backend.lowering)
+            limit = device_bytes(session.backend.memory_counters(), session.env.local_size)
+            found = choose(
+                self._given,
+                lambda config: self._cut_with(config, cut.step, {}, measured_s, saved),
+                limit,
+            )
+        except Exception as error:  # a user's job goes on with what is documented
+            get_logger().warning("no schedule was chosen, the defaults run: %r", error)
+            return {}, measured_s
+        if session.rank == 0:
+            get_logger().info("%s", found.line(limit))
+        return dict(found.keys), measured_s
+
+    def gathers_once(self, cut: CutStep) -> bool:
+        """Whether divided parameters are whole for all of a step; the first one decides for all.
+
+        Every rank must call it.
+        """
+        session, config = self._session, self.config
+        if config.sdp_gather != "auto":
+            return config.sdp_gather == "step"
+        if self._has_room is None:
+            limit = device_bytes(session.backend.memory_counters(), session.env.local_size)
+            size = bytes_of_divided(cut, config, self._states.shards, gathers_once=True)
+            everyone = session.objects.allgather(
+                cut.step.is_training and size <= limit, session.topology.world_group()
+            )
+            self._has_room = all(everyone)
+            if session.rank == 0:
+                get_logger().info(
+                    "sdp_gather: auto means %s: with whole parameters the fullest rank takes %.2g "
+                    "of %.3g GiB",
+                    "step" if self._has_room else "microbatch",
+                    size / 2**30,
+                    limit / 2**30,
+                )
+        return self._has_room
