@@ -36,6 +36,9 @@ _STYLES = {
 _WITHOUT_EFFECT = ("replicated", "replicated_with_grad_allreduce", "sequence_parallel")
 """Styles of layers that stay whole: their gradients become whole by themselves."""
 
+_ENDS = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
+"""Methods of transformers' models -> how what they return is split."""
+
 _Layers = Mapping[str, tuple[Style, int]]
 _BERT_LAYER: Mapping[str, _Layers] = {
     "attention": {
@@ -173,8 +176,7 @@ def _by_table(model: nn.Module) -> Iterator[Unit]:
 def _ends(model: nn.Module) -> Iterator[Unit]:
     """The embedding and the head of models of transformers."""
     names = {id(module): path for path, module in model.named_modules()}
-    ends = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
-    for base, (getter, style) in itertools.product(_with_ends(model), ends.items()):
+    for base, (getter, style) in itertools.product(_with_ends(model), _ENDS.items()):
         find = getattr(base, getter, None)
         try:
             module = None if find is None else find()
@@ -188,10 +190,10 @@ def _ends(model: nn.Module) -> Iterator[Unit]:
 
 
 def _with_ends(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost models that know their embedding; the whole one may be a wrapper."""
+    """The outermost models that know their ends; the whole one may be a wrapper."""
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
-        if _has(module, "get_input_embeddings") and not path.startswith(inside):
+        if any(_has(module, name) for name in _ENDS) and not path.startswith(inside):
             inside += (f"{path}." if path else "",)
             yield module
 

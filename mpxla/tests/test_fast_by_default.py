@@ -36,17 +36,17 @@ def train(keys, rows=ROWS, small_memory_of=None):
 
     The replica `small_memory_of` believes that it has no memory, so that it would choose otherwise.
     """
-    from mpxla.runtime import engine
+    from mpxla.runtime import cutting
     from mpxla.session import current
 
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("mpxla").addHandler(handler)
-    saved = engine.device_bytes
+    saved = cutting.device_bytes
     smp.init({"microbatches": 4, **keys})
     if smp.dp_rank() == small_memory_of:
-        engine.device_bytes = lambda counters, ranks: 1
+        cutting.device_bytes = lambda counters, ranks: 1
     try:
         model = smp.DistributedModel(build())
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -63,7 +63,7 @@ def train(keys, rows=ROWS, small_memory_of=None):
             losses.append(step(model, batch(rows, number)).reduce_mean().item())
             optimizer.step()
     finally:
-        engine.device_bytes = saved
+        cutting.device_bytes = saved
         logging.getLogger("mpxla").removeHandler(handler)
     (plan,) = model._engine.calls.plans
     cut, schedule = plan.runner.plan.cut, plan.runner.plan.schedule
