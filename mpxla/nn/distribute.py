@@ -306,7 +306,7 @@ def _report(model: nn.Module, units: Sequence[Unit], size: int, index: int) -> N
         get_logger().warning(
             "tensor parallelism: nothing is split. Call smp.set_tensor_parallelism(model) before "
             "smp.DistributedModel; it knows the models of transformers that have a tp_plan, GPT-2, "
-            "BERT and RoBERTa."
+            "BERT, RoBERTa and ViT."
         )
 
 

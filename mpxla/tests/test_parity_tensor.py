@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from mpxla.tests.nn.test_split_models import built
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
@@ -81,7 +82,21 @@ def build(name, layers=2):
     import transformers
 
     transformers.logging.set_verbosity_error()
+    if name in ("bert", "mixtral", "roberta"):
+        return built(name)
     torch.manual_seed(3)
+    if name == "vit":
+        config = transformers.ViTConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            image_size=2,
+            patch_size=1,
+            num_channels=2,
+            num_labels=6,
+        )
+        return transformers.ViTForImageClassification(config)
     if name == "llama":
         config = transformers.LlamaConfig(
             hidden_size=16,
@@ -121,6 +136,12 @@ def labels_of(ids):
     return torch.where(ids < ids[0, 0] // 3, -100, ids)
 
 
+def loss_of(model, name, ids, labels):
+    if name == "vit":  # an image of eight points, and its class
+        return model(pixel_values=ids.view(-1, 2, 2, 2) / WORDS, labels=ids[:, 0] % 6).loss
+    return model(input_ids=ids, labels=labels).loss
+
+
 def make_optimizer(parameters):
     """A large eps: gradients that are rounding only must not decide."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
@@ -135,7 +156,7 @@ def train_plainly(case):
         rows = zip(
             *(t.chunk(MICROBATCHES * case.num_batches) for t in (ids, labels_of(ids))), strict=True
         )
-        losses = [model(input_ids=part, labels=labels).loss for part, labels in rows]
+        losses = [loss_of(model, case.model, part, labels) for part, labels in rows]
         count = len(losses) if case.averaged else case.num_batches
         (sum(losses) / count).backward()
         found.losses.append((sum(losses) / len(losses)).item())
@@ -161,7 +182,7 @@ def train(case):
 
     @smp.step
     def step(model, ids, labels):
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = loss_of(model, case.model, ids, labels)
         model.backward(loss)
         return loss
 
@@ -214,6 +235,12 @@ SWEEP = (
     Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
     Case("llama", 2, stages=2, checkpointed=True),
     Case("gpt2", 2, backend="pjrt", checkpointed=True),
+    Case("bert", 2, stages=2, backend="pjrt"),
+    Case("roberta", 2, prescaled=False),
+    Case("mixtral", 2, backend="pjrt"),
+    Case("mixtral", 2, stages=2),
+    Case("vit", 2, replicas=2),
+    Case("vit", 2, stages=2, backend="pjrt", prescaled=False),
 )
 
 
@@ -236,7 +263,7 @@ def check(case):
     torch.testing.assert_close(losses.mean(0), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6)
     for of_rank in found:
         torch.testing.assert_close(of_rank.norms, expected.norms, rtol=1e-4, atol=1e-6)
-        assert_close_by_norm(of_rank.state, expected.state, 1e-5)
+        assert_close_by_norm(of_rank.state, expected.state, 1e-5, floor=1e-4)
         assert of_rank.compilations == 0
         assert all("all_reduce" in text for text in of_rank.texts)
     assert bool(found[0].texts) == (case.transport == "xla")
@@ -246,7 +273,8 @@ def check(case):
     ]
     share = 1.0 / (case.tensor * case.stages)
     if case.stages == 1:  # but for norms, biases of row layers and positions
-        assert max(of_group) < whole * (share + 0.1)
+        stays = 0.2 if case.model == "roberta" else 0.1  # the head has a layer of its own
+        assert max(of_group) < whole * (share + stays)
 
 
 def other_batches(differs, is_prescaled):
