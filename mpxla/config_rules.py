@@ -126,18 +126,6 @@ _RULES = (
         "shard_gradients: True needs ddp: True",
     ),
     Rule(
-        ("shard_gradients", "tensor_parallel_degree"),
-        lambda v, given: v["shard_gradients"] and v["tensor_parallel_degree"] > 1,
-        "shard_gradients: True does not go with tensor_parallel_degree: {tensor_parallel_degree} "
-        "yet; use shard_optimizer_state: True, or set tensor_parallel_degree: 1",
-    ),
-    Rule(
-        ("sharded_data_parallel_degree", "tensor_parallel_degree"),
-        lambda v, given: v["sharded_data_parallel_degree"] > 1 and v["tensor_parallel_degree"] > 1,
-        "sharded_data_parallel_degree: {sharded_data_parallel_degree} does not go with "
-        "tensor_parallel_degree: {tensor_parallel_degree} yet; set one of them to 1",
-    ),
-    Rule(
         ("bf16", "fp16"),
         lambda v, given: v["bf16"] and v["fp16"],
         "bf16: True and fp16: True exclude each other; remove one",

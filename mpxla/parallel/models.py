@@ -90,10 +90,11 @@ class Models:
     def _counts(self, label: str, name: str) -> bool:
         """Whether this rank counts a parameter: its own part, or a whole one once per group."""
         topology, rank, model = self._session.topology, self._session.rank, self._members[label]
-        if topology.sdp > 1:  # all ranks clip together
-            is_part = name in model.tensors.gradient_shards
-            return topology.rdp_rank(rank) < (topology.sdp if is_part else 1)
-        return topology.tp_rank(rank) == 0 or name in model.shards_of_tensors
+        is_own = topology.tp_rank(rank) == 0 or name in model.shards_of_tensors
+        if topology.sdp == 1 or not self.gradient_norm.is_divided:
+            return is_own
+        is_part = name in model.tensors.gradient_shards  # all ranks clip together
+        return is_own and topology.rdp_rank(rank) < (topology.sdp if is_part else 1)
 
     def __iter__(self) -> Iterator["DistributedModel"]:
         return iter(self._members.values())

@@ -170,9 +170,14 @@ class GradientNorm:
         return not self._placed or any(id(p) in waiting for p in parameters)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether replicas have different parts of some gradients; the same on all ranks."""
+        return any(store.is_divided for store in self._placed)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that have to clip together."""
-        return self._world if any(store.is_divided for store in self._placed) else self._replica
+        return self._world if self.is_divided else self._replica
 
     def strangers(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are no parameters of a model, here or elsewhere, and no copies of one."""

@@ -457,21 +457,11 @@ def test_refused_combinations(user, text):
             "sharded_data_parallel_degree: 2 already shards the optimizer state; remove "
             "shard_optimizer_state: True",
         ),
-        (
-            {"sharded_data_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 4},
-            "sharded_data_parallel_degree: 2 does not go with tensor_parallel_degree: 4 yet; set "
-            "one of them to 1",
-        ),
         ({"shard_gradients": True}, "shard_gradients: True needs ddp: True"),
         (
             {"sharded_data_parallel_degree": 2, "ddp": True, "shard_gradients": True},
             "sharded_data_parallel_degree: 2 already divides gradients; remove "
             "shard_gradients: True",
-        ),
-        (
-            {"shard_gradients": True, "ddp": True, "tensor_parallel_degree": 2},
-            "shard_gradients: True does not go with tensor_parallel_degree: 2 yet; use "
-            "shard_optimizer_state: True, or set tensor_parallel_degree: 1",
         ),
         (
             {"bf16": True, "fp16": True, "sharded_data_parallel_degree": 2, "ddp": True},

@@ -5,6 +5,7 @@ models of transformers, inside pipelines and replicas.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ class Case:
     averaged: bool = True
     checkpointed: bool = False
     layers: int = 2
+    keys: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         sizes = f"{self.model}-{self.stages}x{self.tensor}x{self.replicas}-{self.backend}"
@@ -42,7 +44,7 @@ class Case:
         words += [self.pipeline] * (self.pipeline != "interleaved")
         words += ["own"] * (not self.prescaled) + ["sums"] * (not self.averaged)
         words += ["checkpointed"] * self.checkpointed
-        return "-".join(words)
+        return "-".join(words + [f"{key}={value}" for key, value in self.keys])
 
     @property
     def num_batches(self) -> int:
@@ -63,6 +65,7 @@ class Case:
             "memory_weight": 0.0,
             "transport": self.transport,
             "pipeline": self.pipeline,
+            **dict(self.keys),
         }
 
 
@@ -215,9 +218,12 @@ def train(case):
     return found
 
 
+PARTS = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold", 17))
+GRADIENTS = (("shard_gradients", True),)
 CASES = (
     Case("llama", 2, prescaled=False, layers=1),
     Case("gpt2", 2, backend="pjrt", layers=1),
+    Case("llama", 2, replicas=2, backend="pjrt", layers=1, keys=PARTS),
 )
 SWEEP = (
     Case("llama", 2, prescaled=False),
@@ -236,6 +242,12 @@ SWEEP = (
     Case("llama", 2, stages=2, checkpointed=True),
     Case("gpt2", 2, backend="pjrt", checkpointed=True),
     Case("bert", 2, stages=2, backend="pjrt"),
+    Case("llama", 2, replicas=2, keys=PARTS),
+    Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS),
+    Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
+    Case("llama", 2, replicas=2, keys=GRADIENTS),
+    Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1])),
+    Case("llama", 1, stages=2, replicas=2, keys=PARTS[:1]),  # nothing is large enough
     Case("roberta", 2, prescaled=False),
     Case("mixtral", 2, backend="pjrt"),
     Case("mixtral", 2, stages=2),

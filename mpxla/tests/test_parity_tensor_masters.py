@@ -36,6 +36,7 @@ class Case:
         replicas: how many.
         stages: of each.
         is_divided: `shard_optimizer_state`.
+        has_parts: `sharded_data_parallel_degree`, over all replicas.
         backend: of the device.
     """
 
@@ -44,11 +45,12 @@ class Case:
     replicas: int = 1
     stages: int = 1
     is_divided: bool = False
+    has_parts: bool = False
     backend: str = "torch_xla"
 
     def __str__(self) -> str:
         words = [self.key or "fp32", f"{self.stages}x{self.tensor}x{self.replicas}", self.backend]
-        return "-".join(words + ["zero"] * self.is_divided)
+        return "-".join(words + ["zero"] * self.is_divided + ["parts"] * self.has_parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,6 +71,9 @@ def train(case):
         "microbatches": 2,
         "shard_optimizer_state": case.is_divided,
     }
+    if case.has_parts:
+        config |= {"sharded_data_parallel_degree": case.replicas, "sdp_gradient_clipping": 1e9}
+        config |= {"sdp_param_persistence_threshold": 17}
     smp.init({**config, case.key: True} if case.key else config)
     raw = build("llama")
     smp.set_tensor_parallelism(raw)
@@ -147,7 +152,7 @@ def check(case):
                 assert torch.equal(state[name], value.to(case.dtype)), name
         else:
             assert_close_by_norm({n: state[n] for n in expected}, expected, 1e-5)
-        parts = world if case.is_divided else case.tensor * case.stages
+        parts = world if case.is_divided or case.has_parts else case.tensor * case.stages
         if case.stages == 1:  # norms and biases are whole
             assert share < 1.0 / parts + 0.1
 
@@ -160,6 +165,8 @@ CASES = [
     Case("fp16"),
     Case("fp16", is_divided=True, replicas=2, backend="pjrt"),
     Case("fp16", stages=2, backend="pjrt"),
+    Case("bf16", has_parts=True, replicas=2),
+    Case("fp16", has_parts=True, replicas=2, backend="pjrt"),
 ]
 
 

@@ -115,6 +115,11 @@ def check(tmp_path, topologies):
 
 
 ONE, TWO = {"stages": 1}, {"tensor": 2}
+DIVIDED = {
+    **{"tensor": 2, "replicas": 2, "sharded_data_parallel_degree": 2},
+    **{"sdp_param_persistence_threshold": 17, "sdp_gradient_clipping": 1e9},
+}
+"""Each part of a tensor over two replicas; the norm and one bias stay whole."""
 
 
 @pytest.mark.ranks
@@ -133,6 +138,7 @@ def test_any_topology_goes_on_from_any_other(tmp_path):
         "tp4": {"tensor": 4},
         "pp2 tp2": {"stages": 2, "tensor": 2},
         "tp2 dp2": {"tensor": 2, "replicas": 2},
+        "tp2 sdp2": DIVIDED,
     }
     check(tmp_path, topologies)
 
