@@ -118,8 +118,10 @@ def test_a_second_start_compiles_nothing(tmp_path):
         "XDG_CACHE_HOME": str(tmp_path),
         "JAX_ENABLE_COMPILATION_CACHE": "1",
     }
-    first = [r.value for r in run_ranks_unpooled(start_job, 2, env=env)]
-    second = [r.value for r in run_ranks_unpooled(start_job, 2, env=env)]
+    starts = [run_ranks_unpooled(start_job, 2, env=env) for _ in range(2)]
+    for rank in (rank for ranks in starts for rank in ranks):
+        assert rank.exit_code == 0, rank.stderr
+    first, second = ([rank.value for rank in ranks] for ranks in starts)
     assert programs(tmp_path / "mpxla" / "programs")
     for before, after in zip(first, second, strict=True):
         assert before[2] > 0 and after[2] == 0
