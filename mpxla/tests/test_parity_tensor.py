@@ -241,6 +241,8 @@ SWEEP = (
     Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
     Case("llama", 2, stages=2, checkpointed=True),
     Case("gpt2", 2, backend="pjrt", checkpointed=True),
+    Case("gpt2", 4),
+    Case("llama", 2, stages=2, replicas=2),
     Case("bert", 2, stages=2, backend="pjrt"),
     Case("llama", 2, replicas=2, keys=PARTS),
     Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS),

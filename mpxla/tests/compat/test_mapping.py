@@ -138,8 +138,9 @@ def count_memory():
     free, total = cuda.mem_get_info()
     assert 0 < free < total == cuda.get_device_properties(0).total_memory
     assert cuda.max_memory_allocated() >= cuda.memory_reserved() > before // 2
-    statistics = cuda.memory_stats()
-    assert statistics["allocated_bytes.all.peak"] == cuda.max_memory_reserved()
+    # A peak may grow at any time: jax and torch_xla have threads of their own.
+    peaks = [cuda.max_memory_reserved(), cuda.memory_stats()["allocated_bytes.all.peak"]]
+    assert peaks == sorted(peaks) and peaks[-1] <= cuda.max_memory_reserved()
     assert cuda.memory_summary().startswith("XLA device: ")
 
 
