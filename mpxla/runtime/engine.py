@@ -31,6 +31,7 @@ from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import (
     CutStep,
+    StepPlan,
     compile_stages,
     describe_plan,
     schedule_step,
@@ -99,6 +100,8 @@ class StepEngine:
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
+        self._compared: set[str] = set()
+        """Names of step functions whose messages were compared."""
         self._cutter = StepCutter(
             session,
             self._states,
@@ -163,7 +166,7 @@ class StepEngine:
                     self._session.progress.busy("capture and compilation"),
                     self.life.during(work, "capture"),
                 ):
-                    call.plan = self._build(call, rule.function)
+                    call.plan = self._build(call, name, rule.function)
                 self.calls.agree_to_start(call, call.plan)
             if lent:
                 self._refuse_training(name, call.plan, lent)
@@ -237,7 +240,7 @@ class StepEngine:
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def _build(self, call: Call, function: Callable[..., Any]) -> Plan:
+    def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
         cut, signature, reads = self._cut_together(call, function)
@@ -280,9 +283,9 @@ class StepEngine:
                 self.life.at,
             ),
         )
-        for group, (ranks, _) in self._groups.items():
-            what = "have other collectives in their programs"
-            check_agreement(self._session.objects, ranks, plan.messages(group), what)
+        if name not in self._compared:
+            self._compare_messages(plan)
+            self._compared.add(name)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(config.check_indices, cut.step, backend)
@@ -303,6 +306,16 @@ class StepEngine:
             sum(len(p.programs) for p in plan.programs.values()),
         )
         return self.calls.keep(signature, reads, runner)
+
+    def _compare_messages(self, plan: StepPlan) -> None:
+        """Checks that ranks which share tensors or parameters exchange the same in their programs.
+
+        Only with the first plan of a step function, which all of them build in the same call. Later
+        ones need not: a replica with another length of sequences builds one by itself.
+        """
+        for group, (ranks, _) in self._groups.items():
+            what = "have other collectives in their programs"
+            check_agreement(self._session.objects, ranks, plan.messages(group), what)
 
     def _cut_together(
         self, call: Call, function: Callable[..., Any]

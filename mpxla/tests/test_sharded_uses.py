@@ -8,6 +8,7 @@ from torch import nn
 
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_parity_sharded import Case, Model, batch_of, build, loss_of, make_optimizer
+from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
@@ -255,3 +256,34 @@ def test_divided_gradients_of_a_plain_backward():
         for what, text in texts.items():
             assert text.startswith(f"{what} does not go with shard_gradients yet")
     assert sum(held for _, _, held, _ in found) == sum(sizes) + whole
+
+
+LENGTHS = (8, 8), (5, 8), (8, 5), (8, 8)
+"""Of each replica's sequences, by step."""
+
+
+def train_with_other_lengths(case):
+    """Runs on every rank: each replica compiles its second plan in another step."""
+    import mpxla as smp
+
+    run = Trained(case)
+    for number, lengths in enumerate(LENGTHS):
+        run.optimizer.zero_grad()
+        place = smp.rdp_rank()
+        own = batch_of(number, case.replicas).chunk(case.replicas)[place]
+        run.step(run.model, own[:, : lengths[place]].contiguous())
+        run.optimizer.step()
+    return run.whole()
+
+
+def test_replicas_compile_other_batches_at_other_times():
+    model = build()
+    optimizer = make_optimizer(model.parameters())
+    for number, lengths in enumerate(LENGTHS):
+        optimizer.zero_grad()
+        for own, length in zip(batch_of(number, 2).chunk(2), lengths, strict=True):
+            for part in own[:, :length].chunk(2):
+                (loss_of(model, part) / 4).backward()
+        optimizer.step()
+    for state in run_ranks(train_with_other_lengths, 2, DIVIDED, timeout_s=120):
+        assert_close_by_norm(state, model.state_dict(), 1e-5)
