@@ -134,11 +134,12 @@ class Calls:
         except AnnouncedError:
             raise
         except MpxlaError as error:
-            self._compare(f"{name}, which fails: {error}", ())
+            self._compare(f"{name}, which fails: {error}", (), None)
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
-        if self._sharing.is_prescaled:
-            self._compare(name, call.tensors, portable(call.signature))
+        # Where ranks that share tensors have samples of their own, they have been compared.
+        shared = (call.tensors, portable(call.signature)) if self._sharing.is_prescaled else ()
+        self._compare(name, *shared)
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -163,13 +164,17 @@ class Calls:
             raise as_announced(error) from None
         return replace(signature, num_microbatches=len(everyone)), everyone
 
-    def _compare(
-        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any = None
-    ) -> None:
-        """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ."""
+    def _compare(self, text: str, *shared: Any) -> None:
+        """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ.
+
+        Args:
+            text: the call, or the error that it ended in.
+            *shared: tensors and signature, if ranks that share tensors are to compare theirs.
+        """
         try:
             self._sharded.compare(text)
-            self._sharing.compare(text, tensors, signature)
+            if shared:
+                self._sharing.compare(text, *shared)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))
             raise as_announced(error) from None

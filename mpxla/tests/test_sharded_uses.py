@@ -287,3 +287,24 @@ def test_replicas_compile_other_batches_at_other_times():
         optimizer.step()
     for state in run_ranks(train_with_other_lengths, 2, DIVIDED, timeout_s=120):
         assert_close_by_norm(state, model.state_dict(), 1e-5)
+
+
+def call_apart_with_own_samples():
+    """Runs on every rank: what replicas of two ranks each say that run different functions."""
+    import mpxla as smp
+
+    run = Trained(Case(2, keys=(("tensor_parallel_degree", 2),)))
+
+    @smp.step
+    def evaluate(model, ids):
+        return loss_of(model, ids)
+
+    with pytest.raises(smp.MpxlaError) as error:
+        (evaluate if smp.rdp_rank() == 0 else run.step)(run.model, batch_of(0, 1))
+    return str(error.value)
+
+
+def test_calls_are_compared_where_ranks_of_a_replica_have_their_own_samples():
+    for text in run_ranks(call_apart_with_own_samples, 4, env={"MPXLA_DEVICE": "pjrt"}):
+        assert "hold the parameters of a model together" in text
+        assert "evaluate, and rank 2 with" in text or "evaluate, and rank 3 with" in text
