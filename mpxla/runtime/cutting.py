@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from mpxla.comm.transport import Members
 from mpxla.config import Config
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.indices import with_extremes
@@ -55,7 +54,6 @@ class StepCutter:
         members: the models by label; the engine adds to it.
         placement: where parameters and buffers live.
         control: what the first rank of the pipeline tells the others.
-        sharing: the ranks of the tensor-parallel group.
         life: says what a compilation is doing.
         config: the session's, for all batches of a step.
 
@@ -71,13 +69,12 @@ class StepCutter:
         members: Mapping[str, Member],
         placement: Placement,
         control: ControlChannel,
-        sharing: Members,
         life: SignOfLife,
         config: Config,
     ):
         self._session, self._states, self._members = session, states, members
         self._placement, self._control, self._life = placement, control, life
-        self._sharing = sharing.ranks
+        self._sharing = session.topology.tp_group(session.rank)
         self._given = config
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._has_room: bool | None = None
@@ -124,6 +121,7 @@ class StepCutter:
         measured_s: Mapping[str, float] | None = None,
         saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
         fixed: Mapping[str, tuple[int, ...]] | None = None,
+        config: Config | None = None,
     ) -> CutStep:
         """A captured step in stages.
 
@@ -132,21 +130,18 @@ class StepCutter:
             measured_s: seconds of its operators; estimated where not given.
             saved: what backwards keep, as an earlier cut found it.
             fixed: parameter -> its pipeline ranks; where they live by default.
+            config: to cut by in place of the own one.
         """
         fixed = self._placement.ranks if fixed is None else fixed
-        return self._cut_with(self.config, step, fixed, measured_s, saved)
-
-    def _cut_with(
-        self,
-        config: Config,
-        step: StepGraph,
-        fixed: Mapping[str, tuple[int, ...]],
-        measured_s: Mapping[str, float] | None,
-        saved: Mapping[str, tuple[SavedTensor, ...]] | None,
-    ) -> CutStep:
-        lowering, stateful = self._session.backend.lowering, self._placement.stateful
         return cut_step(
-            step, config, lowering, self._pins(), fixed or None, stateful, measured_s, saved
+            step,
+            config or self.config,
+            self._session.backend.lowering,
+            self._pins(),
+            fixed or None,
+            self._placement.stateful,
+            measured_s,
+            saved,
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:
@@ -229,7 +224,7 @@ class StepCutter:
             limit = device_bytes(session.backend.memory_counters(), session.env.local_size)
             found = choose(
                 self._given,
-                lambda config: self._cut_with(config, cut.step, {}, measured_s, saved),
+                lambda config: self.cut_captured(cut.step, measured_s, saved, {}, config),
                 limit,
             )
         except Exception as error:  # a user's job goes on with what is documented

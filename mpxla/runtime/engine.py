@@ -108,7 +108,6 @@ class StepEngine:
             self._members,
             self.placement,
             self.calls.control,
-            self._groups[TENSOR_GROUP],
             self.life,
             config,
         )

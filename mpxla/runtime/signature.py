@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from mpxla.comm.codec import can_travel, register
+from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
 from mpxla.graph.number import Number
@@ -358,5 +359,5 @@ def _text(leaf: TensorLeaf | PlainValue | LocalObject) -> str:
     if isinstance(leaf, NumberLeaf):
         return "a float that is an input"
     if isinstance(leaf, TensorLeaf):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return describe([leaf])
     return str(leaf)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpxla.comm.packing import describe
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.stage.delayed import forget, materialize
@@ -78,7 +79,7 @@ class ModelState:
     def description(self) -> list[str]:
         """A line for every parameter and buffer; equal on two ranks if they have the same model."""
         tensors = [*self.parameters.items(), *self.buffers.items()]
-        return [f"{name}: {str(t.dtype)[6:]}{list(t.shape)}" for name, t in tensors]
+        return [f"{name}: {describe([t])}" for name, t in tensors]
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""

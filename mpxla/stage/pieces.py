@@ -24,6 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from mpxla.comm.packing import describe
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
@@ -135,8 +136,7 @@ class PieceList:
         for number, piece in enumerate(pieces):
             for node in piece.module.graph.nodes:
                 if is_collective(node) and node.args[-1] == group:
-                    value = node.meta["val"]
-                    gives = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                    gives = describe([node.meta["val"]])
                     lines.append(f"exchange {number}: {node.target._schema.name} gives {gives}")
         return lines
 

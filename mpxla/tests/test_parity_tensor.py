@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpxla.tests.nn.test_split_models import built
+from mpxla.tests.nn.test_split_models import WORDS, built, gpt2, llama, vit
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 10
 MICROBATCHES = 2
-WORDS = 32
 
 
 @dataclass(frozen=True)
@@ -89,39 +88,9 @@ def build(name, layers=2):
         return built(name)
     torch.manual_seed(3)
     if name == "vit":
-        config = transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            image_size=2,
-            patch_size=1,
-            num_channels=2,
-            num_labels=6,
-        )
-        return transformers.ViTForImageClassification(config)
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=WORDS,
-        )
-        return transformers.LlamaForCausalLM(config)
-    nothing = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    config = transformers.GPT2Config(
-        n_embd=16,
-        n_layer=layers,
-        n_head=4,
-        n_positions=16,
-        vocab_size=WORDS,
-        bos_token_id=0,
-        eos_token_id=0,
-        **nothing,
-    )
-    return transformers.GPT2LMHeadModel(config)
+        points = {"image_size": 2, "patch_size": 1, "num_channels": 2}
+        return vit(num_hidden_layers=layers, num_labels=6, **points)
+    return llama(num_hidden_layers=layers) if name == "llama" else gpt2(n_layer=layers)
 
 
 def layers_of(model):

@@ -116,8 +116,11 @@ def check(tmp_path, topologies):
 
 ONE, TWO = {"stages": 1}, {"tensor": 2}
 DIVIDED = {
-    **{"tensor": 2, "replicas": 2, "sharded_data_parallel_degree": 2},
-    **{"sdp_param_persistence_threshold": 17, "sdp_gradient_clipping": 1e9},
+    "tensor": 2,
+    "replicas": 2,
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 17,
+    "sdp_gradient_clipping": 1e9,
 }
 """Each part of a tensor over two replicas; the norm and one bias stay whole."""
 

@@ -97,6 +97,12 @@ def mixtral():
     return transformers.MixtralForCausalLM(config)
 
 
+def vit(**options):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    config = transformers.ViTConfig(**{**sizes, "num_hidden_layers": 1, **options})
+    return transformers.ViTForImageClassification(config)
+
+
 MODELS = {
     "roberta": roberta,
     "mixtral": mixtral,
@@ -276,16 +282,7 @@ def test_models_of_images():
 
     def build():
         torch.manual_seed(0)
-        config = transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            image_size=8,
-            patch_size=4,
-            num_labels=3,
-        )
-        return transformers.ViTForImageClassification(config)
+        return vit(image_size=8, patch_size=4, num_labels=3)
 
     def loss_of(model, images, labels):
         return model(pixel_values=images, labels=labels).loss
