@@ -67,7 +67,7 @@ bench: .venv/.installed-benchmarks ## measure training speed against the alterna
 	$(BIN)/python benchmarks/suite.py $(ARGS)
 
 bench-quick: .venv/.installed-benchmarks ## measure one small case and note it in the history
-	$(BIN)/python benchmarks/quick.py $(ARGS)
+	$(BIN)/python benchmarks/quick.py --picture docs/pictures/history.svg $(ARGS)
 
 clean: ## remove caches and builds; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launch import run_ranks
-from pipeline import HERE, spread
+from launch import HERE, run_ranks
 from suite import Benchmark, Run, measure
+from timing import spread
 
 PEERS = ("mpxla", "mpxla_pjrt")
 RANKS = (1, 2)
@@ -100,10 +100,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all results to this file")
     args = parser.parse_args()
     runs = [Run(peer, ranks) for ranks in RANKS for peer in PEERS]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        benchmark = Benchmark(args.case, args.microbatches, runs, args.steps)
-        found = measure(benchmark, args.repetitions)
+    found = measure(Benchmark(args.case, args.microbatches, runs, args.steps), args.repetitions)
     starts = {
         f"{peer} x2": first_seconds(peer, 2, args.case, args.microbatches, args.starts)
         for peer in PEERS

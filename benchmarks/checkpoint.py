@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from launch import run_ranks
 from models import GPTCase, language_loss
-from pipeline import spread
+from timing import spread
 
 RANKS = 2
 _CASE = '{"width": 1024, "num_blocks": 2, "num_heads": 8, "length": 16, "microbatch_size": 1}'

@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import run_peer, spread, step_times
+from launch import HERE, run_ranks
+from timing import spread
 
 PEERS = [
     ("eager", 1),
@@ -32,6 +33,19 @@ PEERS = [
 ]
 
 Results = dict[str, list[list[dict[str, Any]]]]
+
+
+def run_peer(peer: str, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs one peer; returns one result per rank."""
+    command = [sys.executable, str(HERE / "peers.py"), peer]
+    command += ["--microbatches", str(args.microbatches), "--steps", str(args.steps)]
+    command += ["--case", args.case]
+    return run_ranks(peer, command, ranks)
+
+
+def step_times(results: list[list[dict[str, Any]]]) -> list[float]:
+    """Median step time of every repetition; the slowest rank counts."""
+    return [max(r["step_s"] for r in ranks) for ranks in results]
 
 
 def measure(args: argparse.Namespace) -> Results:

@@ -5,7 +5,10 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).resolve().parent
 
 
 def free_port() -> int:
@@ -26,7 +29,6 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PJRT_DEVICE": "CPU",
     }
 
 

@@ -1,7 +1,7 @@
 """One process of one peer: trains one case and prints its step times as JSON.
 
-Started by `pipeline.py` and `data_parallel.py` once per rank and repetition, by `suite.py` once per
-rank; one core per rank.
+Started by `data_parallel.py` once per rank and repetition, by `suite.py` once per rank; one core
+for each.
 """
 
 import argparse
@@ -48,11 +48,42 @@ def pin_to_core() -> None:
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
 
 
-def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+def products(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+    """No training: as many operations as a step's products, at the rate of large square ones."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ids, targets = case.batch(1)
+    with FlopCounterMode(display=False) as counter:
+        case.loss(case.model()(ids), targets).backward()
+    flops, side = num_microbatches * counter.get_total_flops(), 1024
+    count = -(-flops // (2 * side**3))
+    left = torch.randn(round(flops / (count * 2 * side**2)), side)
+    right = torch.randn(side, side)
+    out = torch.empty(left.shape[0], side)
+
+    def step() -> float:
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+        return 0.0
+
+    return timed(step, warm_up, steps) | {"flops": flops}
+
+
+def inductor(*args: Any) -> dict[str, Any]:
+    """Plain PyTorch with `torch.compile`, one process."""
+    return eager(*args, compiled=True)
+
+
+def eager(
+    case: Any, num_microbatches: int, warm_up: int, steps: int, compiled: bool = False
+) -> dict[str, Any]:
     """Plain PyTorch, one process."""
     import torch
 
     model = case.model()
+    if compiled:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters())
     ids, targets = case.batch(num_microbatches)
     parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
@@ -72,6 +103,7 @@ def eager(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[st
 
 def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
     """torch_xla as its documents show it: traced anew for every microbatch, one process."""
+    os.environ["PJRT_DEVICE"] = "CPU"
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -98,7 +130,14 @@ def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict
     return timed(step, warm_up, steps)
 
 
-def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
+def torch_pipelining_compiled(*args: Any) -> dict[str, Any]:
+    """The same with stages that `torch.compile` compiles."""
+    return torch_pipelining(*args, compiled=True)
+
+
+def torch_pipelining(
+    case: Any, num_microbatches: int, warm_up: int, steps: int, compiled: bool = False
+) -> dict[str, Any]:
     """torch.distributed.pipelining with Schedule1F1B over gloo, equal numbers of blocks."""
     import torch
     import torch.distributed as dist
@@ -115,6 +154,8 @@ def torch_pipelining(case: Any, num_microbatches: int, warm_up: int, steps: int)
     stage = pipe.build_stage(RANK, torch.device("cpu"))
     # torch 2.9 probes its neighbours with mismatched dtypes, which gloo refuses.
     stage._get_init_p2p_neighbors_ops = lambda: []
+    if compiled:
+        stage.submod.compile()
     schedule = Schedule1F1B(stage, num_microbatches, loss_fn=case.loss)
     optimizer = torch.optim.AdamW(stage.submod.parameters())
 
@@ -139,8 +180,9 @@ BY_HAND = {
     "memory_weight": 0.0,
     "pipeline": "interleaved",
     "virtual_pipeline_degree": 1,
+    "device": "torch_xla",
 }
-"""1F1B, as `torch_pipelining`, and automatic partition by compute."""
+"""1F1B, as `torch_pipelining`, and automatic partition by compute, on torch_xla."""
 
 
 def mpxla(
@@ -215,7 +257,7 @@ def mpxla(
 
 
 def mpxla_default(*args: Any) -> dict[str, Any]:
-    """The same without tuning keys, as users run it: the plan is chosen by simulation."""
+    """The same without tuning keys, as users run it: the plan is chosen by simulation; on jax."""
     return mpxla(*args, tuning={})
 
 
@@ -232,9 +274,12 @@ def mpxla_pjrt(*args: Any) -> dict[str, Any]:
 PEERS = {
     f.__name__: f
     for f in (
+        products,
         eager,
+        inductor,
         lazy_xla,
         torch_pipelining,
+        torch_pipelining_compiled,
         mpxla,
         mpxla_default,
         mpxla_eager,
@@ -262,6 +307,7 @@ LIBRARIES = {
     "fsdp": "torch.distributed.fsdp",
     "lazy_xla": "torch_xla.core.xla_model",
     "torch_pipelining": "torch.distributed.pipelining",
+    "torch_pipelining_compiled": "torch.distributed.pipelining",
 }
 
 
@@ -286,7 +332,6 @@ def main() -> None:
     parser.add_argument("--case", default="{}", help="fields of the case as JSON")
     args = parser.parse_args()
     pin_to_core()
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
     import torch
 

@@ -1,11 +1,12 @@
 """One small case beside its peers: is anything slower than it was?
 
     python benchmarks/quick.py [--repetitions 5] [--history benchmarks/results/history.jsonl]
+                               [--picture docs/pictures/history.svg]
 
 Runs the small GPT beside its peers, prints what changed since the last run on this kind of
-machine and adds a line to the history. Times on a shared machine mean nothing by themselves, so
-the history keeps ratios that were taken in turns, and counts. No number makes it fail: people read
-them.
+machine, adds a line to the history, and draws it if it is told where. Times on a shared machine
+mean nothing by themselves, so the history keeps ratios that were taken in turns, and counts. No
+number makes it fail: people read them.
 """
 
 import argparse
@@ -19,13 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from suite import Benchmark, Run, first_step, measure, times
+from launch import HERE
+from suite import COMPILED, DEFAULT, EAGER, INDUCTOR, PEERS, Benchmark, first_step, measure, times
 
-HERE = Path(__file__).resolve().parent
-EAGER, ONE = Run("eager", 1), Run("mpxla", 1)
-PEER, TWO = Run("torch_pipelining", 2), Run("mpxla_default", 2)
-QUICK = Benchmark("tiny", 8, [EAGER, ONE, PEER, TWO], 10)
-RATIOS = {"one rank / eager": (ONE, EAGER), "two ranks / pipelining": (TWO, PEER)}
+ONE, TWO, PEER = DEFAULT[1], DEFAULT[2], PEERS[2]
+QUICK = Benchmark("tiny", 8, [EAGER, INDUCTOR, ONE, PEER, COMPILED, TWO], 10)
+RATIOS = {
+    "one rank / eager": (ONE, EAGER),
+    "one rank / torch.compile": (ONE, INDUCTOR),
+    "two ranks / pipelining": (TWO, PEER),
+    "two ranks / pipelining, compiled": (TWO, COMPILED),
+}
 NOTABLE = 0.1
 """Share by which a number must differ to be marked."""
 
@@ -94,11 +99,35 @@ def table(new: dict[str, Any], old: dict[str, Any] | None) -> list[str]:
     return lines + [f"\n{name} does not run: {text}" for name, text in new["errors"].items()]
 
 
+def draw(history: Path, picture: Path) -> None:
+    """The ratios over time, a panel for each and a line for every kind of machine."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "mpxla"  # the same lines give the same file
+    entries = [json.loads(line) for line in history.read_text().splitlines()]
+    figure, panels = plt.subplots(1, len(RATIOS), figsize=(12, 3), sharey=True)
+    for panel, name in zip(panels, RATIOS, strict=True):
+        for machine in dict.fromkeys(entry["machine"] for entry in entries):
+            points = [
+                (datetime.strptime(entry["date"], "%Y-%m-%d %H:%M"), entry["numbers"][name])
+                for entry in entries
+                if entry["machine"] == machine and name in entry["numbers"]
+            ]
+            panel.plot(*zip(*points, strict=True), marker="o", label=machine)
+        panel.axhline(1.0, color="grey", linewidth=0.5)
+        panel.set_title(name)
+        panel.tick_params(axis="x", labelrotation=45)
+    panels[0].set_ylabel("step time, ratio")
+    panels[0].legend(fontsize="x-small")
+    figure.savefig(picture, bbox_inches="tight", metadata={"Date": None})
+
+
 def main() -> None:
     """Measures, compares with the newest line and adds one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--history", type=Path, default=HERE / "results" / "history.jsonl")
+    parser.add_argument("--picture", type=Path, help="draw the history into this file")
     args = parser.parse_args()
     started = time.monotonic()
     new = record(measure(QUICK, args.repetitions))
@@ -108,6 +137,8 @@ def main() -> None:
     args.history.parent.mkdir(parents=True, exist_ok=True)
     with args.history.open("a") as file:
         file.write(json.dumps(new) + "\n")
+    if args.picture:
+        draw(args.history, args.picture)
 
 
 if __name__ == "__main__":

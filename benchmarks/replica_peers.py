@@ -116,14 +116,13 @@ def train(
     config: dict[str, Any],
     **options: Any,
 ) -> dict[str, Any]:
-    """mpxla with a configuration, in replicas of one or two stages."""
+    """mpxla as users run it, with a configuration, in replicas of one or two stages."""
     import torch
 
     import mpxla as smp
     from mpxla.session import current
 
-    shared = {"ddp": True, "optimize": "speed", "memory_weight": 0.0}
-    smp.init({**shared, "microbatches": num_microbatches, **config})
+    smp.init({"ddp": True, "microbatches": num_microbatches, **config})
     before = resident_bytes()
     model = smp.DistributedModel(case.model(), **options)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
@@ -162,11 +161,16 @@ def mpxla_sharded(*args: Any) -> dict[str, Any]:
 
 
 PARTS = {
+    "device": "torch_xla",
     "sharded_data_parallel_degree": 2,
     "sdp_param_persistence_threshold": 1000,
     "sdp_gradient_clipping": 1e9,
 }
-GRADIENTS = {"shard_gradients": True, "sdp_param_persistence_threshold": 1000}
+GRADIENTS = {
+    "device": "torch_xla",
+    "shard_gradients": True,
+    "sdp_param_persistence_threshold": 1000,
+}
 
 
 def mpxla_parts(*args: Any) -> dict[str, Any]:

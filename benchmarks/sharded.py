@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import spread
 from suite import Benchmark, Run, measure
+from timing import spread
 
 RUNS = [
     Run("fsdp", 2),

@@ -17,15 +17,14 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import environment, free_port
-from pipeline import spread
-
-HERE = Path(__file__).resolve().parent
+from launch import HERE, environment, free_port
+from timing import spread
 
 
 class Run(NamedTuple):
@@ -40,11 +39,14 @@ class Run(NamedTuple):
         return f"{self.peer} x{self.ranks}"
 
 
-EAGER_ONE, MPXLA_ONE = Run("eager", 1), Run("mpxla", 1)
-ONE = [EAGER_ONE, Run("lazy_xla", 1), MPXLA_ONE]
-TWO = [Run("torch_pipelining", 2), Run("mpxla", 2)]
-EAGER = [Run("mpxla_eager", 2), Run("mpxla_default", 2)]
-FOUR = [Run("torch_pipelining", 4), Run("mpxla", 4)]
+PRODUCTS, EAGER, INDUCTOR = Run("products", 1), Run("eager", 1), Run("inductor", 1)
+LAZY = Run("lazy_xla", 1)
+DEFAULT = {ranks: Run("mpxla_default", ranks) for ranks in (1, 2, 4)}
+BY_HAND = {ranks: Run("mpxla", ranks) for ranks in (1, 2)}
+PEERS = {ranks: Run("torch_pipelining", ranks) for ranks in (2, 4)}
+COMPILED = Run("torch_pipelining_compiled", 2)
+ONE = [PRODUCTS, EAGER, INDUCTOR, BY_HAND[1], DEFAULT[1]]
+TWO = [PEERS[2], COMPILED, BY_HAND[2], DEFAULT[2]]
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
 
@@ -61,31 +63,30 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = [
-    Benchmark("gpt", 8, ONE + TWO + EAGER, 1),
+    Benchmark("gpt", 8, [LAZY, *ONE, *TWO], 1),
     Benchmark("gpt", 2, TWO, 1),
     Benchmark("half", 32, TWO, 1),
-    Benchmark("half", 4, FOUR + REPLICAS, 1),
-    Benchmark("wide", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
-    Benchmark("tiny", 8, ONE + TWO, 10),
-    Benchmark("bert", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
-    Benchmark("vit", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 1),
-    Benchmark("unet", 8, [EAGER_ONE, MPXLA_ONE, *TWO], 2),
+    Benchmark("half", 4, [PEERS[4], DEFAULT[4], *REPLICAS], 1),
+    Benchmark("wide", 8, ONE + TWO, 1),
+    Benchmark("tiny", 8, [LAZY, *ONE, *TWO], 10),
+    Benchmark("bert", 8, ONE + TWO, 1),
+    Benchmark("vit", 8, ONE + TWO, 1),
+    Benchmark("unet", 8, ONE + TWO, 2),
 ]
 RATIOS = [
-    (MPXLA_ONE, EAGER_ONE),
-    (MPXLA_ONE, Run("lazy_xla", 1)),
-    (Run("mpxla", 2), Run("torch_pipelining", 2)),
-    (Run("mpxla_eager", 2), Run("torch_pipelining", 2)),
-    (Run("mpxla_default", 2), Run("torch_pipelining", 2)),
-    (Run("mpxla", 4), Run("torch_pipelining", 4)),
-    (Run("mpxla_replicas", 2), Run("ddp", 2)),
-    (Run("mpxla_grid", 4, 2), Run("ddp", 4)),
+    (PRODUCTS, DEFAULT[1]),
+    (PRODUCTS, EAGER),
+    (DEFAULT[1], EAGER),
+    (DEFAULT[1], INDUCTOR),
+    (DEFAULT[1], LAZY),
+    (DEFAULT[1], BY_HAND[1]),
+    (DEFAULT[2], PEERS[2]),
+    (DEFAULT[2], COMPILED),
+    (DEFAULT[2], BY_HAND[2]),
+    (DEFAULT[4], PEERS[4]),
+    *zip(REPLICAS[1::2], REPLICAS[::2], strict=True),
 ]
-FIRST_STEPS = [
-    (Run("mpxla", 2), MPXLA_ONE),
-    (Run("mpxla", 2), Run("lazy_xla", 1)),
-    (MPXLA_ONE, Run("lazy_xla", 1)),
-]
+FIRST_STEPS = [(DEFAULT[2], DEFAULT[1]), (DEFAULT[2], LAZY), (DEFAULT[1], LAZY)]
 
 
 class Peer:
@@ -184,7 +185,13 @@ class Peer:
 
 
 def measure(benchmark: Benchmark, repetitions: int) -> dict[str, Any]:
-    """Runs one benchmark; times, reports and errors by run."""
+    """Runs one benchmark, with nothing compiled before; times, reports and errors by run."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        return _measure(benchmark, repetitions)
+
+
+def _measure(benchmark: Benchmark, repetitions: int) -> dict[str, Any]:
     peers = [Peer(run, benchmark) for run in benchmark.runs]
     for peer in peers:
         peer.await_loaded()
@@ -216,7 +223,7 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
         if result["error"]:
             lines.append(f"| {name} | does not run | | `{result['error']}` |")
             continue
-        first = first_step(result)
+        first = 0.0 if name == str(PRODUCTS) else first_step(result)
         loss = max(rank["loss"] for rank in result["ranks"])
         lines.append(f"| {name} | {spread(result['times_s'])} | {first:.1f} | {loss:.6f} |")
     ratios = [
@@ -224,13 +231,11 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
         for a, b in RATIOS
         if times(found, a) and times(found, b)
     ]
-    m, one = benchmark.microbatches, times(found, Run("mpxla", 1))
-    for run in (Run("mpxla", 2), *EAGER, Run("mpxla", 4)):
-        many, ranks = times(found, run), run.ranks
-        if one and many:
-            bubble = (m + ranks - 1) / (m * ranks)
-            values = [a * bubble / b for a, b in zip(one, many, strict=True)]
-            ratios.append((f"ideal of {ranks} ranks (bubble only) / {run}", values))
+    m, one, two = (benchmark.microbatches, *(times(found, DEFAULT[ranks]) for ranks in (1, 2)))
+    if one and two:
+        bubble = (m + 1) / (2 * m)
+        values = [a * bubble / b for a, b in zip(one, two, strict=True)]
+        ratios.append((f"ideal of 2 ranks (1F1B's bubble only) / {DEFAULT[2]}", values))
     lines += ["", "| ratio of step times | median (min - max) |", "|---|---|"]
     lines += [f"| {name} | {spread(values)} |" for name, values in ratios]
     lines += [

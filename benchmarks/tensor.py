@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import spread
 from suite import Benchmark, Run, measure
+from timing import spread
 
 THEIRS = "torch_tensor"
 OURS = ("mpxla_tensor", "mpxla_tensor_speed", "mpxla_tensor_pjrt", "mpxla_tensor_fused")

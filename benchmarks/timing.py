@@ -45,6 +45,12 @@ def timed(step: Callable[[], float], warm_up: int, steps: int) -> dict[str, Any]
     }
 
 
+def spread(values: list[float], digits: int = 3) -> str:
+    """`median (min - max)`."""
+    low, mid, high = min(values), statistics.median(values), max(values)
+    return f"{mid:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
 def _requests(steps: int) -> Iterator[int]:
     if "BENCHMARK_SERVE" not in os.environ:
         yield steps

@@ -19,6 +19,7 @@ from mpxla.errors import ConfigError
 __all__ = [
     "ROUNDING_VARIABLE",
     "LaunchEnv",
+    "asks_for_torch_xla",
     "cores_per_process",
     "prepare_gloo",
     "prepare_xla",
@@ -350,6 +351,20 @@ def _read_json(
             f'{{"microbatches": 4}}, but holds {value!r}'
         )
     return value
+
+
+def asks_for_torch_xla(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torch_xla is to be used where jax is installed as well.
+
+    `PJRT_DEVICE` is torch_xla's variable, which it also sets itself when a script imports it; its
+    CUDA devices are gone since 2.8. A Neuron host has its plugin.
+
+    Args:
+        environ: variables to read; `os.environ` if None.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("PJRT_DEVICE", "").strip()
+    return named not in ("CUDA", "GPU") if named else _default_device() == "NEURON"
 
 
 def _default_device() -> str:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mpxla.cli.schedule import DEFAULT_STAGES
 from mpxla.cli.tables import table
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.planning.device import DeviceModel
@@ -26,7 +27,6 @@ def paper_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="MODEL", help=f"{names['model']}, or a TOML file")
     group.add_argument("--device-model", metavar="DEVICE", help=f"{names['device']}, or a file")
     group.add_argument("--devices", metavar="N", help="such as 64, 64,96 or 64..1024 (doubling)")
-    group.add_argument("--tensor", type=int, default=1, metavar="T", help="devices per layer")
     group.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
     group.add_argument("--recompute", choices=RECOMPUTATIONS, default="none")
     group.add_argument("--shard-state", action="store_true", help="shard_optimizer_state")
@@ -67,6 +67,11 @@ def run_on_paper(options: argparse.Namespace) -> None:
     ]
     if missing:
         raise ConfigError(f"--model needs {' and '.join(missing)} as well.")
+    if options.search and (options.stages or options.tp):
+        raise ConfigError(
+            "--search of a model on paper tries all numbers of stages and of tensor-parallel "
+            "devices. Leave out --stages and --tp, or --search."
+        )
     model = read_file("model", options.model, Transformer)
     device = read_file("device", options.device_model, DeviceModel)
     if options.memory_limit is not None:
@@ -101,12 +106,12 @@ def _one(
     options: argparse.Namespace, model: Transformer, device: DeviceModel, num_devices: int
 ) -> None:
     """Predicts the layout that the options name."""
-    parts = options.stages * options.tensor
-    data, rest = divmod(num_devices, parts)
+    stages, tensor = options.stages or DEFAULT_STAGES, options.tp or 1
+    data, rest = divmod(num_devices, stages * tensor)
     if rest or not data:
         raise ConfigError(
-            f"{num_devices} devices cannot be divided into {options.stages} stages x "
-            f"{options.tensor} tensor-parallel devices. Change --stages or --tensor."
+            f"{num_devices} devices cannot be divided into {stages} stages x {tensor} "
+            "tensor-parallel devices. Change --stages or --tp."
         )
     size, rest = divmod(model.global_batch, data * options.microbatches)
     if rest or not size:
@@ -118,8 +123,8 @@ def _one(
     pipeline = options.pipeline or "interleaved"
     virtual = options.virtual or (2 if pipeline == "zero_bubble_v" else 1)
     layout = Layout(
-        stages=options.stages,
-        tensor=options.tensor,
+        stages=stages,
+        tensor=tensor,
         data=data,
         microbatch_size=size,
         pipeline=pipeline,

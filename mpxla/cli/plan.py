@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpxla.cli.drawing import save_timeline
 from mpxla.cli.paper import paper_options, parse_devices, run_on_paper
-from mpxla.cli.schedule import schedule_keys, schedule_options
+from mpxla.cli.schedule import DEFAULT_STAGES, schedule_keys, schedule_options
 from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
@@ -65,8 +65,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--tp",
+        "--tensor",
+        dest="tp",
         type=int,
-        default=1,
         metavar="N",
         help="ranks that share the tensors of each stage: the key tensor_parallel_degree",
     )
@@ -79,7 +80,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write .png or .json")
     paper_options(parser)
-    parser.set_defaults(run=run, pipeline=None)  # a search leaves what is given as it is
+    # A search leaves what is given as it is.
+    parser.set_defaults(run=run, pipeline=None, stages=None)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -168,9 +170,9 @@ class _Planned:
 
 
 def _layouts(options: argparse.Namespace) -> list[_Layout]:
-    """The one that is given, or with `--devices` all that use so many."""
+    """The one that is given, or with `--devices` all that use so many and fit what is given."""
     if options.devices is None:
-        return [_Layout(options.stages, options.tp)]
+        return [_Layout(options.stages or DEFAULT_STAGES, options.tp or 1)]
     if not options.search:
         raise MpxlaError(
             "--devices with a factory needs --search, which divides them between stages and "
@@ -179,8 +181,19 @@ def _layouts(options: argparse.Namespace) -> list[_Layout]:
     counts = parse_devices(options.devices)
     if len(counts) > 1:
         raise MpxlaError(f"--devices {options.devices}: one number, with a factory.")
-    sizes = [size for size in range(1, counts[0] + 1) if counts[0] % size == 0]
-    return [_Layout(counts[0] // size, size) for size in sizes]
+    stages, tensor = options.stages, options.tp
+    layouts = [
+        _Layout(counts[0] // size, size)
+        for size in range(1, counts[0] + 1)
+        if counts[0] % size == 0 and tensor in (None, size) and stages in (None, counts[0] // size)
+    ]
+    if not layouts:
+        given = [f"--{name} {n}" for name, n in (("stages", stages), ("tp", tensor)) if n]
+        raise MpxlaError(
+            f"--devices {counts[0]} cannot be divided so with {' and '.join(given)}: stages x "
+            "tensor is the number of devices. Leave one of them out."
+        )
+    return layouts
 
 
 def _planned(

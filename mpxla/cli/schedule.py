@@ -16,7 +16,9 @@ from mpxla.schedule.render import render_text
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
 
-__all__ = ["add_parser", "schedule_keys", "schedule_options"]
+__all__ = ["DEFAULT_STAGES", "add_parser", "schedule_keys", "schedule_options"]
+
+DEFAULT_STAGES = 4
 
 
 def add_parser(commands: Any) -> None:
@@ -40,7 +42,9 @@ def add_parser(commands: Any) -> None:
 
 def schedule_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which schedule; shared by commands."""
-    parser.add_argument("--stages", type=int, default=4, metavar="P", help="pipeline ranks")
+    parser.add_argument(
+        "--stages", type=int, default=DEFAULT_STAGES, metavar="P", help="pipeline ranks"
+    )
     parser.add_argument("--microbatches", type=int, default=8, metavar="M")
     parser.add_argument("--pipeline", choices=PIPELINES, default="interleaved")
     parser.add_argument(

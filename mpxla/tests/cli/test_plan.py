@@ -57,6 +57,16 @@ def test_ranks_are_divided_between_stages_and_tensors():
     assert "--devices with a factory needs --search" in done.stderr
 
 
+def test_what_is_given_beside_the_number_of_ranks_is_kept():
+    factory, search = "mpxla.tests.cli.factories:pairs", ("--microbatches", "2", "--search")
+    done = plan(factory, "--devices", "4", "--tp", "2", *search)
+    assert done.exit_code == 0 and "Layouts" not in done.stdout, "one layout is left"
+    assert "2 stages" in done.stdout or "stage 1" in done.stdout
+    done = plan(factory, "--devices", "4", "--tp", "2", "--stages", "3", *search)
+    assert done.exit_code == 1
+    assert "--devices 4 cannot be divided so with --stages 3 and --tp 2" in done.stderr
+
+
 def test_plan_of_a_step_function_under_a_limit():
     done = plan(
         "mpxla.tests.cli.factories:chain_with_loss",

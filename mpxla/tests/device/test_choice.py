@@ -23,13 +23,26 @@ def installed(monkeypatch, *packages):
     monkeypatch.setattr(choice, "_opened", lambda name: name)
 
 
-def test_the_first_that_is_installed_is_the_default(monkeypatch):
-    installed(monkeypatch, "torch_xla", "jax")
-    assert open_backend() == "torch_xla"
-    assert open_backend("auto") == "torch_xla"
-    assert open_backend("pjrt") == "pjrt"
-    installed(monkeypatch, "jax")
-    assert open_backend() == "pjrt"
+@pytest.mark.parametrize(
+    "device, plugin, expected",
+    [
+        (None, None, "pjrt"),
+        ("CUDA", None, "pjrt"),
+        ("CPU", None, "torch_xla"),
+        ("TPU", None, "torch_xla"),
+        (None, "libneuronxla", "torch_xla"),
+    ],
+)
+def test_jax_is_the_default_unless_torch_xla_is_asked_for(device, plugin, expected, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    if device is not None:
+        monkeypatch.setenv("PJRT_DEVICE", device)
+    installed(monkeypatch, "torch_xla", "jax", plugin)
+    assert open_backend() == open_backend("auto") == expected
+    assert open_backend("pjrt") == "pjrt" and open_backend("torch_xla") == "torch_xla"
+    for package, name in (("jax", "pjrt"), ("torch_xla", "torch_xla")):
+        installed(monkeypatch, package, plugin)
+        assert open_backend() == name, "the only one"
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch):

@@ -123,6 +123,13 @@ def test_the_command_predicts_a_layout(capsys, file):
     [
         ((), "either a factory (module:function) or --model with the sizes of a transformer, and "),
         (("--model", "gpt3-175b"), "--model needs --device-model and --devices as well"),
+        (
+            (
+                *("--model", "gpt3-175b", "--device-model", "h200"),
+                *("--devices", "8", "--stages", "2", "--search"),
+            ),
+            "--search of a model on paper tries all numbers of stages",
+        ),
         (("a:b", "--model", "gpt3-175b"), "transformer, and has both. Name one."),
     ],
 )

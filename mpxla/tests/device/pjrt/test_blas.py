@@ -1,0 +1,154 @@
+"""Products of large matrices by PyTorch's own library: the same numbers, and when it is used."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mpxla.device.pjrt import blas, executable
+from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.stage.spec import TensorSpec
+
+pytestmark = pytest.mark.unit
+
+if not blas.has_blas():
+    pytest.skip("llvmlite, or PyTorch's sgemm_, is not there", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return PjrtBackend("cpu")
+
+
+def run(backend, function, *tensors, donated=()):
+    """Results of a function compiled for jax, and the text of its program."""
+    specs = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors]
+    module = make_fx(function)(*tensors)
+    program = backend.compile("products", module, specs, donated, keep_text=True)
+    results = program(backend.put(list(tensors)))
+    return [t.clone() for t in backend.get(results)], program.text()
+
+
+def check(backend, function, *tensors, calls, **options):
+    expected = function(*tensors)
+    results, text = run(backend, function, *tensors, **options)
+    for value, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-4)
+    assert text.count("stablehlo.custom_call @mpxla_sgemm") == calls, text
+    return text
+
+
+def oriented(matrix, is_transposed):
+    """The same matrix, stored by columns if it is to be the transpose of an argument."""
+    return matrix.mT.contiguous() if is_transposed else matrix
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_operands_may_be_transposed_and_batched(backend, is_left, is_right, batch):
+    left = oriented(torch.randn(*batch, 96, 128), is_left)
+    right = oriented(torch.randn(*batch, 128, 160), is_right)
+
+    def product(a, b):
+        return [(a.mT if is_left else a) @ (b.mT if is_right else b)]
+
+    text = check(backend, product, left, right, calls=1)
+    assert "stablehlo.transpose" not in text, "the library reads transposed operands as they lie"
+
+
+def test_a_linear_layer_and_its_derivative(backend):
+    weight, bias = torch.randn(192, 128), torch.randn(192)
+    x, gradient = torch.randn(96, 128), torch.randn(96, 192)
+
+    def layer(weight, bias, x, gradient):
+        y = torch.addmm(bias, x, weight.t())
+        return [y, gradient @ weight, gradient.t() @ x]
+
+    check(backend, layer, weight, bias, x, gradient, calls=3)
+
+
+def test_gradients_are_added_where_they_lie(backend):
+    total, x, gradient = torch.randn(128, 192), torch.randn(96, 128), torch.randn(96, 192)
+
+    def accumulate(total, x, gradient):
+        return [total + (x.t() @ gradient).to(torch.float32)]
+
+    expected = accumulate(total, x, gradient)
+    text = check(backend, accumulate, total, x, gradient, calls=1)
+    assert "stablehlo.add" not in text and "output_operand_aliases" in text
+    (value,), _ = run(backend, accumulate, total.clone(), x, gradient, donated=(0,))
+    torch.testing.assert_close(value, expected[0], rtol=1e-5, atol=1e-4)
+
+
+def test_who_reads_the_sum_or_the_product_as_well_gets_it(backend):
+    total, x, y = torch.randn(128, 128), torch.randn(128, 96), torch.randn(96, 128)
+
+    def both(total, x, y):
+        product = x @ y
+        return [total + product, product * 2, total * 3]
+
+    check(backend, both, total, x, y, calls=1)
+
+    def reread(total, x, y):
+        return [total + x @ y, total * 3]
+
+    check(backend, reread, total, x, y, calls=1)  # XLA copies what is read later
+
+
+def test_scaled_sums_and_other_types_stay_products_of_xla(backend):
+    start, x, y = torch.randn(128, 128), torch.randn(128, 96), torch.randn(96, 128)
+    check(backend, lambda s, x, y: [torch.addmm(s, x, y, beta=2)], start, x, y, calls=0)
+    check(backend, lambda s, x, y: [torch.addmm(s, x, y, alpha=2)], start, x, y, calls=0)
+    check(backend, lambda x, y: [x @ y], x.double(), y.double(), calls=0)
+    check(backend, lambda x, y: [x @ y], x[:16], y, calls=0)  # small: XLA may fuse it
+    x, y = x.bfloat16(), y.bfloat16()
+    (value,), text = run(backend, lambda x, y: [x @ y], x, y)
+    assert "mpxla_sgemm" not in text
+    torch.testing.assert_close(value, x @ y, rtol=1e-2, atol=0.2)
+
+
+def test_sums_of_other_shapes_and_types_are_added_afterwards(backend):
+    x, y = torch.randn(128, 96), torch.randn(96, 128)
+    check(backend, lambda row, x, y: [row + x @ y], torch.randn(128), x, y, calls=1)
+    check(backend, lambda s, x, y: [s + x @ y], torch.randn(128, 128).double(), x, y, calls=1)
+    check(backend, lambda x, y: [x @ y + x @ y], x, y, calls=2)
+
+
+def test_without_llvmlite_programs_multiply_as_xla_does(backend, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr(importlib.util, "find_spec", lambda name: None)
+        assert not blas.has_blas.__wrapped__()
+    monkeypatch.setattr(executable, "has_blas", lambda: False)
+    x = torch.randn(128, 128)
+    check(backend, lambda x: [x @ x], x, calls=0)
+
+
+SCRIPT = """
+import sys, torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from mpxla.device.pjrt import cache
+from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.stage.spec import TensorSpec
+backend = PjrtBackend("cpu")
+backend.keep_programs(sys.argv[1])
+x = torch.arange(128 * 128.0).view(128, 128) / 1e4
+module = make_fx(lambda x: [x @ x])(x)
+program = backend.compile("product", module, [TensorSpec((128, 128), torch.float32)])
+(value,) = backend.get(program(backend.put([x])))
+torch.testing.assert_close(value, x @ x)
+print("found", cache.num_loaded())
+"""
+
+
+def test_a_program_that_calls_the_library_is_found_on_disk(tmp_path):
+    """A second process runs what the first one has compiled."""
+    for found in (0, 1):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "true"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert f"found {found}" in done.stdout, done.stderr
