@@ -123,7 +123,9 @@ class Slots:
         ]
         self._parameter_places = [places.parameter for places in flat]
         ordered = ((places.parameter, *places.state.values()) for places in flat)
-        self.changed = list(dict.fromkeys((*chain.from_iterable(ordered), *self._sources)))
+        # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
+        # the first result of that shape. Else each takes another's, and XLA copies both.
+        self.changed = sorted({*chain.from_iterable(ordered), *self._sources})
         # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
         donates = self._backend.donates and self._backend.is_host
         self.donated = sorted(set(self.changed) - set(self._gradient_places)) if donates else []
