@@ -257,8 +257,13 @@ def mpxla(
 
 
 def mpxla_default(*args: Any) -> dict[str, Any]:
-    """The same without tuning keys, as users run it: the plan is chosen by simulation; on jax."""
+    """The same without tuning keys, as users run it: the plan is chosen by simulation."""
     return mpxla(*args, tuning={})
+
+
+def mpxla_jax(*args: Any) -> dict[str, Any]:
+    """The same on jax."""
+    return mpxla(*args, tuning={"device": "pjrt"})
 
 
 def mpxla_eager(*args: Any) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def mpxla_eager(*args: Any) -> dict[str, Any]:
 
 
 def mpxla_pjrt(*args: Any) -> dict[str, Any]:
-    """The same on jax."""
+    """Tuned by hand, on jax."""
     return mpxla(*args, device="pjrt")
 
 
@@ -282,6 +287,7 @@ PEERS = {
         torch_pipelining_compiled,
         mpxla,
         mpxla_default,
+        mpxla_jax,
         mpxla_eager,
         mpxla_pjrt,
         ddp,

@@ -42,11 +42,12 @@ class Run(NamedTuple):
 PRODUCTS, EAGER, INDUCTOR = Run("products", 1), Run("eager", 1), Run("inductor", 1)
 LAZY = Run("lazy_xla", 1)
 DEFAULT = {ranks: Run("mpxla_default", ranks) for ranks in (1, 2, 4)}
-BY_HAND = {ranks: Run("mpxla", ranks) for ranks in (1, 2)}
+JAX = {ranks: Run("mpxla_jax", ranks) for ranks in (1, 2)}
+BY_HAND = Run("mpxla", 2)
 PEERS = {ranks: Run("torch_pipelining", ranks) for ranks in (2, 4)}
 COMPILED = Run("torch_pipelining_compiled", 2)
-ONE = [PRODUCTS, EAGER, INDUCTOR, BY_HAND[1], DEFAULT[1]]
-TWO = [PEERS[2], COMPILED, BY_HAND[2], DEFAULT[2]]
+ONE = [PRODUCTS, EAGER, INDUCTOR, DEFAULT[1], JAX[1]]
+TWO = [PEERS[2], COMPILED, BY_HAND, DEFAULT[2], JAX[2]]
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
 
@@ -79,10 +80,12 @@ RATIOS = [
     (DEFAULT[1], EAGER),
     (DEFAULT[1], INDUCTOR),
     (DEFAULT[1], LAZY),
-    (DEFAULT[1], BY_HAND[1]),
+    (JAX[1], EAGER),
     (DEFAULT[2], PEERS[2]),
     (DEFAULT[2], COMPILED),
-    (DEFAULT[2], BY_HAND[2]),
+    (DEFAULT[2], BY_HAND),
+    (JAX[2], PEERS[2]),
+    (JAX[2], COMPILED),
     (DEFAULT[4], PEERS[4]),
     *zip(REPLICAS[1::2], REPLICAS[::2], strict=True),
 ]

@@ -19,7 +19,7 @@ from mpxla.errors import ConfigError
 __all__ = [
     "ROUNDING_VARIABLE",
     "LaunchEnv",
-    "asks_for_torch_xla",
+    "asks_for_cuda",
     "cores_per_process",
     "prepare_gloo",
     "prepare_xla",
@@ -353,18 +353,18 @@ def _read_json(
     return value
 
 
-def asks_for_torch_xla(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torch_xla is to be used where jax is installed as well.
+def asks_for_cuda(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether programs are to run on a CUDA device, which torch_xla 2.9 has none of.
 
-    `PJRT_DEVICE` is torch_xla's variable, which it also sets itself when a script imports it; its
-    CUDA devices are gone since 2.8. A Neuron host has its plugin.
+    `PJRT_DEVICE` names it, or names nothing and jax's plugin is installed.
 
     Args:
         environ: variables to read; `os.environ` if None.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("PJRT_DEVICE", "").strip()
-    return named not in ("CUDA", "GPU") if named else _default_device() == "NEURON"
+    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return named in ("CUDA", "GPU") if named else any(plugins)
 
 
 def _default_device() -> str:

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 
 from mpxla.device.backend import Backend
-from mpxla.env import asks_for_torch_xla
+from mpxla.env import asks_for_cuda
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
 
@@ -17,8 +17,8 @@ BACKENDS = {
     "eager": ("torch", "mpxla.device.eager", "EagerBackend"),
 }
 """Name -> the package that it needs, and its class."""
-_DEFAULTS = ("pjrt", "torch_xla")
-"""Of these the first that is installed is the default; the last, where torch_xla is asked for."""
+_DEFAULTS = ("torch_xla", "pjrt")
+"""Of these the first that is installed is the default; the last, where CUDA is asked for."""
 _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 'mpxla[pjrt]'"}
 
 
@@ -27,14 +27,14 @@ def open_backend(name: str | None = None) -> Backend:
 
     Args:
         name: which one (the variable MPXLA_DEVICE, or the key `device`); None or "auto" for the
-            default: torch_xla where the environment asks for it, else jax; the other one if that
-            is not installed.
+            default: jax where CUDA is asked for, else torch_xla; the other one if that is not
+            installed.
 
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
     if name is None or name == "auto":
-        order = reversed(_DEFAULTS) if asks_for_torch_xla() else _DEFAULTS
+        order = reversed(_DEFAULTS) if asks_for_cuda() else _DEFAULTS
         name = next((n for n in order if _is_installed(BACKENDS[n][0])), None)
         if name is None:
             raise ConfigError(

@@ -26,14 +26,14 @@ def installed(monkeypatch, *packages):
 @pytest.mark.parametrize(
     "device, plugin, expected",
     [
-        (None, None, "pjrt"),
+        (None, None, "torch_xla"),
+        (None, "jax_cuda13_plugin", "pjrt"),
+        ("CPU", "jax_cuda13_plugin", "torch_xla"),
         ("CUDA", None, "pjrt"),
-        ("CPU", None, "torch_xla"),
         ("TPU", None, "torch_xla"),
-        (None, "libneuronxla", "torch_xla"),
     ],
 )
-def test_jax_is_the_default_unless_torch_xla_is_asked_for(device, plugin, expected, monkeypatch):
+def test_torch_xla_is_the_default_unless_cuda_is_asked_for(device, plugin, expected, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     if device is not None:
         monkeypatch.setenv("PJRT_DEVICE", device)
