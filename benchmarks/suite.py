@@ -300,15 +300,16 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch "
         f"{torch.__version__}. Median (min - max) over {args.repetitions} repetitions in turns.",
     ]
+    print("\n".join(lines), flush=True)
     results = {}
     for benchmark in BENCHMARKS:
-        if benchmark.case in args.cases:
-            found = measure(benchmark, args.repetitions)
-            results[str(benchmark)] = found
-            lines += rows_of(benchmark, found)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
-    print("\n".join(lines))
+        if benchmark.case not in args.cases:
+            continue
+        found = measure(benchmark, args.repetitions)
+        results[str(benchmark)] = found
+        print("\n".join(rows_of(benchmark, found)), flush=True)
+        if args.json:  # after each, for one that is ended early
+            args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
