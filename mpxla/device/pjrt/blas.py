@@ -1,6 +1,6 @@
 """Products of matrices by the BLAS that PyTorch brings, in XLA's programs for the CPU.
 
-XLA's own products of float32 run at 0.6 to 0.8 of that library's rate (benchmarks/README.md), and
+XLA's own products of float32 run at 0.6 to 0.9 of that library's rate (benchmarks/products.py), and
 they are three quarters of a transformer's step. A program calls the library by XLA's foreign
 function interface, from machine code that LLVM makes: Python's lock is not taken, since who waits
 for a program may hold it. Without llvmlite, or with a PyTorch that exports no `sgemm_`, programs
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from mpxla.stage.cleanup import replace_call
+
 __all__ = ["has_blas", "use_blas"]
 
 _aten = torch.ops.aten
@@ -31,7 +33,7 @@ _TARGET = "mpxla_sgemm"
 
 @functools.cache
 def has_blas() -> bool:
-    """Whether programs can call the library; registers the functions with XLA."""
+    """Whether programs can call the library; registers the function with XLA."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if importlib.util.find_spec("llvmlite") is None or not library.exists():
         return False
@@ -39,13 +41,8 @@ def has_blas() -> bool:
     if sgemm is None:
         return False
     address = _handler(ctypes.cast(sgemm, ctypes.c_void_p).value)
-    jax.ffi.register_ffi_target(_TARGET, _capsule(address, None, None), platform="cpu")
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
     return True
-
-
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 def _handler(sgemm: int) -> int:
@@ -145,12 +142,14 @@ def use_blas(module: fx.GraphModule) -> None:
         with graph.inserting_before(last):
             (left, is_left), (right, is_right) = (_before_transposition(graph, n) for n in operands)
             start = None if total is None else next(n for n in total.args if n.op == "placeholder")
-            result = graph.call_function(_product, (left, right, is_left, is_right, start))
-            result.meta["val"] = last.meta["val"]
+            arguments = (left, right, is_left, is_right, start)
             if bias is not None:
-                result = graph.call_function(_aten.add.Tensor, (result, bias))
-                result.meta["val"] = last.meta["val"]
-        last.replace_all_uses_with(result)
+                product = graph.call_function(_product, arguments)
+                product.meta = dict(node.meta)
+        if bias is None:
+            replace_call(last, _product, arguments)
+        else:
+            replace_call(node, _aten.add.Tensor, (product, bias))
     graph.eliminate_dead_code()
 
 
@@ -177,14 +176,15 @@ def _sum_with(node: fx.Node) -> fx.Node | None:
     if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op != "placeholder":
         return None
     values = others[0].meta["val"], node.meta["val"]
-    is_same = values[0].shape == values[1].shape and values[0].dtype == values[1].dtype
-    return users[0] if is_same else None
+    is_same = values[0].shape == values[1].shape
+    return users[0] if is_same and all(v.dtype == torch.float32 for v in values) else None
 
 
 def _is_large(left: fx.Node, right: fx.Node) -> bool:
     values = left.meta["val"], right.meta["val"]
     size = math.prod(values[0].shape[-2:]) * values[1].shape[-1]
-    return size >= _SMALLEST and all(v.dtype == torch.float32 for v in values)
+    has_any = all(v.numel() for v in values)  # a batch may be empty
+    return has_any and size >= _SMALLEST and all(v.dtype == torch.float32 for v in values)
 
 
 def _before_transposition(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, bool]:
@@ -218,7 +218,7 @@ def _has_matrices(node: fx.Node, value: torch.Tensor) -> bool:
 
 def _is_transposition(node: fx.Node) -> bool:
     if node.target == _aten.t.default:
-        return node.meta["val"].ndim == 2
+        return True
     rank = node.meta["val"].ndim
     if node.target == _aten.transpose.int:
         return {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1}

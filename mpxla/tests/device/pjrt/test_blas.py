@@ -117,6 +117,13 @@ def test_sums_of_other_shapes_and_types_are_added_afterwards(backend):
     check(backend, lambda row, x, y: [row + x @ y], torch.randn(128), x, y, calls=1)
     check(backend, lambda s, x, y: [s + x @ y], torch.randn(128, 128).double(), x, y, calls=1)
     check(backend, lambda x, y: [x @ y + x @ y], x, y, calls=2)
+    wide = torch.randn(128, 128).double()
+    check(backend, lambda s, x, y: [s + (x @ y).double()], wide, x, y, calls=1)
+
+
+def test_a_batch_may_be_empty(backend):
+    x, y = torch.randn(0, 128, 96), torch.randn(0, 96, 128)
+    check(backend, lambda x, y: [torch.bmm(x, y)], x, y, calls=0)
 
 
 def test_without_llvmlite_programs_multiply_as_xla_does(backend, monkeypatch):
