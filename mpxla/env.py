@@ -136,6 +136,20 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     )
 
 
+def asks_for_cuda(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether programs are to run on a CUDA device, which torch_xla 2.9 has none of.
+
+    `PJRT_DEVICE` names it, or names nothing and jax's plugin is installed.
+
+    Args:
+        environ: variables to read; `os.environ` if None.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("PJRT_DEVICE", "").strip()
+    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return named in ("CUDA", "GPU") if named else any(plugins)
+
+
 def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
     """Sets what mpxla needs of XLA; flags take effect if no device has been used yet.
 
@@ -351,20 +365,6 @@ def _read_json(
             f'{{"microbatches": 4}}, but holds {value!r}'
         )
     return value
-
-
-def asks_for_cuda(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether programs are to run on a CUDA device, which torch_xla 2.9 has none of.
-
-    `PJRT_DEVICE` names it, or names nothing and jax's plugin is installed.
-
-    Args:
-        environ: variables to read; `os.environ` if None.
-    """
-    environ = os.environ if environ is None else environ
-    named = environ.get("PJRT_DEVICE", "").strip()
-    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return named in ("CUDA", "GPU") if named else any(plugins)
 
 
 def _default_device() -> str:

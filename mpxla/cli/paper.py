@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpxla.cli.schedule import DEFAULT_STAGES
 from mpxla.cli.tables import table
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.planning.device import DeviceModel
@@ -67,7 +66,7 @@ def run_on_paper(options: argparse.Namespace) -> None:
     ]
     if missing:
         raise ConfigError(f"--model needs {' and '.join(missing)} as well.")
-    if options.search and (options.stages or options.tp):
+    if options.search and (options.stages, options.tp) != (None, None):
         raise ConfigError(
             "--search of a model on paper tries all numbers of stages and of tensor-parallel "
             "devices. Leave out --stages and --tp, or --search."
@@ -106,11 +105,10 @@ def _one(
     options: argparse.Namespace, model: Transformer, device: DeviceModel, num_devices: int
 ) -> None:
     """Predicts the layout that the options name."""
-    stages, tensor = options.stages or DEFAULT_STAGES, options.tp or 1
-    data, rest = divmod(num_devices, stages * tensor)
+    data, rest = divmod(num_devices, options.stages * options.tp)
     if rest or not data:
         raise ConfigError(
-            f"{num_devices} devices cannot be divided into {stages} stages x {tensor} "
+            f"{num_devices} devices cannot be divided into {options.stages} stages x {options.tp} "
             "tensor-parallel devices. Change --stages or --tp."
         )
     size, rest = divmod(model.global_batch, data * options.microbatches)
@@ -123,8 +121,8 @@ def _one(
     pipeline = options.pipeline or "interleaved"
     virtual = options.virtual or (2 if pipeline == "zero_bubble_v" else 1)
     layout = Layout(
-        stages=stages,
-        tensor=tensor,
+        stages=options.stages,
+        tensor=options.tp,
         data=data,
         microbatch_size=size,
         pipeline=pipeline,

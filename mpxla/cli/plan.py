@@ -66,7 +66,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--tp",
         "--tensor",
-        dest="tp",
         type=int,
         metavar="N",
         help="ranks that share the tensors of each stage: the key tensor_parallel_degree",
@@ -91,6 +90,9 @@ def run(options: argparse.Namespace) -> None:
             "plan needs either a factory (module:function) or --model with the sizes of a "
             f"transformer, and has {'both' if options.model else 'neither'}. Name one."
         )
+    if not (options.search and options.devices):  # else the search divides the devices
+        options.stages = DEFAULT_STAGES if options.stages is None else options.stages
+        options.tp = 1 if options.tp is None else options.tp
     if options.model is not None:
         run_on_paper(options)
     else:
@@ -172,7 +174,7 @@ class _Planned:
 def _layouts(options: argparse.Namespace) -> list[_Layout]:
     """The one that is given, or with `--devices` all that use so many and fit what is given."""
     if options.devices is None:
-        return [_Layout(options.stages or DEFAULT_STAGES, options.tp or 1)]
+        return [_Layout(options.stages, options.tp)]
     if not options.search:
         raise MpxlaError(
             "--devices with a factory needs --search, which divides them between stages and "
@@ -188,7 +190,8 @@ def _layouts(options: argparse.Namespace) -> list[_Layout]:
         if counts[0] % size == 0 and tensor in (None, size) and stages in (None, counts[0] // size)
     ]
     if not layouts:
-        given = [f"--{name} {n}" for name, n in (("stages", stages), ("tp", tensor)) if n]
+        named = (("stages", stages), ("tp", tensor))
+        given = [f"--{name} {n}" for name, n in named if n is not None]
         raise MpxlaError(
             f"--devices {counts[0]} cannot be divided so with {' and '.join(given)}: stages x "
             "tensor is the number of devices. Leave one of them out."

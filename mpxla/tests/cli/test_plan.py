@@ -62,9 +62,13 @@ def test_what_is_given_beside_the_number_of_ranks_is_kept():
     done = plan(factory, "--devices", "4", "--tp", "2", *search)
     assert done.exit_code == 0 and "Layouts" not in done.stdout, "one layout is left"
     assert "2 stages" in done.stdout or "stage 1" in done.stdout
+    assert "link 1 -> 0" in done.stdout and "link 1 -> 2" not in done.stdout, "two pipeline ranks"
     done = plan(factory, "--devices", "4", "--tp", "2", "--stages", "3", *search)
     assert done.exit_code == 1
     assert "--devices 4 cannot be divided so with --stages 3 and --tp 2" in done.stderr
+    done = plan(factory, "--stages", "0", "--microbatches", "2")
+    assert done.exit_code == 1
+    assert "pipeline_parallel_degree: 0 must be an integer >= 1" in done.stderr
 
 
 def test_plan_of_a_step_function_under_a_limit():
