@@ -103,7 +103,6 @@ def eager(
 
 def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
     """torch_xla as its documents show it: traced anew for every microbatch, one process."""
-    os.environ["PJRT_DEVICE"] = "CPU"
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -180,9 +179,8 @@ BY_HAND = {
     "memory_weight": 0.0,
     "pipeline": "interleaved",
     "virtual_pipeline_degree": 1,
-    "device": "torch_xla",
 }
-"""1F1B, as `torch_pipelining`, and automatic partition by compute, on torch_xla."""
+"""1F1B, as `torch_pipelining`, and automatic partition by compute."""
 
 
 def mpxla(
@@ -266,11 +264,6 @@ def mpxla_jax(*args: Any) -> dict[str, Any]:
     return mpxla(*args, tuning={"device": "pjrt"})
 
 
-def mpxla_eager(*args: Any) -> dict[str, Any]:
-    """The same with more microbatches in flight on the first ranks, which hides transfers."""
-    return mpxla(*args, tuning={**BY_HAND, "pipeline": "eager_1f1b"})
-
-
 def mpxla_pjrt(*args: Any) -> dict[str, Any]:
     """Tuned by hand, on jax."""
     return mpxla(*args, device="pjrt")
@@ -288,7 +281,6 @@ PEERS = {
         mpxla,
         mpxla_default,
         mpxla_jax,
-        mpxla_eager,
         mpxla_pjrt,
         ddp,
         fsdp,
@@ -338,6 +330,7 @@ def main() -> None:
     parser.add_argument("--case", default="{}", help="fields of the case as JSON")
     args = parser.parse_args()
     pin_to_core()
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
     import torch
 

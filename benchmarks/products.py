@@ -31,9 +31,9 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def shapes(form: str, tokens: int, inputs: int, outputs: int) -> tuple[list[int], list[int]]:
+def shapes(form: str, tokens: int, inputs: int, outputs: int) -> tuple[tuple[int, int], ...]:
     """Of the two operands."""
-    x, w, dy = [tokens, inputs], [outputs, inputs], [tokens, outputs]
+    x, w, dy = (tokens, inputs), (outputs, inputs), (tokens, outputs)
     return {"x w^T": (x, w), "dy w": (dy, w), "dy^T x": (dy, x)}[form]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for layer in LAYERS:
         for form, function in FORMS.items():
-            left, right = (tuple(shape) for shape in shapes(form, *layer))
+            left, right = shapes(form, *layer)
             specs = [TensorSpec(left, torch.float32)] * NUM_CALLS
             specs.append(TensorSpec(right, torch.float32))
             tensors = [torch.randn(spec.shape) for spec in specs]

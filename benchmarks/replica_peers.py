@@ -161,16 +161,11 @@ def mpxla_sharded(*args: Any) -> dict[str, Any]:
 
 
 PARTS = {
-    "device": "torch_xla",
     "sharded_data_parallel_degree": 2,
     "sdp_param_persistence_threshold": 1000,
     "sdp_gradient_clipping": 1e9,
 }
-GRADIENTS = {
-    "device": "torch_xla",
-    "shard_gradients": True,
-    "sdp_param_persistence_threshold": 1000,
-}
+GRADIENTS = {"shard_gradients": True, "sdp_param_persistence_threshold": 1000}
 
 
 def mpxla_parts(*args: Any) -> dict[str, Any]:

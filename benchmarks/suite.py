@@ -226,7 +226,7 @@ def rows_of(benchmark: Benchmark, found: dict[str, Any]) -> list[str]:
         if result["error"]:
             lines.append(f"| {name} | does not run | | `{result['error']}` |")
             continue
-        first = 0.0 if name == str(PRODUCTS) else first_step(result)
+        first = first_step(result)
         loss = max(rank["loss"] for rank in result["ranks"])
         lines.append(f"| {name} | {spread(result['times_s'])} | {first:.1f} | {loss:.6f} |")
     ratios = [

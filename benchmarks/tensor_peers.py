@@ -76,7 +76,6 @@ def mpxla_tensor(
 
     smp.init(
         {
-            "device": "torch_xla",
             "ddp": True,
             "tensor_parallel_degree": WORLD,
             "prescaled_batch": True,
