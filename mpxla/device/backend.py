@@ -111,7 +111,7 @@ class Backend(Protocol):
     def compile(
         self,
         name: str,
-        graph: torch.nn.Module,
+        graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
@@ -121,7 +121,8 @@ class Backend(Protocol):
 
         Args:
             name: for messages.
-            graph: takes one tensor per spec; returns a list of tensors.
+            graph: functional, in operators of ATen, on tensors of the lowering's device; takes
+                one tensor per spec and returns a list of tensors. The backend may change it.
             inputs: specs of its arguments.
             donated: arguments whose memory results may take; a backend may leave it.
             keep_text: whether to keep the program's text.

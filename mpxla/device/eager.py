@@ -21,12 +21,10 @@ from mpxla.errors import ConfigError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
-from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
-from mpxla.stage.split_backward import flatten_backward
 
 __all__ = ["EagerBackend", "EagerExecutable"]
 
@@ -38,19 +36,16 @@ class EagerExecutable:
 
     Args:
         name: for messages.
-        module: takes one tensor per argument; returns a list of tensors.
+        module: functional; takes one tensor per argument and returns a list of tensors.
         num_inputs: how many arguments it takes.
     """
 
     host_operators: tuple[str, ...] = ()
 
-    def __init__(self, name: str, module: torch.nn.Module, num_inputs: int):
+    def __init__(self, name: str, module: fx.GraphModule, num_inputs: int):
         self.name = name
         self.num_inputs = self.num_buffers = num_inputs
-        parts = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
-        nodes = [node for part in parts for node in part.graph.nodes]
-        self.is_random = any(is_random(node) for node in nodes)
-        self._is_functional = isinstance(module, fx.GraphModule) and not any(map(_mutates, nodes))
+        self.is_random = any(is_random(node) for node in module.graph.nodes)
         self._module = module
 
     def __call__(
@@ -62,13 +57,8 @@ class EagerExecutable:
             MpxlaError: an operator fails; names it, its module and the user's line.
         """
         given = [a.detach() for a in arguments]
-        if not self._is_functional:  # what it changes in place are its own values
-            given = [a.clone() for a in given]
         with torch.no_grad(), _seeded(seed if self.is_random else None):
-            if isinstance(self._module, fx.GraphModule):
-                results = _Operators(self.name, self._module).run(*given)
-            else:
-                results = self._module(*given)
+            results = _Operators(self.name, self._module).run(*given)
         return _apart(results, given)
 
     def text(self) -> str:
@@ -122,11 +112,6 @@ def _has_nan(value: Any) -> bool:
     return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
-
-
 def _kind_of(node: fx.Node) -> type[Piece]:
     return CollectivePiece if is_collective(node) else ComputePiece
 
@@ -177,7 +162,7 @@ class EagerBackend(Alone):
     def compile(
         self,
         name: str,
-        graph: torch.nn.Module,
+        graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
@@ -185,10 +170,7 @@ class EagerBackend(Alone):
     ) -> EagerExecutable | PiecewiseExecutable:
         """Keeps the graph, to be interpreted, with collectives between pieces; donates nothing."""
         self.num_compilations += 1
-        if isinstance(graph, AccumulatingBackward):  # its operators, and the sums around them
-            flat = flatten_backward(graph, len(inputs), self.device)
-            graph = fx.GraphModule(graph.derivative, flat)
-        if not isinstance(graph, fx.GraphModule) or not any(map(is_collective, graph.graph.nodes)):
+        if not any(map(is_collective, graph.graph.nodes)):
             return EagerExecutable(name, graph, len(inputs))
         annotate(graph.graph, inputs, graph)
         plan = split_graph(graph.graph, _kind_of, graph)

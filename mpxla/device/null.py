@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.comm.transport import Groups
@@ -139,7 +140,7 @@ class NullBackend(Alone):
     def compile(
         self,
         name: str,
-        graph: torch.nn.Module,
+        graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,

@@ -11,13 +11,14 @@ for nothing. This file knows neither transports nor optimizers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 
 import torch
-from torch import nn
 
 from mpxla.device.backend import Backend, Executable
+from mpxla.stage.program import trace_program
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Bucket", "Packer", "fill_buckets"]
@@ -95,30 +96,26 @@ def fill_buckets(
     ]
 
 
-class _Concatenation(nn.Module):
+def _concatenated(
+    bucket: Bucket,
+    present: Sequence[str],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    scale: torch.Tensor,
+    *tensors: torch.Tensor,
+) -> list[torch.Tensor]:
     """Tensors to one scaled flat tensor; zeros where a name of the bucket has none."""
-
-    def __init__(
-        self, bucket: Bucket, present: Sequence[str], dtype: torch.dtype, shape: Sequence[int]
-    ):
-        super().__init__()
-        self._shape = tuple(shape)
-        self._bucket = bucket
-        self._present = tuple(present)
-        self._dtype = dtype
-
-    def forward(self, scale: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        given = dict(zip(self._present, tensors, strict=True))
-        bucket, pieces = self._bucket, []
-        gap = 0
-        for name, size in zip(bucket.names, bucket.sizes, strict=True):
-            if name in given:
-                pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
-                pieces.append(given[name].reshape(-1))
-            gap = 0 if name in given else gap + size
-        gap += bucket.num_elements - sum(bucket.sizes)
-        pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
-        return [(torch.cat(pieces) * scale).to(self._dtype).view(self._shape)]
+    given = dict(zip(present, tensors, strict=True))
+    pieces: list[torch.Tensor] = []
+    gap = 0
+    for name, size in zip(bucket.names, bucket.sizes, strict=True):
+        if name in given:
+            pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
+            pieces.append(given[name].reshape(-1))
+        gap = 0 if name in given else gap + size
+    gap += bucket.num_elements - sum(bucket.sizes)
+    pieces += [scale.new_zeros(gap, dtype=bucket.dtype)] if gap else []
+    return [(torch.cat(pieces) * scale).to(dtype).view(*shape)]
 
 
 class Packer:
@@ -142,9 +139,10 @@ class Packer:
     ):
         spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
         specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
-        module = _Concatenation(bucket, present, dtype, shape)
+        function = partial(_concatenated, bucket, tuple(present), dtype, tuple(shape))
         name = f"bucket of {present[0]}"
-        self._program: Executable = backend.compile(name, module, specs)
+        graph = trace_program(name, function, specs, backend.lowering)
+        self._program: Executable = backend.compile(name, graph, specs)
         self._backend = backend
         self._scales: dict[float, torch.Tensor] = {}
 

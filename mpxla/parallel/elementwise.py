@@ -16,9 +16,9 @@ from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.update_python import copied_attributes, python_random_kept, refuse_outside_state
 from mpxla.parallel.update_trace import clone_optimizer
 
-__all__ = ["check_elementwise", "is_elementwise", "mixes_parameters"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "is_elementwise", "mixes_parameters"]
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     optim.ASGD,
     optim.Adadelta,
     optim.Adagrad,
@@ -45,7 +45,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if is_elementwise(optimizer):
         return
     kind = type(optimizer)
-    names = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
+    names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     raise ConfigError(
         f"shard_optimizer_state: True divides parameters over replicas, and {kind.__name__} needs "
         f"whole tensors: a trial on flat parts gave other numbers, or failed. Use an optimizer "
@@ -56,7 +56,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer gives the same numbers on parts of flattened parameters."""
-    return type(optimizer) in _ELEMENTWISE or _passes_trial(optimizer)
+    return type(optimizer) in ELEMENTWISE or _passes_trial(optimizer)
 
 
 def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:

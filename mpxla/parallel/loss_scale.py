@@ -119,14 +119,12 @@ def overflow_text(scale: float, step: int, last_finite: int | None) -> str:
     )
 
 
-class _Unscaled(nn.Module):
+def _unscaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
     """Gradients times a factor; before them, how many elements are not finite [1]."""
-
-    def forward(self, factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
-        # Each by itself: a sum of elements could overflow where no element has.
-        bad = [(~torch.isfinite(g)).any().float() for g in gradients]
-        scaled = [(g.float() * factor).to(g.dtype) for g in gradients]
-        return [torch.stack(bad).sum().reshape(1), *scaled]
+    # Each by itself: a sum of elements could overflow where no element has.
+    bad = [(~torch.isfinite(g)).any().float() for g in gradients]
+    scaled = [(g.float() * factor).to(g.dtype) for g in gradients]
+    return [torch.stack(bad).sum().reshape(1), *scaled]
 
 
 class Unscaling:
@@ -162,7 +160,7 @@ class Unscaling:
                 self._factor = scale, backend.put([torch.tensor(1.0 / scale)])[0]
             held = backend.adopt([p.grad for p in owners if p.grad is not None])
             arguments = [self._factor[1], *held]
-            number, *values = self._programs.run("loss scale", _Unscaled, (), arguments)
+            number, *values = self._programs.run("loss scale", _unscaled, (), arguments)
             set_gradients(owners, backend.publish(values))
         if len(self._ranks) > 1:
             number = self._transport.all_gather(number, self._ranks).result()

@@ -82,38 +82,23 @@ def clip_grad_norm_(
     return norm
 
 
-class _Powers(nn.Module):
+def _power_sums(order: float, *gradients: torch.Tensor) -> list[torch.Tensor]:
     """Sum of the powers [1] of all elements, or the largest magnitude."""
-
-    def __init__(self, order: float):
-        super().__init__()
-        self._order = order
-
-    def forward(self, *gradients: torch.Tensor) -> list[torch.Tensor]:
-        if self._order == float("inf"):
-            return [torch.stack([g.abs().max().float() for g in gradients]).max().reshape(1)]
-        powers = [g.float().abs().pow(self._order).sum() for g in gradients]
-        if self._order == 2.0:
-            powers = [g.float().square().sum() for g in gradients]
-        return [torch.stack(powers).sum().reshape(1)]
+    if order == float("inf"):
+        return [torch.stack([g.abs().max().float() for g in gradients]).max().reshape(1)]
+    powers = [g.float().abs().pow(order).sum() for g in gradients]
+    if order == 2.0:
+        powers = [g.float().square().sum() for g in gradients]
+    return [torch.stack(powers).sum().reshape(1)]
 
 
-class _Scaling(nn.Module):
+def _scaled(
+    order: float, powers: torch.Tensor, limit: torch.Tensor, *gradients: torch.Tensor
+) -> list[torch.Tensor]:
     """Sums of all ranks [n, 1] or [1], a limit and gradients to the norm and scaled gradients."""
-
-    def __init__(self, order: float):
-        super().__init__()
-        self._order = order
-
-    def forward(
-        self, powers: torch.Tensor, limit: torch.Tensor, *gradients: torch.Tensor
-    ) -> list[torch.Tensor]:
-        if self._order == float("inf"):
-            norm = powers.max()
-        else:
-            norm = powers.sum().pow(1.0 / self._order)
-        scale = (limit / (norm + _EPSILON)).clamp(max=1.0)
-        return [norm, *(g * scale.to(g.dtype) for g in gradients)]
+    norm = powers.max() if order == float("inf") else powers.sum().pow(1.0 / order)
+    scale = (limit / (norm + _EPSILON)).clamp(max=1.0)
+    return [norm, *(g * scale.to(g.dtype) for g in gradients)]
 
 
 class GradientNorm:
@@ -201,7 +186,7 @@ class GradientNorm:
         counted = [gradient for gradient in counted if gradient is not None]
         gradients = self._backend.adopt(gradients)
         (powers,) = self._backend.put([self._powers(counted, order)])
-        norm, *scaled = self._run(_Scaling, order, [powers, self._limit(max_norm), *gradients])
+        norm, *scaled = self._run(_scaled, order, [powers, self._limit(max_norm), *gradients])
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
         norm, *scaled = self._backend.publish([norm, *scaled])
         set_gradients(with_gradient, scaled)
@@ -222,7 +207,7 @@ class GradientNorm:
             if is_counted and tensor is not None and id(tensor) in given
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
-        (norm,) = self._run(_Scaling, order, [powers, self._limit(0.0)])
+        (norm,) = self._run(_scaled, order, [powers, self._limit(0.0)])
         return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -242,7 +227,7 @@ class GradientNorm:
         """Sums of powers [ranks, 1], or [1] where only this rank has any."""
         powers = torch.zeros(1)
         if tensors:
-            (powers,) = self._run(_Powers, order, self._backend.adopt(tensors))
+            (powers,) = self._run(_power_sums, order, self._backend.adopt(tensors))
         if len(self.ranks) > 1:
             powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
@@ -266,9 +251,12 @@ class GradientNorm:
         return self._limits[value]
 
     def _run(
-        self, kind: type[nn.Module], order: float, arguments: Sequence[Buffer]
+        self,
+        function: Callable[..., list[torch.Tensor]],
+        order: float,
+        arguments: Sequence[Buffer],
     ) -> list[Buffer]:
-        return self._programs.run("norm of the gradients", kind, (order,), arguments)
+        return self._programs.run("norm of the gradients", function, (order,), arguments)
 
 
 def _owners_in(

@@ -16,7 +16,7 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.update_copy import Rounding, UpdateCopy, renewal
+from mpxla.parallel.update_copy import UpdateCopy, renewal, rounding
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
@@ -72,43 +72,35 @@ class Parts:
         if not tensors:
             return []
         arguments = self._programs.backend.adopt(list(tensors))
-        return self._programs.run("rounding of masters", Rounding, (tuple(dtypes),), arguments)
+        return self._programs.run("rounding of masters", rounding, (tuple(dtypes),), arguments)
 
 
-class _Travelling(nn.Module):
+def _travelling(
+    lengths: Sequence[int], dtype: torch.dtype, *pieces: torch.Tensor
+) -> list[torch.Tensor]:
     """Pieces to one flat tensor [elements of all], each padded to the length of the first rank's.
 
     Args:
         lengths: as they travel.
         dtype: of the flat tensor.
+        pieces: flat.
     """
-
-    def __init__(self, lengths: Sequence[int], dtype: torch.dtype):
-        super().__init__()
-        self._lengths, self._dtype = tuple(lengths), dtype
-
-    def forward(self, *pieces: torch.Tensor) -> list[torch.Tensor]:
-        padded = [
-            nn.functional.pad(piece.to(self._dtype), (0, length - piece.shape[0]))
-            for piece, length in zip(pieces, self._lengths, strict=True)
-        ]
-        return [torch.cat(padded)]
+    padded = [
+        nn.functional.pad(piece.to(dtype), (0, length - piece.shape[0]))
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]
+    return [torch.cat(padded)]
 
 
-class _Joining(nn.Module):
+def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tensor]:
     """Flat tensors of all ranks [ranks, elements of all] to whole parameters.
 
     Args:
         shards: of the parameters, in the order of the flat tensors.
+        flat: as they have travelled.
     """
-
-    def __init__(self, shards: Sequence[FlatShard]):
-        super().__init__()
-        self._shards = tuple(shards)
-
-    def forward(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        columns = flat.split([shard.length for shard in self._shards], 1)
-        return [shard.join(part).clone() for shard, part in zip(self._shards, columns, strict=True)]
+    columns = flat.split([shard.length for shard in shards], 1)
+    return [shard.join(part).clone() for shard, part in zip(shards, columns, strict=True)]
 
 
 class Pieces:
@@ -160,12 +152,12 @@ class Pieces:
         backend, dtype = self._programs.backend, self._parameters[0].dtype
         pieces = backend.adopt([copy.parameter for copy in self.copies.values()])
         settings = tuple(shard.length for shard in self._shards), dtype
-        (flat,) = self._programs.run("pieces of parameters", _Travelling, settings, pieces)
+        (flat,) = self._programs.run("pieces of parameters", _travelling, settings, pieces)
         handle = self._transport.all_gather(flat, self._group)
 
         def joined() -> Sequence[Buffer]:
             gathered = backend.put([handle.result()])
             settings = (self._shards,)
-            return self._programs.run("parameters of pieces", _Joining, settings, gathered)
+            return self._programs.run("parameters of pieces", _joined, settings, gathered)
 
         return joined

@@ -1,12 +1,14 @@
 """Small programs over gradients and parameters, compiled when they first run on given shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
 
 from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.log import warn_once
+from mpxla.stage.program import trace_program
 
 __all__ = ["Programs"]
 
@@ -15,7 +17,7 @@ _MAX_PROGRAMS = 256
 
 
 class Programs:
-    """Compiles and runs modules, each once for its settings and the specs of its arguments.
+    """Compiles and runs functions, each once for its settings and the specs of its arguments.
 
     Args:
         backend: of this rank's device.
@@ -28,7 +30,7 @@ class Programs:
     def run(
         self,
         name: str,
-        kind: type[nn.Module],
+        function: Callable[..., Sequence[torch.Tensor]],
         settings: tuple[Any, ...],
         arguments: Sequence[Buffer],
     ) -> list[Buffer]:
@@ -36,15 +38,18 @@ class Programs:
 
         Args:
             name: for messages.
-            kind: class of the module, which takes buffers and gives a list of tensors.
-            settings: its constructor's arguments, hashable.
-            arguments: what it is called with.
+            function: takes the settings and a tensor for every argument; gives tensors that share
+                no memory.
+            settings: its first arguments, hashable.
+            arguments: buffers, its other arguments.
         """
         specs = tuple(self.backend.spec(argument) for argument in arguments)
-        key = (kind, settings, specs)
+        key = (function, settings, specs)
         program = self._known.pop(key, None)
         if program is None:
-            program = self.backend.compile(name, kind(*settings), specs)
+            bound = partial(function, *settings)
+            graph = trace_program(name, bound, specs, self.backend.lowering)
+            program = self.backend.compile(name, graph, specs)
         self._known[key] = program  # the last used is the last in the dictionary
         if len(self._known) > _MAX_PROGRAMS:
             del self._known[next(iter(self._known))]

@@ -25,12 +25,12 @@ from mpxla.errors import ConfigError
 __all__ = [
     "Noise",
     "Origin",
-    "RoundedValues",
     "StochasticRounding",
     "check_parameters",
     "is_narrow",
     "origin_of_state",
     "rounded",
+    "rounded_values",
 ]
 
 _ROW = 1024
@@ -198,21 +198,12 @@ def rounded(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return torch.where(value.abs() < _LARGEST, found, value).to(torch.bfloat16)
 
 
-class RoundedValues(nn.Module):
-    """(key, values in float32) -> the values in bfloat16.
-
-    Args:
-        origins: of every value.
-    """
-
-    def __init__(self, origins: Sequence[Origin]):
-        super().__init__()
-        self._origins = tuple(origins)
-
-    def forward(self, key: torch.Tensor, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Rounds each with the noise of its elements."""
-        noise = Noise(key)
-        return [
-            rounded(value, noise.of(origin, value.shape))
-            for value, origin in zip(values, self._origins, strict=True)
-        ]
+def rounded_values(
+    origins: Sequence[Origin], key: torch.Tensor, *values: torch.Tensor
+) -> list[torch.Tensor]:
+    """Values in float32, each from its origin, to values in bfloat16; see `rounded`."""
+    noise = Noise(key)
+    return [
+        rounded(value, noise.of(origin, value.shape))
+        for value, origin in zip(values, origins, strict=True)
+    ]

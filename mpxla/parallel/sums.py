@@ -8,7 +8,6 @@ from functools import reduce
 from math import prod
 
 import torch
-from torch import nn
 
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
@@ -19,35 +18,22 @@ Cut = tuple[int, tuple[int, ...]]
 """First element of a part in a flat tensor, and the part's shape."""
 
 
-class _Sums(nn.Module):
+def _sums(
+    counts: Sequence[int], factor: float, dtypes: Sequence[torch.dtype], *terms: torch.Tensor
+) -> list[torch.Tensor]:
     """Groups of terms, one after the other, to the sum of each group, every term scaled."""
-
-    def __init__(self, counts: Sequence[int], factor: float, dtypes: Sequence[torch.dtype]):
-        super().__init__()
-        self._counts = tuple(counts)
-        self._factor = factor
-        self._dtypes = tuple(dtypes)
-
-    def forward(self, *terms: torch.Tensor) -> list[torch.Tensor]:
-        rest, sums = iter(terms), []
-        for count, dtype in zip(self._counts, self._dtypes, strict=True):
-            group = [next(rest).to(dtype) for _ in range(count)]
-            scaled = group if self._factor == 1.0 else [term * self._factor for term in group]
-            sums.append(reduce(torch.add, scaled))
-        return sums
+    rest, sums = iter(terms), []
+    for count, dtype in zip(counts, dtypes, strict=True):
+        group = [next(rest).to(dtype) for _ in range(count)]
+        scaled = group if factor == 1.0 else [term * factor for term in group]
+        sums.append(reduce(torch.add, scaled))
+    return sums
 
 
-class _Parts(nn.Module):
+def _parts(cuts: Sequence[Cut], dtype: torch.dtype, tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor, seen as flat, to parts of it."""
-
-    def __init__(self, cuts: Sequence[Cut], dtype: torch.dtype):
-        super().__init__()
-        self._cuts = tuple(cuts)
-        self._dtype = dtype
-
-    def forward(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        # Each part is a tensor of its own, also one that is the whole.
-        return [part.clone() for part in _cut(tensor, self._cuts, self._dtype)]
+    # Each part is a tensor of its own, also one that is the whole.
+    return [part.clone() for part in _cut(tensor, cuts, dtype)]
 
 
 def _cut(tensor: torch.Tensor, cuts: Sequence[Cut], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -90,7 +76,7 @@ class GradientPrograms:
         counts = tuple(len(groups[i]) for i in computed)
         terms = [term for i in computed for term in groups[i]]
         settings = (counts, factor, tuple(dtypes[i] for i in computed))
-        totals = self._programs.run("sums of gradients", _Sums, settings, terms)
+        totals = self._programs.run("sums of gradients", _sums, settings, terms)
         for index, total in zip(computed, totals, strict=True):
             results[index] = total
         return results
@@ -110,4 +96,4 @@ class GradientPrograms:
         if isinstance(value, torch.Tensor) and value.is_cpu:
             return self._programs.backend.put(_cut(value, cuts, dtype))
         settings = (tuple(cuts), dtype)
-        return self._programs.run("parts of gradients", _Parts, settings, [value])
+        return self._programs.run("parts of gradients", _parts, settings, [value])

@@ -25,6 +25,7 @@ from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.errors import LoweringError
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
+from mpxla.parallel.update_graph import update_graph
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
@@ -34,7 +35,7 @@ from mpxla.parallel.update_state import (
     share_counters,
     starts_from_zeros,
 )
-from mpxla.parallel.update_trace import UpdateTracer, wide_dtype
+from mpxla.parallel.update_trace import wide_dtype
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
@@ -133,12 +134,9 @@ class CompiledUpdate:
         try:
             slots.let_go()
             results = program(arguments)
-        except BaseException as error:  # it did not start, and has taken nothing
+        except BaseException:  # it did not start, and has taken nothing
             slots.take_back([arguments[i] for i in slots.donated])
-            if not isinstance(error, NotTraceableError):
-                raise
-            self._give_up(str(error))  # found out late by a backend that traces nothing
-            return False
+            raise
         slots.store(results)
         self._slots = slots
         self._hidden = [(p, p.grad) for group in trained for p in group]
@@ -164,9 +162,6 @@ class CompiledUpdate:
             is_read = "_local_scalar_dense" in str(error)
             self._give_up("it reads values on the host" if is_read else str(error))
             return None
-        except NotTraceableError as error:
-            self._give_up(str(error))
-            return None
         except Exception as error:  # an optimizer may raise anything on what it was not written for
             self._give_up(f"{type(error).__name__} while tracing: {error}")
             return None
@@ -186,12 +181,12 @@ class CompiledUpdate:
         if self._rounding is not None:
             inputs.append(TensorSpec((2,), torch.int32))
             origins = self._rounding.origins()
+        arguments = slots.arrangement, self._optimizer, inputs, self._backend.lowering
         try:
-            tracer = UpdateTracer(slots, self._optimizer, True, rate.dtype, origins)
-            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
+            graph = update_graph(*arguments, (True, rate.dtype, origins))
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
-            tracer = UpdateTracer(slots, self._optimizer, False, rate.dtype, origins)
-            return self._backend.compile("optimizer update", tracer, inputs, slots.donated)
+            graph = update_graph(*arguments, (False, rate.dtype, origins))
+        return self._backend.compile("optimizer update", graph, inputs, slots.donated)
 
     def _give_up(self, reason: str) -> None:
         """From now on the inner optimizer runs by itself; shared counters become its own again."""

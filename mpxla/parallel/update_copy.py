@@ -20,7 +20,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 
-__all__ = ["Masters", "Range", "Rounding", "UpdateCopy", "renewal", "renewed"]
+__all__ = ["Masters", "Range", "UpdateCopy", "renewal", "renewed", "rounding"]
 
 Range = tuple[int, int]
 """First element and end of a piece, in its flattened parameter."""
@@ -55,36 +55,24 @@ def renewed(value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return torch.where(value == copy.to(value.dtype), copy, value.to(copy.dtype))
 
 
-class _Renewal(nn.Module):
+def _renewal(
+    extents: Sequence[Range | None], dtype: torch.dtype, *tensors: torch.Tensor
+) -> list[torch.Tensor]:
     """Compute copies, and after them perhaps update copies, to the renewed update copies."""
-
-    def __init__(self, extents: Sequence[Range | None], dtype: torch.dtype):
-        super().__init__()
-        self._extents = tuple(extents)
-        self._dtype = dtype
-
-    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        values = [
-            tensor if extent is None else tensor.reshape(-1)[slice(*extent)]
-            for tensor, extent in zip(tensors, self._extents, strict=False)
-        ]
-        copies = tensors[len(values) :]
-        if not copies:
-            # Each a tensor of its own: a piece that is all of a flat parameter would share memory.
-            return [value.to(self._dtype).clone() for value in values]
-        return [renewed(value, copy) for value, copy in zip(values, copies, strict=True)]
+    values = [
+        tensor if extent is None else tensor.reshape(-1)[slice(*extent)]
+        for tensor, extent in zip(tensors, extents, strict=False)
+    ]
+    copies = tensors[len(values) :]
+    if not copies:
+        # Each a tensor of its own: a piece that is all of a flat parameter would share memory.
+        return [value.to(dtype).clone() for value in values]
+    return [renewed(value, copy) for value, copy in zip(values, copies, strict=True)]
 
 
-class Rounding(nn.Module):
+def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torch.Tensor]:
     """Tensors in other types, as masters to compute copies."""
-
-    def __init__(self, dtypes: Sequence[torch.dtype]):
-        super().__init__()
-        self._dtypes = tuple(dtypes)
-
-    def forward(self, *masters: torch.Tensor) -> list[torch.Tensor]:
-        """One tensor for each."""
-        return [m.to(dtype) for m, dtype in zip(masters, self._dtypes, strict=True)]
+    return [m.to(dtype) for m, dtype in zip(masters, dtypes, strict=True)]
 
 
 def renewal(
@@ -107,7 +95,7 @@ def renewal(
     # Copies of the same type have nothing that their parameters lack.
     wide = [c.parameter for c in copies if any(p.dtype != dtype for p in parameters)]
     arguments = backend.adopt([*parameters, *wide])
-    return programs.run("renewal of update copies", _Renewal, (tuple(extents), dtype), arguments)
+    return programs.run("renewal of update copies", _renewal, (tuple(extents), dtype), arguments)
 
 
 class Masters:
@@ -143,5 +131,5 @@ class Masters:
         held = [copy.parameter for copy in self.copies.values()]
         dtypes = tuple(parameter.dtype for parameter in self._parameters)
         arguments = self._programs.backend.adopt(held)
-        values = self._programs.run("rounding of masters", Rounding, (dtypes,), arguments)
+        values = self._programs.run("rounding of masters", rounding, (dtypes,), arguments)
         return lambda: values

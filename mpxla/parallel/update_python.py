@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpxla.errors import LoweringError
+
 __all__ = [
     "NotTraceableError",
     "copied_attributes",
@@ -34,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, 
 _CONTAINERS = (list, dict, set, deque)
 
 
-class NotTraceableError(Exception):
+class NotTraceableError(LoweringError):
     """An optimizer that keeps part of its state where a compiled update does not see it."""
 
 

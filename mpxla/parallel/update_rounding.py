@@ -14,10 +14,10 @@ from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.stochastic_rounding import (
     Origin,
-    RoundedValues,
     StochasticRounding,
     is_narrow,
     origin_of_state,
+    rounded_values,
 )
 from mpxla.parallel.store import set_gradients, set_values
 from mpxla.parallel.update_state import dtypes_of_start
@@ -116,6 +116,6 @@ class UpdateRounding:
         backend = self._programs.backend
         arguments = [self.key(), *backend.adopt(values)]
         results = self._programs.run(
-            "stochastic rounding", RoundedValues, (tuple(origins),), arguments
+            "stochastic rounding", rounded_values, (tuple(origins),), arguments
         )
         return backend.publish(results)

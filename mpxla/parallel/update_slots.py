@@ -4,6 +4,7 @@ This module must not know how an update is traced or compiled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.parallel.store import release
 from mpxla.parallel.update_python import describe, described
 
-__all__ = ["Slots", "constants_of"]
+__all__ = ["Arrangement", "Places", "Slots", "constants_of"]
 
 _Trained = Sequence[Sequence[torch.nn.Parameter]]
 
@@ -26,6 +27,50 @@ class Places(NamedTuple):
     state: dict[str, int]
     source: int | None
     """Of the compute copy, where the parameter is a master."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the arguments and results of one update belong to parameters.
+
+    Attributes:
+        trained: the parameters with a gradient, by group.
+        places: the slots of every parameter, by group.
+        rate_of: for every group the index of its rate; None without one.
+        changed: slots that the update changes, in the order of the results.
+        num_slots: how many arguments there are before the rates.
+        num_rates: how many rates.
+    """
+
+    trained: _Trained
+    places: Sequence[Sequence[Places]]
+    rate_of: tuple[int | None, ...]
+    changed: Sequence[int]
+    num_slots: int
+    num_rates: int
+
+    def alone(self, group: int, index: int) -> tuple["Arrangement", list[int]]:
+        """That of one parameter by itself, and which slots here its slots are."""
+        held = self.places[group][index]
+        taken = dict.fromkeys((held.parameter, held.gradient, *held.state.values()))
+        if held.source is not None:
+            taken[held.source] = None
+        number = {slot: i for i, slot in enumerate(sorted(taken))}
+        own = Places(
+            number[held.parameter],
+            number[held.gradient],
+            {key: number[slot] for key, slot in held.state.items()},
+            None if held.source is None else number[held.source],
+        )
+        arrangement = Arrangement(
+            [[self.trained[g][index]] if g == group else [] for g in range(len(self.places))],
+            [[own] if g == group else [] for g in range(len(self.places))],
+            self.rate_of,
+            [number[slot] for slot in self.changed if slot in number],
+            len(number),
+            self.num_rates,
+        )
+        return arrangement, list(number)
 
 
 class Slots:
@@ -107,6 +152,12 @@ class Slots:
             self.rate_of,
         )
         self._remember()
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How they belong to parameters."""
+        counts = len(self.tensors), len(self.rates)
+        return Arrangement(self.trained, self.places, self.rate_of, self.changed, *counts)
 
     def _remember(self) -> None:
         """Notes where each tensor was found."""

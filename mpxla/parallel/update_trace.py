@@ -30,9 +30,9 @@ from mpxla.parallel.update_python import (
     python_random_kept,
     random_python,
 )
-from mpxla.parallel.update_slots import Slots, constants_of
+from mpxla.parallel.update_slots import Arrangement, constants_of
 
-__all__ = ["UpdateTracer", "clone_optimizer", "wide_dtype"]
+__all__ = ["UpdateFunction", "clone_optimizer", "python_state", "wide_dtype"]
 
 # Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
 # in the first step. Neuron has no such numbers.
@@ -73,7 +73,7 @@ def clone_optimizer(
     return clone
 
 
-class UpdateTracer(torch.nn.Module):
+class UpdateFunction:
     """(parameters, gradients, state, learning rates) -> (new parameters, new state).
 
     Masters take what was written to their compute copies first; these are results too. With
@@ -81,7 +81,7 @@ class UpdateTracer(torch.nn.Module):
     one more argument, the last one.
 
     Args:
-        slots: what the arguments are.
+        arrangement: what the arguments are.
         optimizer: the optimizer.
         is_capturable: whether to have it compute with its count of steps on the device.
         wide: dtype of counts and rates, see `wide_dtype`.
@@ -90,30 +90,33 @@ class UpdateTracer(torch.nn.Module):
 
     def __init__(
         self,
-        slots: Slots,
+        arrangement: Arrangement,
         optimizer: Any,
         is_capturable: bool,
         wide: torch.dtype,
         origins: Mapping[int, Origin] | None = None,
     ):
-        super().__init__()
         self._origins = origins
         self._is_capturable = is_capturable
         self._wide = wide
-        self._slots = slots
+        self._arrangement = arrangement
         self._optimizer = optimizer
 
-    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
-        """New parameters and state, in the order of `Slots.changed`."""
-        slots, optimizer = self._slots, self._optimizer
-        rates = arguments[len(slots.tensors) :][: len(slots.rates)]
+    def __call__(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        """New parameters and state, in the order of `Arrangement.changed`."""
+        arranged, optimizer = self._arrangement, self._optimizer
+        rates = arguments[arranged.num_slots :][: arranged.num_rates]
         noise = None if self._origins is None else Noise(arguments[-1])
         groups: list[dict[str, Any]] = []
         state: dict[torch.Tensor, dict[str, Any]] = {}
         of_place: dict[int, tuple[torch.Tensor, str | None]] = {}
         original_of: dict[torch.Tensor, torch.Tensor] = {}
         for group, places, originals, rate in zip(
-            optimizer.param_groups, slots.places, slots.trained, slots.rate_of, strict=True
+            optimizer.param_groups,
+            arranged.places,
+            arranged.trained,
+            arranged.rate_of,
+            strict=True,
         ):
             stand_ins = []
             for held, original in zip(places, originals, strict=True):
@@ -145,7 +148,7 @@ class UpdateTracer(torch.nn.Module):
         clone = clone_optimizer(optimizer, groups, state)
         self._run(clone)
         results = []
-        for place in slots.changed:
+        for place in arranged.changed:
             stand_in, key = of_place[place]
             value = stand_in.detach() if key is None else clone.state[stand_in][key]
             if noise is not None and is_narrow(arguments[place]):
@@ -218,16 +221,17 @@ def _widened(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _python_values(optimizer: Any) -> Any:
     """Everything an update could change that is not a tensor of its parameters' state."""
     state = [
-        (None if torch.is_tensor(owner) else owner, describe(_without_tensors(entry), "state"))
+        (None if torch.is_tensor(owner) else owner, python_state(entry))
         for owner, entry in optimizer.state.items()
     ]
     return constants_of(optimizer), state
 
 
-def _without_tensors(entry: Any) -> Any:
-    if not isinstance(entry, Mapping):
-        return entry
-    return {k: None if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+def python_state(entry: Any) -> Any:
+    """What the state of a parameter holds beside tensors, comparable."""
+    if isinstance(entry, Mapping):
+        entry = {k: None if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+    return describe(entry, "state")
 
 
 class _TensorScalars(TorchFunctionMode):

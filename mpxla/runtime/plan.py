@@ -41,9 +41,10 @@ from mpxla.schedule.copies import add_copies, has_copies
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.stage.flat import FlatShard
-from mpxla.stage.layout import Transposition
+from mpxla.stage.layout import transpose
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.program import trace_program
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
@@ -389,7 +390,9 @@ def compile_stages(
         shards or {},
         lambda lowered: divide_stage(lowered, shards or {}, gradient_shards or {}, max_live),
     )
-    programs = {index: _compile_stage(stage, compile_) for index, stage in planned.items()}
+    programs = {
+        index: _compile_stage(stage, backend.lowering, compile_) for index, stage in planned.items()
+    }
     elapsed = time.perf_counter() - started
     get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
@@ -402,30 +405,35 @@ def compile_stages(
     )
 
 
-def _compile_stage(stage: PlannedStage, compile_: _Compile) -> CompiledStage:
+def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) -> CompiledStage:
     lowered = stage.lowered
     name = f"stage {lowered.spec.index}"
     forward = compile_(f"{name} forward", lowered.forward, lowered.forward_inputs)
     backward = None
     if stage.split is not None:
-        return _compile_split(name, lowered, stage.split, forward, compile_)
+        return _compile_split(name, lowered, stage.split, forward, lowering, compile_)
     if lowered.backward is not None:
         # Its first arguments are the gradients so far, which its first results replace.
         donated = range(lowered.num_accumulators)
         inputs = lowered.backward_inputs
-        backward = compile_(f"{name} backward", lowered.backward, inputs, donated)
-    return CompiledStage(lowered, forward, backward, **_compile_layout(name, lowered, compile_))
+        graph = lowered.backward.flat(inputs, lowering.device)
+        backward = compile_(f"{name} backward", graph, inputs, donated)
+    layout = _compile_layout(name, lowered, lowering, compile_)
+    return CompiledStage(lowered, forward, backward, **layout)
 
 
-def _compile_layout(name: str, lowered: LoweredStage, compile_: _Compile) -> dict[str, Executable]:
+def _compile_layout(
+    name: str, lowered: LoweredStage, lowering: Lowering, compile_: _Compile
+) -> dict[str, Executable]:
     """The programs at the ends of a step that change layouts, where there is something to do."""
     weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
     gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
-    return {
-        which: compile_(f"{name} {which}", Transposition(), specs)
-        for which, specs in (("prepare", weights), ("finish", gradients))
-        if specs
-    }
+    found: dict[str, Executable] = {}
+    for which, specs in (("prepare", weights), ("finish", gradients)):
+        if specs:
+            title = f"{name} {which}"
+            found[which] = compile_(title, trace_program(title, transpose, specs, lowering), specs)
+    return found
 
 
 def _compile_split(
@@ -433,6 +441,7 @@ def _compile_split(
     lowered: LoweredStage,
     split: SplitBackward,
     forward: Executable,
+    lowering: Lowering,
     compile_: _Compile,
 ) -> CompiledStage:
     """Compiles a backward as two programs, of which either may be empty."""
@@ -445,7 +454,7 @@ def _compile_split(
             ("weight", split.weight_part, lowered.num_accumulators),
         )
     ]
-    layout = _compile_layout(name, lowered, compile_)
+    layout = _compile_layout(name, lowered, lowering, compile_)
     return CompiledStage(lowered, forward, None, split, *parts, **layout)
 
 

@@ -1,16 +1,17 @@
 """A stage's derivative as it runs for a microbatch: seeded, and added to what came before."""
 
-import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["AccumulatingBackward", "accumulator_spec", "added"]
+__all__ = ["AccumulatingBackward", "accumulator_spec"]
 
+_aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -24,10 +25,11 @@ def accumulator_spec(parameter: TensorSpec) -> TensorSpec:
     return replace(parameter, dtype=torch.float32) if is_narrow else parameter
 
 
-class AccumulatingBackward(torch.nn.Module):
+@dataclass(frozen=True)
+class AccumulatingBackward:
     """(accumulators, saved, gradients, seed) -> (accumulators, gradients of inputs).
 
-    Args:
+    Attributes:
         derivative: (saved, gradient of every attached output) -> gradients of the arguments.
         num_accumulators: how many parameters are trained.
         num_saved: how many values are saved.
@@ -35,75 +37,97 @@ class AccumulatingBackward(torch.nn.Module):
         objective_specs: specs of the objectives, whose gradient is the seed.
         input_specs: specs of the inputs that get a gradient.
         gradients: which results of the derivative are wanted: those of parameters, then of inputs.
-        disguises_sums: see `added`.
+        disguises_sums: see `_added`.
     """
 
-    def __init__(
-        self,
-        derivative: fx.GraphModule,
-        num_accumulators: int,
-        num_saved: int,
-        port_of_grad: tuple[int, ...],
-        objective_specs: tuple[TensorSpec, ...],
-        input_specs: tuple[TensorSpec, ...],
-        gradients: tuple[int, ...],
-        disguises_sums: bool = False,
-    ):
-        super().__init__()
-        self.derivative = derivative
-        self._num_accumulators = num_accumulators
-        self._num_saved = num_saved
-        self._port_of_grad = port_of_grad
-        self._objective_specs = objective_specs
-        self._input_specs = input_specs
-        self._gradients = gradients
-        self._disguises_sums = disguises_sums
+    derivative: fx.GraphModule
+    num_accumulators: int
+    num_saved: int
+    port_of_grad: tuple[int, ...]
+    objective_specs: tuple[TensorSpec, ...]
+    input_specs: tuple[TensorSpec, ...]
+    gradients: tuple[int, ...]
+    disguises_sums: bool = False
 
-    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
-        """Arguments and results as in the docstring of the class."""
-        first_grad = self._num_accumulators + self._num_saved
-        accumulators = arguments[: self._num_accumulators]
-        saved = arguments[self._num_accumulators : first_grad]
-        seed = arguments[-1]
-        tangents = self._sum_by_port(arguments[first_grad:-1])
-        tangents += [seed.to(spec.dtype).expand(spec.shape) for spec in self._objective_specs]
-        results = self.derivative(*saved, *tangents)
-        grads = [results[i] for i in self._gradients]
-        updated = added(accumulators, grads, seed if self._disguises_sums else None)
-        for grad, spec in zip(grads[len(updated) :], self._input_specs, strict=True):
+    def flat(self, inputs: Sequence[TensorSpec], device: torch.device) -> fx.GraphModule:
+        """All of it as one graph.
+
+        The derivative is copied node by node: strides in it mean nothing any more, and tracing it
+        again would look at them. Nodes beside its own do not know their values yet.
+
+        Args:
+            inputs: specs of the arguments.
+            device: where gradients are made that the derivative does not have, which are zeros.
+        """
+        graph = fx.Graph()
+        arguments = [graph.placeholder(f"argument_{i}") for i in range(len(inputs))]
+        first_grad = self.num_accumulators + self.num_saved
+        saved, seed = arguments[self.num_accumulators : first_grad], arguments[-1]
+        by_port: dict[int, fx.Node] = {}  # an output that several stages read gets the sum
+        for port, grad in zip(self.port_of_grad, arguments[first_grad:-1], strict=True):
+            known = by_port.get(port)
+            by_port[port] = grad if known is None else _call(graph, _aten.add.Tensor, known, grad)
+        tangents = list(by_port.values())
+        for spec in self.objective_specs:
+            value = _cast(graph, seed, spec.dtype)
+            tangents.append(_call(graph, _aten.expand.default, value, list(spec.shape)))
+        holders = [node for node in self.derivative.graph.nodes if node.op == "placeholder"]
+        copies = dict(zip(holders, [*saved, *tangents], strict=True))
+        results = cast(list[fx.Node | None], graph.graph_copy(self.derivative.graph, copies))
+        grads = [results[i] for i in self.gradients]
+        found = self._added(graph, arguments, inputs, grads)
+        for grad, spec in zip(grads[len(found) :], self.input_specs, strict=True):
             if grad is None:
-                grad = torch.zeros(spec.shape, dtype=spec.dtype, device=seed.device)
-            updated.append(grad)
-        return updated
+                options = {"dtype": spec.dtype, "device": device}
+                shape = list(spec.shape)
+                grad = graph.call_function(_aten.full.default, (shape, 0), options)
+            found.append(grad)
+        graph.output(tuple(found))
+        graph.eliminate_dead_code()
+        graph.lint()
+        return fx.GraphModule(self.derivative, graph)
 
-    def _sum_by_port(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One gradient per output; an output read by several stages gets the sum."""
-        by_port: dict[int, list[torch.Tensor]] = {}
-        for port, grad in zip(self._port_of_grad, grads, strict=True):
-            by_port.setdefault(port, []).append(grad)
-        return [functools.reduce(torch.add, parts) for parts in by_port.values()]
+    def _added(
+        self,
+        graph: fx.Graph,
+        arguments: Sequence[fx.Node],
+        inputs: Sequence[TensorSpec],
+        grads: Sequence[fx.Node | None],
+    ) -> list[fx.Node]:
+        """The accumulators with the first gradients added, in their dtypes; None adds nothing.
+
+        XLA's CPU backend compiles every lone addition by itself, but fused operations of one kind
+        and shape only once. So there (`Lowering.disguises_sums`) a gradient is multiplied by a one
+        that XLA does not know to be one: 34 additions of a GPT with 8 blocks took 1.3 s to compile,
+        and take 0.2 s.
+        """
+        ones: dict[torch.dtype, fx.Node] = {}
+        if self.disguises_sums:
+            # Not `seed - seed + 1`: an infinite seed (a loss scale that overflows) would make NaN.
+            is_one = _call(
+                graph, _aten.eq.Scalar, _call(graph, _aten.mul.Tensor, arguments[-1], 0), 1
+            )
+            one = _call(graph, _aten.add.Tensor, _cast(graph, is_one, inputs[-1].dtype), 1)
+        found: list[fx.Node] = []
+        for number in range(self.num_accumulators):
+            sum_so_far, dtype, grad = arguments[number], inputs[number].dtype, grads[number]
+            if grad is None:
+                found.append(sum_so_far)
+                continue
+            grad = _cast(graph, grad, dtype)
+            if self.disguises_sums:
+                if dtype not in ones:
+                    ones[dtype] = _cast(graph, one, dtype)
+                grad = _call(graph, _aten.mul.Tensor, grad, ones[dtype])
+            found.append(_call(graph, _aten.add.Tensor, sum_so_far, grad))
+        return found
 
 
-def added(
-    accumulators: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor | None],
-    seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """The accumulators with the first gradients added, in their dtypes; None adds nothing.
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    return graph.call_function(target, args)
 
-    Args:
-        accumulators: sums so far.
-        grads: of the same shapes; there may be more.
-        seed: a scalar of the program, to disguise the sums with; None leaves them plain.
 
-    XLA's CPU backend compiles every lone addition by itself, but fused operations of one kind and
-    shape only once. So there (`Lowering.disguises_sums`) a gradient is multiplied by a one that XLA
-    does not know to be one: 34 additions of a GPT with 8 blocks took 1.3 s to compile, and take
-    0.2 s.
-    """
-    # Not `seed - seed + 1`: an infinite seed (a loss scale that overflows) would make it NaN.
-    one = None if seed is None else (seed * 0 == 1).to(seed.dtype) + 1
-    return [
-        a if g is None else a + (g.to(a.dtype) if one is None else g.to(a.dtype) * one.to(a.dtype))
-        for a, g in zip(accumulators, grads, strict=False)
-    ]
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if "val" in node.meta and node.meta["val"].dtype == dtype:
+        return node
+    return graph.call_function(_aten._to_copy.default, (node,), {"dtype": dtype})

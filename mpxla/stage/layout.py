@@ -19,18 +19,15 @@ from torch import fx
 
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Transposition", "transpose_gradients", "transpose_weights", "transposed"]
+__all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
 
 _aten = torch.ops.aten
 _RIGHT_FACTOR = {_aten.mm.default: 1, _aten.addmm.default: 2}
 
 
-class Transposition(torch.nn.Module):
-    """Matrices to their transposes, as new buffers."""
-
-    def forward(self, *matrices: torch.Tensor) -> list[torch.Tensor]:
-        """Matrices [M, N] to [N, M]."""
-        return [matrix.t().clone(memory_format=torch.contiguous_format) for matrix in matrices]
+def transpose(*matrices: torch.Tensor) -> list[torch.Tensor]:
+    """Matrices [M, N] to their transposes [N, M], as new buffers."""
+    return [matrix.t().clone(memory_format=torch.contiguous_format) for matrix in matrices]
 
 
 def transposed(spec: TensorSpec) -> TensorSpec:

@@ -60,7 +60,7 @@ class LoweredStage:
         num_saved: how many saved values follow its other outputs.
         saved: for every saved argument of the backward, where it comes from.
         saved_specs: shapes and dtypes of the saved outputs.
-        backward: graph module, or None where nothing receives a gradient.
+        backward: None where nothing receives a gradient.
         backward_inputs: specs of its arguments (accumulators first, seed last).
         grad_ports: (output index, consumer stage) of every gradient argument, in order.
         transposed_weights: parameters whose transposes are the forward's last arguments.
@@ -73,7 +73,7 @@ class LoweredStage:
     num_saved: int
     saved: tuple[SavedValue, ...]
     saved_specs: tuple[TensorSpec, ...]
-    backward: fx.GraphModule | None
+    backward: AccumulatingBackward | None
     backward_inputs: tuple[TensorSpec, ...]
     grad_ports: tuple[tuple[int, int], ...]
     transposed_weights: tuple[int, ...] = ()

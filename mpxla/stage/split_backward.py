@@ -4,9 +4,8 @@ Earlier stages wait for the gradients of a stage's inputs, and nobody for those 
 et al., "Zero Bubble Pipeline Parallelism", ICLR 2024). Both come from one derivative, so it is cut,
 not run twice. Phases:
 
-    phase 1, flatten:  one graph of the whole backward, with its accumulation.
-    phase 2, cut:      I is what the input gradients depend on; W is the rest.
-    phase 3, border:   values of I that W reads are results of I. Views and seeds cost nothing: W
+    phase 1, cut:      I is what the input gradients depend on; W is the rest.
+    phase 2, border:   values of I that W reads are results of I. Views and seeds cost nothing: W
                        makes them again, and their argument crosses the border.
 
     I: (saved, gradients of outputs, seed)        -> (gradients of inputs, crossing values)
@@ -17,15 +16,13 @@ without inputs that have a gradient has no I, and one without trained parameters
 must not know schedules.
 """
 
-import copy
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
-from torch.fx import proxy
 
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
@@ -34,7 +31,7 @@ from mpxla.stage.lower import LoweredStage
 from mpxla.stage.pieces import TURN
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["Part", "SplitBackward", "flatten_backward", "split_backward"]
+__all__ = ["Part", "SplitBackward", "split_backward"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
         device: the device that it was lowered for, with its index.
     """
     assert lowered.backward is not None, "only a stage with a backward can be split"
-    whole = flatten_backward(lowered.backward, len(lowered.backward_inputs), device)
+    whole = lowered.backward.flat(lowered.backward_inputs, device).graph
     (output,) = [node for node in whole.nodes if node.op == "output"]
     results = list(cast(Sequence[fx.Node], output.args[0]))
     accumulators = results[: lowered.num_accumulators]
@@ -114,56 +111,6 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     )
 
 
-def flatten_backward(backward: Any, num_inputs: int, device: torch.device) -> fx.Graph:
-    """Phase 1: the whole backward of a stage as one graph.
-
-    The derivative is copied node by node, because strides in it mean nothing any more and tracing
-    it again would look at them; what stands around it (sums, seeds, accumulation) is recorded.
-    """
-    graph = fx.Graph()
-    recorder = proxy.GraphAppendingTracer(graph)
-    arguments = [
-        _OnDevice(graph.placeholder(f"argument_{i}"), recorder, device) for i in range(num_inputs)
-    ]
-    inlined = copy.copy(backward)
-    inlined._modules = {"derivative": _Inlined(backward.derivative.graph, graph, recorder)}
-    results: list[fx.Node] = []
-    for value in inlined.forward(*arguments):
-        if isinstance(value, fx.Proxy):
-            results.append(value.node)
-        else:  # a constant: the gradient of an input that has none
-            options = {"dtype": value.dtype, "device": device}
-            zeros = (list(value.shape), 0)
-            results.append(graph.call_function(torch.ops.aten.full.default, zeros, options))
-    graph.output(tuple(results))
-    graph.eliminate_dead_code()
-    graph.lint()
-    return graph
-
-
-class _OnDevice(fx.Proxy):
-    """An argument that knows its device, so that code which asks for it can be recorded."""
-
-    def __init__(self, node: fx.Node, tracer: proxy.TracerBase, device: torch.device):
-        super().__init__(node, tracer)
-        self.device = device
-
-
-class _Inlined(torch.nn.Module):
-    """A graph that copies itself into another one when it is called there."""
-
-    def __init__(self, own: fx.Graph, target: fx.Graph, tracer: proxy.TracerBase):
-        super().__init__()
-        self._own, self._target, self._tracer = own, target, tracer
-
-    def forward(self, *arguments: fx.Proxy) -> list[fx.Proxy | None]:
-        placeholders = [node for node in self._own.nodes if node.op == "placeholder"]
-        nodes = [argument.node for argument in arguments]
-        copies = dict(zip(placeholders, nodes, strict=True))
-        results = cast(Any, self._target.graph_copy(self._own, copies))
-        return [None if node is None else fx.Proxy(node, self._tracer) for node in results]
-
-
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and all that they depend on."""
     found: set[fx.Node] = set()
@@ -179,7 +126,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _crossing(
     first: set[fx.Node], second: set[fx.Node], results: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Phase 3: values of `first` that `second` reads; views of them join `second`.
+    """Phase 2: values of `first` that `second` reads; views of them join `second`.
 
     So do gathers of parameters, of which nothing whole is to be kept between the parts, and what is
     not of the derivative itself and has no known shape: the expanded seed and sums of gradients

@@ -35,14 +35,20 @@ from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
-from mpxla.device.pjrt.modules import flat_graph
 from mpxla.env import read_environment
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
-from mpxla.stage.pieces import CollectivePiece, ComputePiece, HostPiece, Piece, split_graph
+from mpxla.stage.pieces import (
+    CollectivePiece,
+    ComputePiece,
+    HostPiece,
+    Piece,
+    annotate,
+    split_graph,
+)
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 
@@ -116,26 +122,26 @@ class PjrtBackend:
     def compile(
         self,
         name: str,
-        graph: torch.nn.Module,
+        graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,
         groups: Groups | None = None,
     ) -> PjrtExecutable | PiecewiseExecutable | FusedExecutable:
-        """Compiles a module; see `Backend.compile`.
+        """Compiles a graph; see `Backend.compile`.
 
         Operators that jax has no function for, and PyTorch does not write with others, run on the
         host if PyTorch has a kernel there. Collectives run between pieces, or as part of a program
         where the transport runs programs.
         """
-        module = flat_graph(name, graph, inputs)
-        if not unknown_nodes(module.graph):
-            return self._compile(name, module, inputs, donated, keep_text)
-        fused = self._fused(name, module, inputs, groups or {})
+        annotate(graph.graph, inputs, graph)
+        if not unknown_nodes(graph.graph):
+            return self._compile(name, graph, inputs, donated, keep_text)
+        fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
         # Between pieces lie values that nobody else has; arguments are not donated to any of them.
-        plan = split_graph(module.graph, functools.partial(_kind_of, name), module)
+        plan = split_graph(graph.graph, functools.partial(_kind_of, name), graph)
         runners = [
             self._runner_of(
                 f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text, groups or {}

@@ -35,7 +35,6 @@ from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, place
-from mpxla.stage.accumulation import AccumulatingBackward
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import (
@@ -48,7 +47,6 @@ from mpxla.stage.pieces import (
 )
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
-from mpxla.stage.split_backward import flatten_backward
 
 __all__ = ["Executable", "compile_graph", "num_compilations"]
 
@@ -201,7 +199,7 @@ def _recover() -> None:
 
 def compile_graph(
     name: str,
-    module: torch.nn.Module,
+    module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool = False,
@@ -209,8 +207,7 @@ def compile_graph(
 ) -> Executable | PiecewiseExecutable | FusedExecutable:
     """Compiles a graph module for the device.
 
-    If the module is a graph of the lowering, operators that the device has no code for run on the
-    host, and collectives over the transport; in other modules they are an error.
+    Operators that the device has no code for run on the host, and collectives over the transport.
 
     Args:
         name: for messages.
@@ -224,15 +221,12 @@ def compile_graph(
         LoweringError: an operator can run neither on the device nor on the host.
     """
     try:
-        graph = module if isinstance(module, fx.GraphModule) else module._modules.get("derivative")
-        if not isinstance(graph, fx.GraphModule):
-            return _compile_whole(name, module, inputs, device, keep_text)
-        if not any(needs_host(n) or is_collective(n) for n in graph.graph.nodes):
+        if not any(needs_host(n) or is_collective(n) for n in module.graph.nodes):
             try:
                 return _compile_whole(name, module, inputs, device, keep_text)
             except Exception as error:  # torch_xla raises anything
                 _recover()
-                if not _learn(graph.graph, device):
+                if not _learn(module.graph, device):
                     raise _as_lowering_error(name, error) from error
         return _compile_in_pieces(name, module, inputs, device, keep_text, groups or {})
     except BaseException:
@@ -242,7 +236,7 @@ def compile_graph(
 
 def _compile_in_pieces(
     name: str,
-    module: torch.nn.Module,
+    module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     device: torch.device,
     keep_text: bool,
@@ -252,20 +246,18 @@ def _compile_in_pieces(
 
     Where the transport runs programs with collectives, the graph is one of those.
     """
-    is_whole = isinstance(module, AccumulatingBackward)
-    graph = flatten_backward(module, len(inputs), device) if is_whole else module.graph
-    root = module.derivative if is_whole else module
-    annotate(graph, inputs, root)
+    graph = module.graph
+    annotate(graph, inputs, module)
     put = functools.partial(to_device, device=device)
     # torch_xla has no kernel for the wait of a collective; as a part of the program it needs none.
     computing = [node for node in graph.nodes if not is_collective(node)]
     if is_host_device() and not any(map(needs_host, computing)):
-        fused = fuse(name, graph, root, inputs, groups, COLLECTIVES, put, text_of)
+        fused = fuse(name, graph, module, inputs, groups, COLLECTIVES, put, text_of)
         if fused is not None:
             return fused
     while True:
         try:
-            plan = split_graph(graph, _kind_of, root)
+            plan = split_graph(graph, _kind_of, module)
             runners: list[Any] = []
             for i, piece in enumerate(plan.pieces):
                 title = f"{name}, piece {i + 1} of {len(plan.pieces)}"

@@ -11,6 +11,7 @@ from mpxla.device.torch_xla.operators.composition import composed_derivatives, h
 from mpxla.device.torch_xla.operators.convolution import expand_convolutions
 from mpxla.device.torch_xla.operators.decompositions import DECOMPOSITIONS, REPLACEMENTS
 from mpxla.device.torch_xla.operators.linear_algebra import correct_factorizations
+from mpxla.device.torch_xla.operators.promotion import keep_types
 from mpxla.device.torch_xla.operators.reductions import expand_reductions
 
 __all__ = ["make_lowering"]
@@ -27,7 +28,7 @@ def make_lowering(is_host: bool) -> Lowering:
         decompositions=DECOMPOSITIONS,
         replacements=REPLACEMENTS,
         dispatched=_dispatched,
-        expand=_expand_for_host if is_host else correct_factorizations,
+        expand=_expand_for_host if is_host else _correct,
         lays_out_weights=is_host,
         disguises_sums=is_host,
     )
@@ -39,8 +40,14 @@ def _dispatched(is_differentiated: bool) -> Iterator[None]:
         yield
 
 
+def _correct(module: fx.GraphModule) -> None:
+    """What torch_xla computes otherwise than PyTorch."""
+    correct_factorizations(module)
+    keep_types(module)
+
+
 def _expand_for_host(module: fx.GraphModule) -> None:
     """Also what only XLA's CPU backend compiles or runs slowly."""
-    correct_factorizations(module)
+    _correct(module)
     expand_convolutions(module)
     expand_reductions(module)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
@@ -30,7 +30,6 @@ from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
-from mpxla.stage.split_backward import flatten_backward
 
 __all__ = ["Rank", "cut_in_pieces", "distributed", "execute", "in_threads", "lower", "train_once"]
 
@@ -94,13 +93,11 @@ def lower(
     return captured, lower_stage(stage, True, plain_lowering())
 
 
-def cut_in_pieces(module: nn.Module, inputs: Sequence[Any]) -> PieceList:
+def cut_in_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> PieceList:
     """A program of a stage in compute and collective pieces."""
-    is_forward = isinstance(module, torch.fx.GraphModule)
-    root = module if is_forward else module.derivative
-    graph = module.graph if is_forward else flatten_backward(module, len(inputs), CPU)
-    annotate(graph, inputs, root)
-    return split_graph(graph, lambda n: CollectivePiece if is_collective(n) else ComputePiece, root)
+    annotate(module.graph, inputs, module)
+    kind_of = lambda n: CollectivePiece if is_collective(n) else ComputePiece  # noqa: E731
+    return split_graph(module.graph, kind_of, module)
 
 
 class _Eager:
@@ -155,6 +152,7 @@ def train_once(
     kept = results[len(results) - lowered.num_saved :]
     saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
     zeros = [torch.zeros(s.shape) for s in lowered.backward_inputs[: lowered.num_accumulators]]
-    plan = cut_in_pieces(lowered.backward, lowered.backward_inputs)
+    backward = lowered.backward.flat(lowered.backward_inputs, CPU)
+    plan = cut_in_pieces(backward, lowered.backward_inputs)
     gradients = execute("stage 0 backward", plan, rank.group, [*zeros, *saved, torch.ones(())])
     return results[0], dict(zip(spec.trained, gradients, strict=False))

@@ -15,10 +15,10 @@ from mpxla.parallel.programs import Programs
 from mpxla.parallel.stochastic_rounding import (
     Noise,
     Origin,
-    RoundedValues,
     StochasticRounding,
     check_parameters,
     origin_of_state,
+    rounded_values,
 )
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_rounding import UpdateRounding
@@ -29,10 +29,10 @@ WEIGHT = Origin("weight", 0)
 
 def rounded_often(values, num_updates, seed=3, origin=WEIGHT):
     """[num_updates, ...] in float32."""
-    rounding, program, results = StochasticRounding(seed), RoundedValues([origin]), []
+    rounding, results = StochasticRounding(seed), []
     for _ in range(num_updates):
         rounding.advance()
-        (result,) = program(rounding.key(), values)
+        (result,) = rounded_values([origin], rounding.key(), values)
         results.append(result.float())
     return torch.stack(results)
 
@@ -203,7 +203,7 @@ def rounded_with(value, noise, origin):
 def test_updates_are_those_in_float32_rounded(kind):
     parameters, optimizer, update = stepped(kind, 30)
     expected, by_hand = stepped_by_hand(kind, 30)
-    assert (update.reason is None) == (kind != "Counting")
+    assert (update.reason is None) == (kind not in ("Adafactor", "Counting"))
     for found, other in zip(parameters, expected, strict=True):
         # Elements on the edge may fall to the other side where float32 is rounded differently.
         assert (found == other).float().mean() > 0.97

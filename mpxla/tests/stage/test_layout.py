@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from mpxla.stage.layout import Transposition, transpose_gradients, transpose_weights, transposed
+from mpxla.stage.layout import transpose, transpose_gradients, transpose_weights, transposed
 from mpxla.stage.spec import TensorSpec
 
 pytestmark = pytest.mark.unit
@@ -43,7 +43,7 @@ def test_weights_of_products_become_arguments():
     module = graph_of(linear_layers, *values)
     expected = module(*values)
     assert transpose_weights(module, num_parameters=3) == (0, 2)
-    turned = Transposition()(values[0], values[2])
+    turned = transpose(values[0], values[2])
     assert all(value.is_contiguous() for value in turned)
     for a, b in zip(module(*values, *turned), expected, strict=True):
         torch.testing.assert_close(a, b)

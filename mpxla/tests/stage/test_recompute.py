@@ -89,7 +89,8 @@ def gradients(model, lowered):
     kept = found[len(found) - lowered.num_saved :]
     saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
     sums = [torch.zeros_like(values[n]) for n in spec.trained]
-    results = lowered.backward(*sums, *saved, torch.ones(()))
+    backward = lowered.backward.flat(lowered.backward_inputs, torch.device("cpu"))
+    results = backward(*sums, *saved, torch.ones(()))
     return dict(zip(spec.trained, results, strict=False)), found[0], x
 
 

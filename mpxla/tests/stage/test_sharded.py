@@ -19,7 +19,7 @@ from mpxla.stage.lower import TracedStage
 from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.spec import TensorSpec
-from mpxla.stage.split_backward import flatten_backward, split_backward
+from mpxla.stage.split_backward import split_backward
 from mpxla.tests.test_parity_sharded import Block, Model, batch_of, loss_of
 
 pytestmark = pytest.mark.unit
@@ -65,7 +65,8 @@ def run_on(spec, model, lowered, shards, ids, transport):
     backend, groups = EagerBackend(), {SHARDING_GROUP: Members(RANKS, transport)}
     forward = backend.compile("forward", lowered.forward, lowered.forward_inputs, groups=groups)
     inputs = lowered.backward_inputs
-    backward = backend.compile("backward", lowered.backward, inputs, groups=groups)
+    graph = lowered.backward.flat(inputs, backend.device)
+    backward = backend.compile("backward", graph, inputs, groups=groups)
     held = dict(model.named_parameters())
     specs = zip(spec.parameters, lowered.forward_inputs, strict=False)
     arguments = [
@@ -116,11 +117,11 @@ def kind_of(node):
 
 
 def pieces_of(lowered):
-    graph = flatten_backward(lowered.backward, len(lowered.backward_inputs), torch.device("cpu"))
-    annotate(graph, lowered.backward_inputs, lowered.backward.derivative)
-    annotate(lowered.forward.graph, lowered.forward_inputs, lowered.forward)
-    backward = split_graph(graph, kind_of, lowered.backward.derivative)
-    return split_graph(lowered.forward.graph, kind_of, lowered.forward), backward
+    backward = lowered.backward.flat(lowered.backward_inputs, torch.device("cpu"))
+    inputs = lowered.forward_inputs, lowered.backward_inputs
+    for module, specs in zip((lowered.forward, backward), inputs, strict=True):
+        annotate(module.graph, specs, module)
+        yield split_graph(module.graph, kind_of, module)
 
 
 def gathered_by(piece):

@@ -40,7 +40,9 @@ def compare_parts(kind):
     split = split_backward(lowered, device)
     values = [torch.rand(s.shape).to(s.dtype) + 0.5 for s in lowered.backward_inputs]
     on_device = to_device(values, device)
-    whole = compile_graph("whole", lowered.backward, lowered.backward_inputs, device)(on_device)
+    inputs = lowered.backward_inputs
+    graph = lowered.backward.flat(inputs, device)
+    whole = compile_graph("whole", graph, inputs, device)(on_device)
     tail = on_device[lowered.num_accumulators :]
     first = compile_graph("I", split.input_part.graph, split.input_part.inputs, device)(
         [tail[i] for i in split.input_part.arguments]

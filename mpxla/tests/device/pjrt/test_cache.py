@@ -3,27 +3,16 @@
 import jax
 import pytest
 import torch
-from torch import nn
 
 from mpxla.device.pjrt import cache
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests import parity
+from mpxla.tests.programs import compiled
 from mpxla.tests.ranks.run import run_ranks_unpooled
 from mpxla.tests.test_parity import case_of
 
 SPECS = [TensorSpec((8,), torch.float32)]
-
-
-class Scaled(nn.Module):
-    """A program of its own for every factor."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return [x * self.factor + 0.25]
 
 
 @pytest.fixture
@@ -40,7 +29,8 @@ def backend(monkeypatch):
 def loaded(backend, factor):
     """How many programs are found on disk while one is compiled; it must compute right."""
     before = cache.num_loaded()
-    program = backend.compile("scaled", Scaled(factor), SPECS)
+    # A program of its own for every factor.
+    program = compiled(backend, "scaled", lambda x: [x * factor + 0.25], SPECS)
     (found,) = program(backend.put([torch.ones(8)]))
     assert torch.equal(backend.view(found), torch.full((8,), factor + 0.25))
     return cache.num_loaded() - before

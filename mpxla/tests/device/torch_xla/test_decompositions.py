@@ -118,7 +118,8 @@ def both_unfolds(*arguments):
 
 class Drop(torch.nn.Module):
     def forward(self, x):
-        return list(torch.ops.aten.native_dropout.default(x, 0.5, True))
+        values = torch.ops.aten.native_dropout.default(x, 0.5, True)
+        return [values[0], values[1]]
 
 
 def mask_of_dropout():
@@ -127,7 +128,8 @@ def mask_of_dropout():
     from mpxla.stage.spec import TensorSpec
 
     device = current_device()
-    program = compile_graph("trial", Drop(), [TensorSpec((8,), torch.float32)], device)
+    graph = torch.fx.symbolic_trace(Drop())
+    program = compile_graph("trial", graph, [TensorSpec((8,), torch.float32)], device)
     _, mask = program(to_device([torch.ones(8)], device), to_device([torch.tensor(3)], device)[0])
     return mask.cpu()
 
