@@ -216,7 +216,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
 def _open_device(config: Config, env: LaunchEnv) -> Backend:
     """The backend that the configuration or the environment names, with its cache of programs."""
-    backend = open_backend(env.device or config.device)
+    backend = open_backend(env, config.device)
     _ = backend.device  # claims it, before the first host backward (see `current_device`)
     folder = config.compile_cache
     is_kept = backend.keep_programs(f"{env.cache_dir}/mpxla/programs" if folder is None else folder)

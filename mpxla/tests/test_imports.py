@@ -279,7 +279,10 @@ def test_all_but_backends_is_imported_without_any():
     own = [m.removesuffix(".__init__") for m in modules() if not m.startswith(tuple(BACKENDS))]
     own = [m for m in own if m not in ("__init__", "__main__", "compat.__main__")]
     lines = [f"import mpxla.{name}" for name in own]
-    lines += ["from mpxla.device.choice import open_backend", "try: open_backend()"]
+    lines += [
+        "from mpxla.device.choice import open_backend",
+        "try: open_backend(mpxla.env.LaunchEnv())",
+    ]
     lines += ["except mpxla.ConfigError as error: assert 'mpxla[torch-xla]' in str(error), error"]
     lines += ["else: raise AssertionError('a backend was found')"]
     loaded = loaded_by("\n".join([_WITHOUT_BACKENDS, *lines]))
