@@ -37,7 +37,8 @@ from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
-from mpxla.config import Config, describe_difference, resolve
+from mpxla.config import Config
+from mpxla.config_sources import resolve
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
@@ -417,15 +418,19 @@ def _open_transport(
 def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
     """Raises on every rank if any two ranks have different configurations, or backends."""
     world = tuple(range(env.world_size))
-    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
-    everyone = objects.allgather((f"{config.fingerprint()} on {backend.name}", own), world)
-    for rank, (text, values) in enumerate(everyone):
-        if text != everyone[0][0]:
+    everyone = objects.allgather({**config.as_dict(), "MPXLA_DEVICE": backend.name}, world)
+    first = everyone[0]
+    for rank, values in enumerate(everyone):
+        if values != first:
             with contextlib.suppress(PeerFailure):
                 objects.barrier(world)  # nobody ends before all others know as much
-            difference = describe_difference(everyone[0][1], values, "rank 0", f"rank {rank}")
+            difference = "".join(
+                f"{name}: {value!r} on rank 0, {values[name]!r} on rank {rank}\n"
+                for name, value in first.items()
+                if value != values[name]
+            )
             raise RankMismatch(
-                f"ranks 0 and {rank} were started with different configurations:\n{difference}\n"
+                f"ranks 0 and {rank} were started with different configurations:\n{difference}"
                 f"Give smp.init the same configuration on all ranks, in the same environment."
             )
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "log", "user_lines"),
     ("uncaught",),
     ("env", "config_keys"),
-    ("config_rules", "config"),
+    ("config_rules", "config", "config_sources"),
     ("topology",),
     # Graphs are cut into stage specifications, so these two know each other's vocabulary.
     ("schedule", "graph", "comm", "stage.spec"),
@@ -56,6 +56,7 @@ NO_TORCH = (
     "config",
     "config_keys",
     "config_rules",
+    "config_sources",
     "topology",
 )
 NO_TORCH_PACKAGES = ("schedule", "planning")
