@@ -42,8 +42,10 @@ def open_transport(**lifeline_options):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    key = agree_on_key(store, rank, world_size, None).key
-    lifeline = Lifeline(rank, world_size, store, key=key, **lifeline_options)
+    key, is_one_host = agree_on_key(store, rank, world_size, None)
+    lifeline = Lifeline(
+        rank, world_size, store, key=key, is_one_host=is_one_host, **lifeline_options
+    )
     return HostTransport(rank, world_size, lifeline, key=key)
 
 
