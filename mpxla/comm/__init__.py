@@ -2,7 +2,7 @@
 
     transport.py   the protocol that the rest of mpxla talks to
     host.py        several processes, host memory, gloo
-    loopback.py    one process: a world of one, or of threads
+    loopback.py    a world of one process
     xla.py         collectives inside XLA programs: mesh.py (replica groups), xla_programs.py (the
                    programs), xla_queue.py (their order; the device's backend runs them)
     objects.py     objects on top of any transport, each message with its seal (seal.py)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
 from mpxla.tests.comm.recorder import Recorder
+from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 
@@ -122,6 +122,6 @@ def run_threads(body, world_size, *args):
         finally:
             transport.close()
 
-    world = loopback_world(world_size)
+    world = threads_world(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(on_thread, world))
