@@ -4,9 +4,8 @@ Phases: capture the step, partition it (or follow an earlier partition), split i
 generate and prove the schedule, place parameters, lower and compile this rank's stages.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from mpxla.graph.placement import rank_of
 from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
-from mpxla.log import get_logger, warn_once
+from mpxla.log import warn_once
 from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
@@ -142,7 +141,6 @@ class StepPlan:
         programs: this rank's compiled stages by index.
         random_stages: this rank's stages that draw random numbers.
         is_random: whether any stage of the step does.
-        compile_s: seconds that lowering and compiling took.
     """
 
     cut: CutStep
@@ -150,7 +148,6 @@ class StepPlan:
     programs: Mapping[int, CompiledStage]
     random_stages: tuple[int, ...]
     is_random: bool
-    compile_s: float = field(compare=False, default=0.0)
 
     def messages(self, group: str) -> list[str]:
         """What programs exchange within a group while they run; all members must have the same."""
@@ -375,7 +372,6 @@ def compile_stages(
         tell(name)
         return backend.compile(name, *arguments, groups=groups)
 
-    started = time.perf_counter()
     own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]
     tell(f"lowering of stage {', '.join(str(stage.index) for stage in own)}")
     planned = plan_stages(
@@ -390,15 +386,12 @@ def compile_stages(
         lambda lowered: divide_stage(lowered, shards or {}, gradient_shards or {}, max_live),
     )
     programs = {index: _compile_stage(stage, compile_) for index, stage in planned.items()}
-    elapsed = time.perf_counter() - started
-    get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
         cut=cut,
         schedule=schedule,
         programs=programs,
         random_stages=tuple(i for i, p in programs.items() if p.forward.is_random),
         is_random=any(is_random(node) for node in cut.step.graph.nodes),
-        compile_s=elapsed,
     )
 
 

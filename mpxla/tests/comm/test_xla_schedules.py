@@ -61,8 +61,8 @@ def record(schedule, placement, pp, dp=1, prepare=True, lengths=range(10, 100)):
 
     def on_rank(host):
         pipeline, own = pipelines[host.rank // pp], replicas[host.rank % pp]
-        recorder = Recorder()
-        transport = XlaTransport(host, DryRunner(), pipelines, recorder.note)
+        recorder = Recorder(DryRunner(), host.rank)
+        transport = XlaTransport(host, recorder, pipelines)
         transport.make_groups([world, *pipelines, *replicas])
         actions = schedule[host.rank % pp]
         bucket = torch.empty(lengths[host.rank if len(lengths) == len(world) else host.rank % pp])

@@ -92,8 +92,8 @@ def on_xla(body, options, args):
     """The same over the `xla` transport, with the backend and the pipelines that options name."""
     host = open_transport()
     runner = RUNNERS[options.get("backend", "torch_xla")]()(host, host.watch.address)
-    recorder = Recorder()
-    transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder.note)
+    recorder = Recorder(runner, host.rank)
+    transport = XlaTransport(host, recorder, options.get("pipelines", ()))
     transport.events = recorder.events
     try:
         value = body(transport, *args)
