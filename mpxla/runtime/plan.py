@@ -37,8 +37,10 @@ from mpxla.schedule.choice import (
     placement_of,
 )
 from mpxla.schedule.copies import add_copies, has_copies
+from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.timeline import Timeline
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.layout import Transposition
 from mpxla.stage.lower import LoweredStage
@@ -55,6 +57,7 @@ __all__ = [
     "cut_step",
     "describe_plan",
     "schedule_step",
+    "simulate_step",
     "stage_costs",
 ]
 
@@ -91,6 +94,15 @@ class CutStep:
     def placement(self) -> tuple[int, ...]:
         """Pipeline rank of every stage."""
         return self.partition.placement
+
+    @property
+    def edges(self) -> tuple[frozenset[Edge], frozenset[Edge]]:
+        """(source, target) stages of messages with activations, and with gradients."""
+        forward, backward = (
+            frozenset((t.source, t.target) for t in transfers)
+            for transfers in (self.forward, self.backward)
+        )
+        return forward, backward
 
     def parameter_ranks(self) -> dict[str, tuple[int, ...]]:
         """Pipeline ranks that hold each parameter or buffer that the step reads."""
@@ -260,22 +272,25 @@ def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...
     Raises:
         ScheduleError: a bug in a schedule; the text shows the grid.
     """
-    forward = {(t.source, t.target) for t in cut.forward}
-    backward = {(t.source, t.target) for t in cut.backward}
-    is_training = cut.step.is_training
+    edges, is_training = cut.edges, cut.step.is_training
     custom = custom_schedule(config) if is_training else None
     if custom is not None:
-        schedule = custom.lower(forward, backward)
+        schedule = custom.lower(*edges)
     else:
         compute = compute_actions(config, cut.placement, is_training)
-        schedule = add_communication(compute, cut.placement, forward, backward)
+        schedule = add_communication(compute, cut.placement, *edges)
         if is_training:
             schedule = add_reduce(schedule, cut.placement)
     if config.offload_activations and not has_copies(schedule):
         schedule = add_copies(schedule, config.activation_loading_horizon)
-    simulate(schedule, cut.placement, forward, backward)
+    simulate(schedule, cut.placement, *edges)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
+
+
+def simulate_step(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:
+    """When every action would run, in the unit of the costs, if messages do not hold ranks."""
+    return simulate(schedule, cut.placement, *cut.edges, costs, rendezvous=False)
 
 
 def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[str, object]:
@@ -287,14 +302,15 @@ def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[st
         pp_rank: this rank, of whose stages it is known what they hold.
     """
     cut, machine = plan.cut, MachineModel()
+    forward, backward = cut.edges
     costs = stage_costs(cut, machine)
     held = [*stage_bytes(plan.programs), *([StageBytes()] * len(cut.stages))][: len(cut.stages)]
     return {
         "ranks": list(group),
         "placement": list(cut.placement),
         "schedule": format_schedule(plan.schedule),
-        "forward_edges": [(t.source, t.target) for t in cut.forward],
-        "backward_edges": [(t.source, t.target) for t in cut.backward],
+        "forward_edges": sorted(forward),
+        "backward_edges": sorted(backward),
         "forward": costs.forward,
         "backward": costs.backward,
         "input_gradient": costs.input_gradient,
