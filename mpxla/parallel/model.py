@@ -399,7 +399,7 @@ class DistributedModel(PartitionedModule):
     def _when_placed(self) -> None:
         local = self.tensors.local_names
         for copy in self._living_copies():
-            copy.follow(local or frozenset(), current().device)
+            copy.follow(local or frozenset(), self._backend.device)
         for optimizer in self._optimizers:
             optimizer.keep_local()
         if not self._is_single:
