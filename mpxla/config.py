@@ -1,20 +1,16 @@
-"""The configuration: every key with its meaning, resolved once and frozen.
+"""The configuration: every key with its meaning, checked once and frozen.
 
-Values come from the launcher (`SM_HP_MP_PARAMETERS`, then `MPXLA_CONFIG`), from the dict given to
-`smp.init`, and from the defaults below, in this order of priority. All problems of all sources are
-reported in one error. This module must not read the environment, import torch, or know of ranks
-beyond how many there are.
+All problems are reported in one error. This module must not import torch, or know where values come
+from (`config_sources` does) or of ranks beyond how many there are.
 """
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mpxla.config_keys import (
     ALIASES,
-    IGNORED_KEYS,
     PIPELINES,
     PLACEMENT_ORDERS,
     Kind,
@@ -27,12 +23,10 @@ from mpxla.config_keys import (
     text,
     word,
 )
-from mpxla.config_rules import broken_rules, idle_keys
-from mpxla.env import ROUNDING_VARIABLE, LaunchEnv
+from mpxla.config_rules import REFUSED, broken
 from mpxla.errors import ConfigError
-from mpxla.log import get_logger
 
-__all__ = ["Config", "describe_difference", "resolve"]
+__all__ = ["DEFAULTS", "KINDS", "Config", "convert", "describe_unknown", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +34,7 @@ class Config:
     """Value of every configuration key.
 
     Building one checks all values and their combinations, and fills in defaults that depend on
-    other keys. Keys marked "ignored" have no meaning on XLA: `resolve` warns when they are set.
+    other keys. Keys marked "ignored" have no meaning on XLA: who sets them is warned.
     """
 
     pipeline_parallel_degree: int = key(1, integer(1))
@@ -212,18 +206,18 @@ class Config:
         Raises:
             ConfigError: Some value or combination cannot be used. The text lists all problems.
         """
-        values, problems, wrong = dict(_DEFAULTS), [], set()
-        for name in _KINDS:
+        values, problems, wrong = dict(DEFAULTS), [], set()
+        for name in KINDS:
             try:
-                values[name] = _convert(name, getattr(self, name))
+                values[name] = convert(name, getattr(self, name))
             except ValueError as error:
                 problems.append(str(error))
                 wrong.add(name)
         if set_by is None:
-            set_by = {name: "init" for name in _KINDS if values[name] != _DEFAULTS[name]}
-        problems += _find_problems(values, set_by, wrong)
+            set_by = {name: "init" for name in KINDS if values[name] != DEFAULTS[name]}
+        problems += broken(REFUSED, values, set_by, wrong)
         if problems:
-            _refuse(problems)
+            refuse(problems)
         for name, value in _complete(values).items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "sources", tuple(sorted(set_by.items())))
@@ -240,7 +234,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the value of every key, in the order of the fields."""
-        return {name: getattr(self, name) for name in _KINDS}
+        return {name: getattr(self, name) for name in KINDS}
 
     def source(self, name: str) -> str:
         """Returns who set a key: `"launcher"`, `"init"` or `"default"`.
@@ -251,20 +245,16 @@ class Config:
         Raises:
             ConfigError: There is no such key.
         """
-        if name not in _KINDS:
-            _refuse([_describe_unknown(name, "Config.source")])
+        if name not in KINDS:
+            refuse([describe_unknown(name, "Config.source")])
         return dict(self.sources).get(name, "default")
-
-    def fingerprint(self) -> str:
-        """Returns all values as JSON; ranks with the same configuration return the same text."""
-        return json.dumps(self.as_dict(), sort_keys=True)
 
     def describe(self) -> list[str]:
         """Returns a line `key = value (from source)` for every key that was set off its default."""
         return [
             f"{name} = {value!r} (from {self.source(name)})"
             for name, value in self.as_dict().items()
-            if self.source(name) != "default" and value != _DEFAULTS[name]
+            if self.source(name) != "default" and value != DEFAULTS[name]
         ]
 
     def for_batches(self, count: int) -> "Config":
@@ -325,132 +315,16 @@ class Config:
                 f"the number of replicas, which is {num_replicas} with {world_size} processes"
             )
         if problems:
-            _refuse(problems)
+            refuse(problems)
 
 
-_KINDS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Config) if f.metadata}
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Config) if f.metadata}
+KINDS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Config) if f.metadata}
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Config) if f.metadata}
 
 
-class _Layer(NamedTuple):
-    """The keys that one source sets, canonical and converted."""
-
-    origin: str
-    source: str
-    values: dict[str, Any]
-
-
-def resolve(user: Mapping[str, Any] | None, env: LaunchEnv) -> Config:
-    """Merges all sources of configuration, checks the result and logs it on rank 0.
-
-    Args:
-        user: Dict given to `smp.init`, or None.
-        env: Holds the launcher's configuration, which wins over `user`.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ConfigError: Some key, value or combination cannot be used. The text lists all problems.
-    """
-    # Scripts pass anything.
-    if not isinstance(user, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        _refuse([f"smp.init takes a dict of configuration keys, got {user!r}"])
-    problems: list[str] = []
-    wrong: set[str] = set()
-    ignored: set[str] = set()
-    layers = []
-    for origin, source, given in (
-        ("SM_HP_MP_PARAMETERS", "launcher", env.smp_parameters),
-        ("MPXLA_CONFIG", "launcher", env.mpxla_config),
-        ("smp.init", "init", user),
-        (env.downcast, "launcher", _meaning_of_downcast(env, user)),
-        (ROUNDING_VARIABLE, "launcher", _meaning_of_rounding(env, user)),
-    ):
-        given = given or {}
-        ignored |= {
-            name
-            for name in IGNORED_KEYS
-            if given.get(name) not in (None, _DEFAULTS.get(name, False))
-        }
-        layers.append(_Layer(origin, source, _read_layer(given, origin, problems, wrong)))
-    values, sources, overrides = _merge(layers)
-    problems += _find_problems(values, sources, wrong)
-    if problems:
-        _refuse(problems)
-    config = Config(**values, set_by=sources)
-    if env.rank == 0 and env.downcast:
-        get_logger().warning(
-            "configuration: %s is deprecated by torch_xla; it means %s here. Set the key instead.",
-            env.downcast,
-            "bf16: True" if config.bf16 else "nothing, because fp16 is set",
-        )
-    if env.rank == 0:
-        _log(config, values, overrides, sorted(ignored))
-    return config
-
-
-def describe_difference(
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
-    a_name: str = "rank 0",
-    b_name: str = "this rank",
-) -> str:
-    """Describes how two configurations differ.
-
-    Args:
-        a: Value of every key, as from `Config.as_dict` or parsed from `Config.fingerprint`.
-        b: The other one.
-        a_name: Who has `a`.
-        b_name: Who has `b`.
-
-    Returns:
-        One line for each key that differs; empty if none does.
-    """
-
-    def show(values: Mapping[str, Any], name: str) -> str:
-        return repr(values[name]) if name in values else "not set"
-
-    return "\n".join(
-        f"{name}: {show(a, name)} on {a_name}, {show(b, name)} on {b_name}"
-        for name in dict.fromkeys([*a, *b])
-        if show(a, name) != show(b, name)
-    )
-
-
-def _read_layer(
-    given: Mapping[str, Any], origin: str, problems: list[str], wrong: set[str]
-) -> dict[str, Any]:
-    """Canonical keys and converted values of one source; the rest goes to `problems`, `wrong`."""
-    values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for spelling, value in given.items():
-        name = ALIASES.get(spelling, spelling)
-        if name not in _KINDS:
-            if spelling not in IGNORED_KEYS:
-                problems.append(_describe_unknown(spelling, origin))
-            continue
-        if value is None and _KINDS[name].is_nullable:
-            continue
-        try:
-            value = _convert(name, value, spelling, origin)
-        except ValueError as error:
-            problems.append(str(error))
-            wrong.add(name)
-            continue
-        if name in values and values[name] != value:
-            problems.append(
-                f"{spelled[name]}: {values[name]!r} and {spelling}: {value!r} (from {origin}) are "
-                "two spellings of one key; remove one"
-            )
-            wrong.add(name)
-        values[name], spelled[name] = value, spelling
-    return values
-
-
-def _convert(name: str, value: Any, spelling: str | None = None, origin: str | None = None) -> Any:
+def convert(name: str, value: Any, spelling: str | None = None, origin: str | None = None) -> Any:
     """The value as stored, or a ValueError with the text for the user."""
-    kind = _KINDS[name]
+    kind = KINDS[name]
     if value is None and kind.is_nullable:
         return None
     try:
@@ -458,31 +332,6 @@ def _convert(name: str, value: Any, spelling: str | None = None, origin: str | N
     except (TypeError, ValueError, OverflowError):
         where = f" (from {origin})" if origin else ""
         raise ValueError(f"{spelling or name}: {value!r}{where} must be {kind.expected}") from None
-
-
-def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Values of all keys, source of those that were set, and a line for each one overridden."""
-    values = dict(_DEFAULTS)
-    winners: dict[str, _Layer] = {}
-    overrides = []
-    for layer in layers:
-        for name, value in layer.values.items():
-            winner = winners.setdefault(name, layer)
-            if winner is layer:
-                values[name] = value
-            elif values[name] != value:
-                overrides.append(
-                    f"{name} = {values[name]!r} from {winner.origin} overrides {value!r} from "
-                    f"{layer.origin}"
-                )
-    return values, {name: layer.source for name, layer in winners.items()}, overrides
-
-
-def _find_problems(
-    values: Mapping[str, Any], given: Mapping[str, str], wrong: set[str]
-) -> list[str]:
-    """Problems of converted values; rules about keys known to be wrong would only add noise."""
-    return broken_rules(values, given, wrong)
 
 
 def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -505,48 +354,9 @@ def _complete(values: Mapping[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def _meaning_of_downcast(env: LaunchEnv, user: Any) -> dict[str, Any]:
-    """The key that torch_xla's variable stands for, unless a script says what it wants."""
-    layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
-    is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
-    return {"bf16": True} if env.downcast and not is_half else {}
-
-
-def _meaning_of_rounding(env: LaunchEnv, user: Any) -> dict[str, Any]:
-    """The key that Neuron's variable stands for, where nothing else keeps small updates.
-
-    Scripts set it beside float32 masters as well, which need no rounding.
-    """
-    layers = [layer or {} for layer in (env.smp_parameters, env.mpxla_config, user)]
-    is_half = any(layer.get(name) for layer in layers for name in ("fp16", "fp16_params"))
-    has_none = any(layer.get("master_dtype") == "same" for layer in layers)
-    is_meant = env.rounds_stochastically and has_none and not is_half
-    return {"stochastic_rounding": True} if is_meant else {}
-
-
-def _log(
-    config: Config, values: Mapping[str, Any], overrides: list[str], ignored: list[str]
-) -> None:
-    logger = get_logger()
-    for line in overrides:
-        logger.info("configuration: %s", line)
-    asked = values["active_microbatches"]
-    if asked is not None and asked > config.microbatches:
-        logger.info(
-            "configuration: active_microbatches = %d is lowered to microbatches = %d",
-            asked,
-            config.microbatches,
-        )
-    for name in ignored:
-        logger.warning("configuration: %s is ignored: %s", name, IGNORED_KEYS[name])
-    for line in idle_keys(values, dict(config.sources)):
-        logger.warning("configuration: %s", line)
-    for line in config.describe():
-        logger.info("configuration: %s", line)
-
-
-def _describe_unknown(name: Any, origin: str) -> str:
-    candidates = [*_KINDS, *ALIASES]
+def describe_unknown(name: Any, origin: str) -> str:
+    """What the user reads of a key that does not exist."""
+    candidates = [*KINDS, *ALIASES]
     near = difflib.get_close_matches(str(name).lower(), candidates, n=1)
     advice = (
         f"did you mean {near[0]}?"
@@ -556,7 +366,8 @@ def _describe_unknown(name: Any, origin: str) -> str:
     return f"{name} (from {origin}) is not a configuration key; {advice}"
 
 
-def _refuse(problems: list[str]) -> NoReturn:
+def refuse(problems: list[str]) -> NoReturn:
+    """Raises the one error with all problems."""
     count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError(
         f"the configuration has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems)

@@ -7,7 +7,7 @@ rows see plain values by key; they must not know where values come from (`config
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["broken_rules", "idle_keys"]
+__all__ = ["IDLE", "REFUSED", "broken"]
 
 Values = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ class Rule(NamedTuple):
     """What the user reads; `{key}` stands for a value."""
 
 
-_RULES = (
+REFUSED = (
     Rule(
         ("auto_partition", "default_partition"),
         lambda v, given: not v["auto_partition"] and v["default_partition"] is None,
@@ -87,26 +87,21 @@ _RULES = (
         "horovod: True is for TensorFlow only, and excludes ddp; remove it and set ddp: True for "
         "data parallelism",
     ),
-    Rule(
-        ("ddp_port", "ddp"),
-        lambda v, given: "ddp_port" in given and "ddp" not in given,
-        "ddp_port: {ddp_port} needs the key ddp; set ddp, or remove ddp_port",
+    *(
+        Rule(
+            (key, "ddp"),
+            lambda v, given, key=key: key in given and "ddp" not in given,
+            f"{key}: {{{key}!r}} needs the key ddp; set ddp, or remove {key}",
+        )
+        for key in ("ddp_port", "ddp_dist_backend")
     ),
-    Rule(
-        ("ddp_dist_backend", "ddp"),
-        lambda v, given: "ddp_dist_backend" in given and "ddp" not in given,
-        "ddp_dist_backend: {ddp_dist_backend!r} needs the key ddp; set ddp, or remove "
-        "ddp_dist_backend",
-    ),
-    Rule(
-        ("tensor_parallel_degree", "ddp"),
-        lambda v, given: v["tensor_parallel_degree"] > 1 and not v["ddp"],
-        "tensor_parallel_degree: {tensor_parallel_degree} needs ddp: True",
-    ),
-    Rule(
-        ("sharded_data_parallel_degree", "ddp"),
-        lambda v, given: v["sharded_data_parallel_degree"] > 1 and not v["ddp"],
-        "sharded_data_parallel_degree: {sharded_data_parallel_degree} needs ddp: True",
+    *(
+        Rule(
+            (degree, "ddp"),
+            lambda v, given, degree=degree: v[degree] > 1 and not v["ddp"],
+            f"{degree}: {{{degree}}} needs ddp: True",
+        )
+        for degree in ("tensor_parallel_degree", "sharded_data_parallel_degree")
     ),
     Rule(
         ("sharded_data_parallel_degree", "shard_optimizer_state"),
@@ -125,15 +120,13 @@ _RULES = (
         lambda v, given: v["shard_gradients"] and not v["ddp"],
         "shard_gradients: True needs ddp: True",
     ),
-    Rule(
-        ("bf16", "fp16"),
-        lambda v, given: v["bf16"] and v["fp16"],
-        "bf16: True and fp16: True exclude each other; remove one",
-    ),
-    Rule(
-        ("bf16", "fp16_params"),
-        lambda v, given: v["bf16"] and v["fp16_params"],
-        "bf16: True and fp16_params: True exclude each other; remove one",
+    *(
+        Rule(
+            ("bf16", precision),
+            lambda v, given, key=precision: v["bf16"] and v[key],
+            f"bf16: True and {precision}: True exclude each other; remove one",
+        )
+        for precision in ("fp16", "fp16_params")
     ),
     *(
         Rule(
@@ -152,13 +145,14 @@ _RULES = (
         "stochastic_rounding: True trains without masters; remove it or master_dtype: float32",
     ),
 )
+"""Combinations that are refused."""
 
 _SHARDING_KEYS = (
     "sdp_max_live_parameters",
     "sdp_gather",
     "sdp_gradient_clipping",
 )
-_IDLE_RULES = (
+IDLE = (
     *(
         Rule(
             (key, "sharded_data_parallel_degree"),
@@ -193,12 +187,16 @@ _IDLE_RULES = (
         "memory_weight: {memory_weight} has no effect, because auto_partition is False",
     ),
 )
+"""Keys that were set but change nothing, because of other keys."""
 
 
-def broken_rules(values: Values, given: Collection[str], wrong: Collection[str]) -> list[str]:
-    """Finds combinations that are refused.
+def broken(
+    rules: tuple[Rule, ...], values: Values, given: Collection[str], wrong: Collection[str] = ()
+) -> list[str]:
+    """Finds the rules that values break.
 
     Args:
+        rules: which ones.
         values: Value of every key as given, None for keys whose default depends on others.
         given: Keys that somebody set.
         wrong: Keys already known to be wrong; rules about them are skipped.
@@ -206,25 +204,6 @@ def broken_rules(values: Values, given: Collection[str], wrong: Collection[str])
     Returns:
         Texts for the user.
     """
-    return _apply(_RULES, values, given, wrong)
-
-
-def idle_keys(values: Values, given: Collection[str]) -> list[str]:
-    """Finds keys that were set but change nothing, because of other keys.
-
-    Args:
-        values: As for `broken_rules`.
-        given: Keys that somebody set.
-
-    Returns:
-        Texts for the user.
-    """
-    return _apply(_IDLE_RULES, values, given, ())
-
-
-def _apply(
-    rules: tuple[Rule, ...], values: Values, given: Collection[str], wrong: Collection[str]
-) -> list[str]:
     return [
         rule.text.format(**values)
         for rule in rules

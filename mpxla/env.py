@@ -19,7 +19,6 @@ from mpxla.errors import ConfigError
 __all__ = [
     "ROUNDING_VARIABLE",
     "LaunchEnv",
-    "asks_for_cuda",
     "cores_per_process",
     "prepare_gloo",
     "prepare_xla",
@@ -65,10 +64,6 @@ class LaunchEnv:
     """Rank among the processes of this node."""
     local_size: int = 1
     """Number of processes on this node."""
-    node_rank: int = 0
-    """Index of this node. If the launcher does not tell, ranks are taken to fill node by node."""
-    num_nodes: int = 1
-    """Number of nodes."""
     master_addr: str = "127.0.0.1"
     """Host of rank 0."""
     master_port: int = _DEFAULT_MASTER_PORT
@@ -85,8 +80,9 @@ class LaunchEnv:
     """`MPXLA_DEVICE`: name of the backend to use; None leaves it to the configuration."""
     cache_dir: str = "~/.cache"
     """`XDG_CACHE_HOME`: the user's folder for what can be made again."""
-    pjrt_device: str = "CPU"
-    """Device type that torch_xla will use."""
+    asks_for_cuda: bool = False
+    """`PJRT_DEVICE` names CUDA, or names nothing and jax's plugin is installed: programs are to run
+    on a CUDA device, which torch_xla 2.9 has none of."""
     rendezvous_file: str | None = None
     """`MPXLA_RENDEZVOUS_FILE`: file over which processes find each other, in place of a port."""
     secret: str | None = dataclasses.field(default=None, repr=False)
@@ -125,7 +121,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         mpxla_config=_read_json(environ, "MPXLA_CONFIG", may_be_path=True),
         device=_read_device(environ),
         cache_dir=environ.get("XDG_CACHE_HOME", "~/.cache"),
-        pjrt_device=environ.get("PJRT_DEVICE") or _default_device(),
+        asks_for_cuda=_asks_for_cuda(environ),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         secret=_read_secret(environ),
         runtime_dir=environ.get("XDG_RUNTIME_DIR"),
@@ -134,20 +130,6 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         rounds_stochastically=_reads_rounding(environ),
         log_level=_read_log_level(environ),
     )
-
-
-def asks_for_cuda(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether programs are to run on a CUDA device, which torch_xla 2.9 has none of.
-
-    `PJRT_DEVICE` names it, or names nothing and jax's plugin is installed.
-
-    Args:
-        environ: variables to read; `os.environ` if None.
-    """
-    environ = os.environ if environ is None else environ
-    named = environ.get("PJRT_DEVICE", "").strip()
-    plugins = (importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return named in ("CUDA", "GPU") if named else any(plugins)
 
 
 def prepare_xla(environ: MutableMapping[str, str] | None = None) -> None:
@@ -190,7 +172,9 @@ def _read_downcast(environ: Mapping[str, str]) -> str | None:
 
 def _reads_rounding(environ: Mapping[str, str]) -> bool:
     is_on = environ.get(ROUNDING_VARIABLE, "0").lower() in ("1", "true")
-    return is_on and (environ.get("PJRT_DEVICE") or _default_device()) != "NEURON"
+    has_neuron = importlib.util.find_spec("libneuronxla") is not None
+    # Where nothing is named, torch_xla takes Neuron if it is there.
+    return is_on and environ.get("PJRT_DEVICE", "NEURON" if has_neuron else "CPU") != "NEURON"
 
 
 def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -248,15 +232,9 @@ def _read_processes(environ: Mapping[str, str]) -> dict[str, Any]:
 def _read_torchrun(environ: Mapping[str, str]) -> dict[str, Any]:
     names = _TORCHRUN | {"master_port": "MASTER_PORT"}
     names |= {"attempt": "TORCHELASTIC_RESTART_COUNT"}
-    groups = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
-    has_groups = all(name in environ for name in groups.values())
-    if has_groups:
-        names |= groups
     problems: list[str] = []
     values = _read_counts(environ, names, problems)
     _check(values, names, problems)
-    if not has_groups:
-        values |= _nodes(values)
     return values | {"master_addr": environ["MASTER_ADDR"], "source": "torchrun"}
 
 
@@ -282,16 +260,7 @@ def _read_mpirun(environ: Mapping[str, str]) -> dict[str, Any]:
         )
     _check(values, names, problems)
     master_addr = environ.get("MASTER_ADDR", "127.0.0.1")
-    return values | _nodes(values) | {"master_addr": master_addr, "source": "mpirun"}
-
-
-def _nodes(values: Mapping[str, int]) -> dict[str, int]:
-    """Node of a rank when ranks fill node by node."""
-    local_size = values["local_size"]
-    return {
-        "node_rank": values["rank"] // local_size,
-        "num_nodes": -(-values["world_size"] // local_size),
-    }
+    return values | {"master_addr": master_addr, "source": "mpirun"}
 
 
 def _read_counts(
@@ -324,7 +293,6 @@ def _check(values: Mapping[str, int | None], names: Mapping[str, str], problems:
     compare("rank", "world_size", is_equal_allowed=False)
     compare("local_rank", "local_size", is_equal_allowed=False)
     compare("local_size", "world_size", is_equal_allowed=True)
-    compare("node_rank", "num_nodes", is_equal_allowed=False)
     port = values.get("master_port")
     if port is not None and not 1 <= port <= 65535:
         problems.append(f"MASTER_PORT={port} must be a port from 1 to 65535")
@@ -367,9 +335,10 @@ def _read_json(
     return value
 
 
-def _default_device() -> str:
-    """What torch_xla would choose on a Neuron or a CPU host, found out without importing it."""
-    return "CPU" if importlib.util.find_spec("libneuronxla") is None else "NEURON"
+def _asks_for_cuda(environ: Mapping[str, str]) -> bool:
+    if "PJRT_DEVICE" in environ:
+        return environ["PJRT_DEVICE"] in ("CUDA", "GPU")
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def _read_device(environ: Mapping[str, str]) -> str | None:

@@ -7,14 +7,12 @@ failure at the exit of the process, which outlive a session.
 
 import atexit
 import contextlib
-import itertools
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +22,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from mpxla import __version__, log
-from mpxla.comm.addresses import interface_for, listen_for_store
+from mpxla.comm.addresses import interface_for
 from mpxla.comm.claims import claims_in, open_agent_store
 from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
@@ -35,9 +33,11 @@ from mpxla.comm.quiet import without_gloos_lines
 from mpxla.comm.rollcall import call_roll
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
+from mpxla.comm.store import GROUP_TIMEOUT, session_store
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
-from mpxla.config import Config, describe_difference, resolve
+from mpxla.config import Config
+from mpxla.config_sources import resolve
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
@@ -60,10 +60,6 @@ __all__ = [
     "shutdown_if_started",
 ]
 
-_GROUP_TIMEOUT = timedelta(minutes=10)
-"""Of the default group, for the user's own collectives."""
-_launch_stores: dict[str, dist.Store] = {}
-_session_numbers = itertools.count()
 _failed_at_exit = threading.Event()
 
 
@@ -216,7 +212,7 @@ def init(config: dict[str, Any] | None = None) -> None:
 
 def _open_device(config: Config, env: LaunchEnv) -> Backend:
     """The backend that the configuration or the environment names, with its cache of programs."""
-    backend = open_backend(env.device or config.device)
+    backend = open_backend(env, config.device)
     _ = backend.device  # claims it, before the first host backward (see `current_device`)
     folder = config.compile_cache
     is_kept = backend.keep_programs(f"{env.cache_dir}/mpxla/programs" if folder is None else folder)
@@ -252,64 +248,6 @@ def show_uncaught(env: LaunchEnv, is_complete: bool = False) -> UncaughtErrors |
     return shown
 
 
-def _session_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
-    """What the processes find each other by: a test runner's file, the launcher's, or none."""
-    if env.world_size == 1:
-        return dist.HashStore()
-    # A store keeps the keys of an earlier session, and torchrun's those of processes that it
-    # has restarted; all ranks count alike.
-    name = f"mpxla_session_{env.attempt}_{next(_session_numbers)}"
-    return dist.PrefixStore(name, _launch_store(env, timeout_s))
-
-
-def _launch_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
-    """Where the processes of a launch meet; one object per process, since rank 0 may serve it."""
-    place = env.rendezvous_file or f"tcp://{env.master_addr}:{env.master_port}"
-    if place not in _launch_stores:
-        _launch_stores.clear()
-        if env.rendezvous_file is not None:
-            store: dist.Store = dist.FileStore(env.rendezvous_file, env.world_size)
-        else:
-            store = _open_tcp_store(env, timeout_s)
-        store.set_timeout(_GROUP_TIMEOUT)
-        _launch_stores[place] = store
-    return _launch_stores[place]
-
-
-def _open_tcp_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
-    """torchrun's store, or one that rank 0 serves; the other ranks are not waited for here."""
-    is_one_host = env.local_size == env.world_size
-    is_server, listener = env.rank == 0 and not env.has_agent_store, None
-    try:
-        if is_server:
-            listener = listen_for_store(is_one_host, env.master_addr, env.master_port)
-        return dist.TCPStore(
-            "127.0.0.1" if is_one_host and not env.has_agent_store else env.master_addr,
-            env.master_port,
-            env.world_size,
-            is_master=is_server,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            # A port that this process serves already is shared.
-            multi_tenant=not env.has_agent_store,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-    except (dist.DistError, OSError) as error:
-        place = f"{env.master_addr} port {env.master_port}"
-        if is_server:
-            raise MpxlaError(
-                f"rank 0 cannot serve the store by which ranks find each other at {place}: "
-                f"{error}. Set MASTER_PORT to a free port, on all ranks alike."
-            ) from error
-        server = "the launcher" if env.has_agent_store else "rank 0"
-        raise PeerFailure(
-            f"rank {env.rank} waited {timeout_s:g} s (init_timeout_s) for {server} at {place}, "
-            f"where ranks find each other; this rank is there, and without {server} no other can "
-            f"be seen. Look at the output of {server}; start the same script on all ranks, and set "
-            f"MASTER_ADDR and MASTER_PORT to what all hosts can reach. ({error})"
-        ) from error
-
-
 def _open_lifeline(
     config: Config, env: LaunchEnv, progress: Progress, owns_group: bool
 ) -> tuple[Lifeline | None, bytes]:
@@ -318,13 +256,11 @@ def _open_lifeline(
     Returns:
         The lifeline, and the key by which the ranks of this session know each other.
     """
-    if owns_group:
-        store = _session_store(env, config.init_timeout_s)
-    else:
-        store = _get_default_store()
+    store: dist.Store = dist.HashStore()
     lifeline, key = None, b""
     if env.world_size > 1:
         timeout_s = config.init_timeout_s
+        store = session_store(env, timeout_s)
         call_roll(store, env.rank, env.world_size, __version__, timeout_s)
         trust = agree_on_key(
             store, env.rank, env.world_size, env.secret, env.runtime_dir, timeout_s
@@ -336,7 +272,8 @@ def _open_lifeline(
             env.world_size,
             store,
             key=key,
-            connect_timeout_s=config.init_timeout_s,
+            is_one_host=trust.is_one_host,
+            connect_timeout_s=timeout_s,
             progress=progress,
             stall_timeout_s=config.stall_timeout_s,
         )
@@ -348,7 +285,7 @@ def _open_lifeline(
                     store=store,
                     rank=env.rank,
                     world_size=env.world_size,
-                    timeout=_GROUP_TIMEOUT,
+                    timeout=GROUP_TIMEOUT,
                 )
         except Exception as error:
             if lifeline is not None:
@@ -417,15 +354,19 @@ def _open_transport(
 def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
     """Raises on every rank if any two ranks have different configurations, or backends."""
     world = tuple(range(env.world_size))
-    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
-    everyone = objects.allgather((f"{config.fingerprint()} on {backend.name}", own), world)
-    for rank, (text, values) in enumerate(everyone):
-        if text != everyone[0][0]:
+    everyone = objects.allgather({**config.as_dict(), "MPXLA_DEVICE": backend.name}, world)
+    first = everyone[0]
+    for rank, values in enumerate(everyone):
+        if values != first:
             with contextlib.suppress(PeerFailure):
                 objects.barrier(world)  # nobody ends before all others know as much
-            difference = describe_difference(everyone[0][1], values, "rank 0", f"rank {rank}")
+            difference = "".join(
+                f"{name}: {value!r} on rank 0, {values[name]!r} on rank {rank}\n"
+                for name, value in first.items()
+                if value != values[name]
+            )
             raise RankMismatch(
-                f"ranks 0 and {rank} were started with different configurations:\n{difference}\n"
+                f"ranks 0 and {rank} were started with different configurations:\n{difference}"
                 f"Give smp.init the same configuration on all ranks, in the same environment."
             )
 

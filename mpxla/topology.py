@@ -183,14 +183,6 @@ class Topology:
             **{axis: number // stride % length for axis, length, stride in self._grid()}
         )
 
-    def rank_at(self, place: Coordinates) -> int:
-        """Returns the global rank at a place of the grid; the inverse of `coordinates`."""
-        rank = 0
-        for axis, length, stride in self._grid():
-            index = getattr(place, axis)
-            rank += stride * self._check_index(index, length, f"{axis}_rank", "ranks")
-        return rank
-
     def group(self, group: CommGroup, rank: int) -> tuple[int, ...]:
         """Returns the group of a rank.
 

@@ -108,7 +108,7 @@ def _run_captured(options: argparse.Namespace) -> None:
     from mpxla.parallel.models import cut_report
 
     machine = MachineModel()
-    lowering = open_backend(read_environment().device).lowering
+    lowering = open_backend(read_environment()).lowering
     limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
     layouts = _layouts(options)
     plans: list[_Planned] = []

@@ -33,7 +33,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, str]:
+def listening_address(is_one_host: bool, master_addr: str | None) -> str:
     """Chooses where rank 0 listens.
 
     Args:
@@ -41,10 +41,10 @@ def listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, 
         master_addr: Name or address of the master's host; None for this one.
 
     Returns:
-        The local address to bind and the address to publish.
+        The address of this host to bind, and to publish.
     """
     if is_one_host:
-        return _LOOPBACK, _LOOPBACK
+        return _LOOPBACK
     target = master_addr or socket.gethostname()
     for family, _, _, _, address in socket.getaddrinfo(target, 0, type=socket.SOCK_STREAM):
         host = str(address[0])
@@ -52,10 +52,9 @@ def listening_address(is_one_host: bool, master_addr: str | None) -> tuple[str, 
             continue
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((host, 0))
-            return host, host
+            return host
     # Rank 0 is not on the master's host: publish the interface that leads there.
-    local = _address_towards(target)
-    return local, local
+    return _address_towards(target)
 
 
 def listen_for_store(is_one_host: bool, master_addr: str, port: int) -> socket.socket | None:
@@ -72,7 +71,7 @@ def listen_for_store(is_one_host: bool, master_addr: str, port: int) -> socket.s
     Returns:
         The socket; None if the port is taken, perhaps by another store of this very process.
     """
-    bound, _ = listening_address(is_one_host, master_addr)
+    bound = listening_address(is_one_host, master_addr)
     is_name = not _is_address(master_addr)
     if not is_one_host and is_name and is_loopback(bound):
         bound = ""
@@ -100,7 +99,7 @@ def interface_for(is_one_host: bool, master_addr: str | None) -> str | None:
     if master_addr is None:
         return None
     try:
-        local = listening_address(False, master_addr)[1]
+        local = listening_address(False, master_addr)
     except OSError:  # a name that does not resolve: whoever connects there says so
         return None
     # A loopback address would not be reached from the other hosts.

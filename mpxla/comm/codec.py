@@ -92,7 +92,7 @@ class _Writer:
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is list:
-            return self._items(value)
+            return self.items(value)
         if (write := _WRITERS.get(kind)) is not None:
             return {write[0]: write[1](self, value)}
         names = [kind.__module__, kind.__qualname__]
@@ -102,14 +102,14 @@ class _Writer:
             elements = self.blob(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
             return {"numpy": [value.dtype.str, list(value.shape), kind is np.ndarray, *elements]}
         if _registered.get(kind.__qualname__) is kind:
-            return {"mpxla": [kind.__qualname__, self._items(_values(value))]}
+            return {"mpxla": [kind.__qualname__, self.items(_values(value))]}
         if isinstance(value, type) and issubclass(value, MpxlaError):
             return {"error": next(base.__name__ for base in value.__mro__ if _is_public(base))}
         if self._with_objects:
             return {"object": self.blob(torch.frombuffer(pickled(value), dtype=torch.uint8))}
         raise _UnknownType(value)
 
-    def _items(self, values: Iterable[Any]) -> list[Any]:
+    def items(self, values: Iterable[Any]) -> list[Any]:
         return [self._item(value, index) for index, value in enumerate(values)]
 
     def _item(self, value: Any, key: Any) -> Any:
@@ -121,9 +121,6 @@ class _Writer:
 
     def pairs(self, value: Any) -> list[Any]:
         return [[self._item(key, key), self._item(item, key)] for key, item in value.items()]
-
-    def sequence(self, value: Any) -> list[Any]:
-        return self._items(value)
 
     def blob(self, data: torch.Tensor) -> list[int]:
         """Position and size of bytes that go behind the text."""
@@ -149,9 +146,9 @@ class _Writer:
 
 
 _WRITERS: dict[type, tuple[str, Callable[[_Writer, Any], Any]]] = {
-    tuple: ("tuple", _Writer.sequence),
-    set: ("set", _Writer.sequence),
-    frozenset: ("frozenset", _Writer.sequence),
+    tuple: ("tuple", _Writer.items),
+    set: ("set", _Writer.items),
+    frozenset: ("frozenset", _Writer.items),
     torch.Size: ("size", lambda writer, value: list(value)),
     dict: ("dict", _Writer.pairs),
     OrderedDict: ("ordered", _Writer.pairs),

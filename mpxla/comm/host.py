@@ -211,7 +211,7 @@ class HostTransport:
                 dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
             return gathered
 
-        return self._collective("all_gather", tensor, ranks, lambda: self._on_host(tensor), run)
+        return self._collective("all_gather", tensor, ranks, lambda: self._to_host(tensor), run)
 
     def reduce_scatter(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Sums [len(ranks), ...], keeps the own [...]; see `Transport.reduce_scatter`.
@@ -235,7 +235,7 @@ class HostTransport:
                 total += part
             return total
 
-        return self._collective("reduce_scatter", tensor, ranks, lambda: self._on_host(tensor), run)
+        return self._collective("reduce_scatter", tensor, ranks, lambda: self._to_host(tensor), run)
 
     def broadcast(
         self, tensor: torch.Tensor | Spec, src: int, ranks: Group
@@ -340,12 +340,9 @@ class HostTransport:
         with without_gloos_lines():
             return dist.new_group(list(ranks), timeout=_GLOO_TIMEOUT, backend="gloo")
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._to_host(tensor)
-
     def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory, contiguous, not shared with the caller."""
-        return self._on_host(tensor).clone(memory_format=torch.contiguous_format)
+        return self._to_host(tensor).clone(memory_format=torch.contiguous_format)
 
     def _outbox(self, dst: int) -> Outbox:
         with self._lock:

@@ -25,17 +25,17 @@ import sys
 import threading
 import time
 import weakref
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mpxla.comm.addresses import host_identity, listening_address
+from mpxla.comm.addresses import listening_address
 from mpxla.comm.handle import Failure, FailureWatch
 from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
 from mpxla.comm.pulse import Pulse
 from mpxla.comm.stall import Progress
+from mpxla.comm.store import await_note
 from mpxla.comm.whereabouts import Place
 from mpxla.errors import PeerFailure
 
@@ -44,7 +44,7 @@ __all__ = ["Lifeline"]
 _ECHO_TIMEOUT_S = 2.0
 _LINGER_S = 30.0
 _EXIT_S = 20.0
-_PREFIX = "mpxla_lifeline"
+_ADDRESS = "mpxla_lifeline/address"
 
 
 class Lifeline(FailureWatch):
@@ -57,10 +57,10 @@ class Lifeline(FailureWatch):
         self,
         rank: int,
         world_size: int,
-        store: Store | None = None,
+        store: Store,
         *,
-        key: bytes = b"",
-        master_addr: str | None = None,
+        key: bytes,
+        is_one_host: bool,
         grace_s: float = 10.0,
         connect_timeout_s: float = 300.0,
         stall_warning_s: float = 60.0,
@@ -72,11 +72,10 @@ class Lifeline(FailureWatch):
         Args:
             rank: Global rank of this process.
             world_size: Number of processes.
-            store: Shared by all processes. A world of one needs none.
-            key: Of the session, which every end of a connection proves to know; see `secret`. A
-                world of one needs none.
-            master_addr: Address of rank 0's host. Taken from a TCPStore if None. Not used when all
-                processes are on one host: they talk over the loopback interface.
+            store: Of the session, shared by all processes.
+            key: Of the session, which every end of a connection proves to know; see `secret`.
+            is_one_host: Whether all processes are on one host: they talk over the loopback
+                interface then, and else over the one that leads to a TCPStore's host.
             grace_s: How long the main thread may be unaware of a failure before the process is
                 ended.
             connect_timeout_s: How long to wait for the other ranks.
@@ -103,13 +102,10 @@ class Lifeline(FailureWatch):
         self._is_cut = False
         self._server: LifelineServer | None = None
         self._connection: socket.socket | None = None
-        if world_size == 1:
-            return
-        assert store is not None and key, "several ranks need a store and a key"
         self._key = key
         _open_lifelines.add(self)
         try:
-            address = self._find(store, master_addr, connect_timeout_s)
+            address = self._find(store, is_one_host, connect_timeout_s)
             self._connection = self._connect(address, connect_timeout_s)
             if stall_timeout_s != float("inf"):
                 self._pulse = self._start_pulse()
@@ -124,7 +120,7 @@ class Lifeline(FailureWatch):
     @property
     def address(self) -> str:
         """The network address of this process by which it reaches the others."""
-        assert self._connection is not None, "a world of one has no network"
+        assert self._connection is not None
         return str(self._connection.getsockname()[0])
 
     def report(self, where: str, error: BaseException) -> None:
@@ -206,34 +202,14 @@ class Lifeline(FailureWatch):
     def _moved(self) -> None:
         self._progress.move()
 
-    def _find(self, store: Store, master_addr: str | None, timeout_s: float) -> tuple[str, int]:
+    def _find(self, store: Store, is_one_host: bool, timeout_s: float) -> tuple[str, int]:
         """Publishes rank 0's address in the store, or reads it there."""
-        # A store may see several sessions, one after the other; all ranks count alike.
-        session = store.add(f"{_PREFIX}/{self.rank}/sessions", 1)
-        host_key = f"{_PREFIX}/{session}/host"
-        address_key = f"{_PREFIX}/{session}/address"
-        store.set(f"{host_key}/{self.rank}", host_identity())
         if self.rank == 0:
-            hosts = set()
-            for other in range(self.world_size):
-                hosts.add(self._read(store, f"{host_key}/{other}", f"rank {other}", timeout_s))
-            bound, published = listening_address(
-                is_one_host=len(hosts) == 1, master_addr=master_addr or _store_host(store)
-            )
-            self._server = LifelineServer(bound, self.world_size, self._key, self._stall_timeout_s)
-            store.set(address_key, f"{published} {self._server.port}")
-        host, port = self._read(store, address_key, "rank 0", timeout_s).split()
+            host = listening_address(is_one_host, _store_host(store))
+            self._server = LifelineServer(host, self.world_size, self._key, self._stall_timeout_s)
+            store.set(_ADDRESS, f"{host} {self._server.port}")
+        host, port = await_note(store, _ADDRESS, self.rank, 0, timeout_s).split()
         return host, int(port)
-
-    def _read(self, store: Store, key: str, whose: str, timeout_s: float) -> str:
-        try:
-            store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PeerFailure(
-                f"rank {self.rank} waited {timeout_s:g} s for {whose} to start mpxla. Start the "
-                f"same script on all ranks, and look at the output of {whose}."
-            ) from error
-        return store.get(key).decode()
 
     def _connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
         try:

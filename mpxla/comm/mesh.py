@@ -46,10 +46,6 @@ class Mesh(NamedTuple):
         index = {rank: number for number, rank in enumerate(self.members)}
         return [[index[rank] for rank in group] for group in self.groups]
 
-    def group_of(self, rank: int) -> Group:
-        """The group that a member is in."""
-        return next(group for group in self.groups if rank in group)
-
     def __str__(self) -> str:
         return " ".join("{" + ",".join(map(str, group)) + "}" for group in self.groups)
 

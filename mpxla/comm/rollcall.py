@@ -23,6 +23,7 @@ from mpxla.log import get_logger
 __all__ = ["call_roll"]
 
 _PREFIX = "mpxla_roll"
+_GIVEN_UP = f"{_PREFIX}/given-up"
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.5
 _WARN_AFTER_S = 15.0
@@ -38,12 +39,10 @@ class _Entry(NamedTuple):
 
 
 class _Roll:
-    """One roll call in a store; every session of a store has its own."""
+    """One roll call in the store of a session."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        # A store may see several sessions, one after the other; all ranks count alike.
-        number = store.add(f"{_PREFIX}/{rank}/sessions", 1)
-        self._store, self._prefix = store, f"{_PREFIX}/{number}"
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = store
         self._missing = list(range(world_size))
 
     def write(self, rank: int, entry: _Entry) -> None:
@@ -66,22 +65,21 @@ class _Roll:
         return [rank for rank in self.missing() if not self._store.check([self._key(rank)])]
 
     def give_up(self, text: str) -> None:
-        self._store.set(f"{self._prefix}/given-up", text)
+        self._store.set(_GIVEN_UP, text)
 
     def given_up(self) -> str | None:
         """Why another rank waits no longer."""
-        key = f"{self._prefix}/given-up"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else None
 
     def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
+        return f"{_PREFIX}/{rank}"
 
 
 def call_roll(store: Store, rank: int, world_size: int, version: str, timeout_s: float) -> None:
     """Waits until all ranks have come; every rank calls it, before all other communication.
 
     Args:
-        store: shared by all processes.
+        store: of the session, shared by all processes.
         rank: global rank of this process.
         world_size: number of processes.
         version: of mpxla.
@@ -92,7 +90,7 @@ def call_roll(store: Store, rank: int, world_size: int, version: str, timeout_s:
             missing. A rank that comes later gets the same error at once.
         RankMismatch: ranks have different versions of mpxla.
     """
-    roll = _Roll(store, rank, world_size)
+    roll = _Roll(store, world_size)
     roll.write(rank, _Entry(version, f"pid {os.getpid()} on {socket.gethostname()}"))
     start = time.monotonic()
     warn_at, pause_s = start + _WARN_AFTER_S, _FIRST_PAUSE_S

@@ -25,14 +25,14 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
 from mpxla.comm.addresses import host_identity
-from mpxla.errors import ConfigError, MpxlaError, PeerFailure, RankMismatch
+from mpxla.comm.store import await_note
+from mpxla.errors import ConfigError, MpxlaError, RankMismatch
 
 __all__ = ["Trust", "agree_on_key", "create_secret_file", "read_secret_file"]
 
@@ -66,7 +66,7 @@ def agree_on_key(
     """Makes the key of a session. Every rank calls it.
 
     Args:
-        store: Shared by all processes.
+        store: Of the session, shared by all processes.
         rank: Global rank of this process.
         world_size: Number of processes.
         secret: What the launcher has given to this process, if anything.
@@ -104,30 +104,22 @@ def agree_on_key(
 
 
 class _Board:
-    """Short notes of all ranks in the store, under names of one session."""
+    """Short notes of all ranks in the store of a session."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        # A store may see several sessions, one after the other; all ranks count alike.
-        self._session = store.add(f"{_PREFIX}/{rank}/sessions", 1)
 
     def write(self, name: str, value: Any) -> None:
-        self._store.set(self._key(name, self._rank), json.dumps(value))
+        self._store.set(f"{_PREFIX}/{name}/{self._rank}", json.dumps(value))
 
     def read(self, name: str, rank: int, timeout_s: float | None = None) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        key = self._key(name, rank)
-        try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PeerFailure(
-                f"rank {self._rank} waited {timeout_s:g} s for rank {rank} to start mpxla. Start "
-                f"the same script on all ranks, and look at the output of rank {rank}."
-            ) from error
-        return json.loads(self._store.get(key))
+        return json.loads(
+            await_note(self._store, f"{_PREFIX}/{name}/{rank}", self._rank, rank, timeout_s)
+        )
 
     def exchange(self, name: str, values: list[Any]) -> list[list[Any]]:
         """What every rank has written; as many values as this rank."""
@@ -148,9 +140,6 @@ class _Board:
             if self._rank == 0:
                 for rank in range(1, self._world_size):
                     self.read("part", rank, _FAREWELL_S)
-
-    def _key(self, name: str, rank: int) -> str:
-        return f"{_PREFIX}/{self._session}/{name}/{rank}"
 
 
 def _needs_file(hosts: Sequence[Any], is_one_host: bool) -> bool:

@@ -41,7 +41,7 @@ from mpxla.comm.transport import (
     not_made,
 )
 from mpxla.comm.xla_programs import GraphProgram, Operand, Program, operand_of
-from mpxla.comm.xla_queue import Job, Observer, ProgramQueue, Runner
+from mpxla.comm.xla_queue import Job, ProgramQueue, Runner
 
 __all__ = ["STREAMS", "XlaTransport"]
 
@@ -57,7 +57,6 @@ class XlaTransport:
         host: Transport,
         runner: Runner,
         pipelines: Sequence[Group] = (),
-        observer: Observer | None = None,
         spec_of: Callable[[Any], Spec] | None = None,
     ) -> None:
         """Starts the thread, and warms up by a sum over all ranks. Every rank constructs it.
@@ -66,7 +65,6 @@ class XlaTransport:
             host: Carries what is not data, and belongs to this transport from here on.
             runner: Executes programs.
             pipelines: Ranks of every pipeline; equal on all ranks.
-            observer: Called before every load and execution.
             spec_of: Gives shape and dtype of values of the backend that are no tensors of PyTorch.
         """
         self._spec_of_buffer = spec_of
@@ -81,7 +79,7 @@ class XlaTransport:
         self._meshes = Meshes(host.world_size, pipelines)
         self._objects = Objects(host, DATA)
         self._made = {self._world, (self.rank,)}
-        self._queue = ProgramQueue(host.rank, host.watch, runner, observer)
+        self._queue = ProgramQueue(host.rank, host.watch, runner)
         # Communicators of some devices have to be set up by all ranks before a subset uses any.
         self.barrier(self._world).result()
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,10 +21,7 @@ from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.errors import MpxlaError
 
-__all__ = ["Job", "Observer", "ProgramQueue", "Runner"]
-
-Observer = Callable[[Literal["load", "execute"], Any, Group], None]
-"""Is told what is about to happen to a program, and this rank's group in it."""
+__all__ = ["Job", "ProgramQueue", "Runner"]
 
 _ABORT_S = 2.0
 
@@ -91,21 +88,17 @@ class _Loading(NamedTuple):
 class ProgramQueue:
     """Communications of one process, one after the other."""
 
-    def __init__(
-        self, rank: int, watch: FailureWatch, runner: Runner, observer: Observer | None
-    ) -> None:
+    def __init__(self, rank: int, watch: FailureWatch, runner: Runner) -> None:
         """Starts the thread.
 
         Args:
             rank: Global rank of this process.
             watch: Learns of operands that cannot be computed, and explains broken connections.
             runner: Executes programs; closed by `close`.
-            observer: Called before every load and execution.
         """
         self._rank = rank
         self._watch = watch
         self._runner = runner
-        self._observer = observer
         self._lowered: dict[Program | GraphProgram, Any] = {}
         self._loaded: dict[Program | GraphProgram, Any] = {}
         self._is_closed = False
@@ -184,7 +177,6 @@ class ProgramQueue:
     def _execute(self, job: Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
         if job.program is None:
             return []
-        self._tell("execute", job.program)
         return self._runner.execute(self._loaded[job.program], operands, job.to_host)
 
     def _load_together(self, job: _Loading) -> None:
@@ -198,12 +190,7 @@ class ProgramQueue:
 
     def _load(self, program: Program | GraphProgram) -> None:
         if program not in self._loaded:
-            self._tell("load", program)
             self._loaded[program] = self._runner.load(self._lowered[program])
-
-    def _tell(self, what: Literal["load", "execute"], program: Program | GraphProgram) -> None:
-        if self._observer is not None:
-            self._observer(what, program, program.mesh.group_of(self._rank))
 
     def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
         if isinstance(error, MpxlaError):

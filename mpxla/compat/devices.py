@@ -25,7 +25,7 @@ __all__ = ["DeviceMap", "DeviceMapping", "device_backend"]
 
 def device_backend() -> Backend:
     """The session's backend, or before `smp.init` the one that it will have."""
-    return current().backend if is_initialized() else open_backend(read_environment().device)
+    return current().backend if is_initialized() else open_backend(read_environment())
 
 
 class DeviceMap:

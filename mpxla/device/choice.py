@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 
 from mpxla.device.backend import Backend
-from mpxla.env import asks_for_cuda
+from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
 
@@ -22,19 +22,20 @@ _DEFAULTS = ("torch_xla", "pjrt")
 _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 'mpxla[pjrt]'"}
 
 
-def open_backend(name: str | None = None) -> Backend:
+def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
     """The backend of this process: its device's runtime is one per process, and so is this.
 
     Args:
-        name: which one (the variable MPXLA_DEVICE, or the key `device`); None or "auto" for the
-            default: jax where CUDA is asked for, else torch_xla; the other one if that is not
-            installed.
+        env: of this process; its variable MPXLA_DEVICE wins over the key.
+        key: the key `device`: a name, or "auto" for the default, which is jax where CUDA is asked
+            for, else torch_xla; the other one if that is not installed.
 
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
-    if name is None or name == "auto":
-        order = reversed(_DEFAULTS) if asks_for_cuda() else _DEFAULTS
+    name = env.device or key
+    if name == "auto":
+        order = reversed(_DEFAULTS) if env.asks_for_cuda else _DEFAULTS
         name = next((n for n in order if _is_installed(BACKENDS[n][0])), None)
         if name is None:
             raise ConfigError(

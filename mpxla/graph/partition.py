@@ -154,6 +154,14 @@ class Partition:
         """pp_ranks that own no stage."""
         return tuple(sorted(set(range(self.num_ranks)) - set(self.placement)))
 
+    def rank_bytes(self, sizes: Mapping[str, int]) -> list[int]:
+        """Bytes of the parameters that every rank holds, given those of each parameter."""
+        held = [0] * self.num_ranks
+        for name, ranks in self.parameter_ranks.items():
+            for rank in ranks:
+                held[rank] += sizes[name]
+        return held
+
     def stages_of(self, node: int) -> tuple[int, ...]:
         """All stages that compute a node, ascending.
 

@@ -127,13 +127,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _notes(partition: Partition, in_flight: Sequence[int]) -> list[str]:
-    compute, memory = [0.0] * partition.num_ranks, [0] * partition.num_ranks
+    compute = [0.0] * partition.num_ranks
+    memory = partition.rank_bytes(partition.parameter_bytes)
     for load in partition.loads:
         compute[load.rank] += load.compute_s
         memory[load.rank] += in_flight[load.stage] * load.activation_bytes
-    for name, ranks in partition.parameter_ranks.items():
-        for rank in ranks:
-            memory[rank] += partition.parameter_bytes[name]
     notes = [
         f"balance of the ranks (largest / mean): compute {_balance(compute):.2f}, "
         f"memory {_balance(memory):.2f}"

@@ -1,18 +1,18 @@
 """How tensors that an optimizer keeps beside its parameters get to the device, whole or in part."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.parallel.companions import Heir
+from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
 from mpxla.parallel.update_copy import UpdateCopy
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
 
-__all__ = ["Carrier", "equalize_beside"]
+__all__ = ["Carrier", "equalize_beside", "take_along"]
 
 
 class Carrier:
@@ -84,6 +84,37 @@ def _like(value: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(moved, value.requires_grad)
     return moved.requires_grad_(value.requires_grad)
+
+
+def take_along(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    before: Sequence[Sequence[nn.Parameter]],
+    states: Sequence[ModelState],
+    heir: Callable[[nn.Parameter], tuple[bool, UpdateCopy | None]],
+) -> None:
+    """What an optimizer keeps of its parameters outside of its state follows them.
+
+    All ranks call it, when all its models are partitioned.
+
+    Args:
+        session: the session.
+        optimizer: its groups hold this rank's parameters, or copies in their places, already.
+        before: the parameters of its groups as they were.
+        states: parameters of its models.
+        heir: whether a parameter has given way, and to which copy of this rank.
+    """
+    own = {id(p) for group in before for p in group}
+    equalize_beside(session, [t for t in tensors_beside(optimizer) if id(t) not in own])
+    carrier = Carrier(type(optimizer), states, session.device)
+
+    def heirs(parameter: nn.Parameter) -> list[Heir]:
+        is_exchanged, copy = heir(parameter)
+        if is_exchanged:
+            return [] if copy is None else [carrier.copy(copy)]
+        return [] if parameter.is_meta else [carrier.whole(parameter)]
+
+    follow_parameters(optimizer, before, heirs, carrier.move)
 
 
 def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:

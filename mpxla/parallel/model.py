@@ -314,24 +314,12 @@ class DistributedModel(PartitionedModule):
             result = load_into(self.module, values, strict)
         finally:
             accept_changes()
-        self._load_masters(values)
+        self.store.load_beside(values)
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
         self._backend.flush()
         return result
-
-    def _load_masters(self, values: Mapping[str, Any]) -> None:
-        """What is not the parameter itself takes values: parts, and masters before rounding."""
-        store, exact = self.store, {}
-        for alias, value in values.items():
-            copy = store.copy_of(name := self._state.canonical_names.get(alias, ""))
-            is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
-            is_part = name in self._state.parts
-            if is_part or (is_exact and value.dtype != self._state.parameters[name].dtype):
-                exact[name] = value
-        if exact:
-            store.load(exact)
 
     def load_when_placed(self, load: Callable[[], None]) -> None:
         """Lets a checkpoint load when every rank has its parameters: now, or in the first step."""
@@ -411,7 +399,7 @@ class DistributedModel(PartitionedModule):
     def _when_placed(self) -> None:
         local = self.tensors.local_names
         for copy in self._living_copies():
-            copy.follow(local or frozenset(), current().device)
+            copy.follow(local or frozenset(), self._backend.device)
         for optimizer in self._optimizers:
             optimizer.keep_local()
         if not self._is_single:
@@ -487,13 +475,8 @@ class DistributedModel(PartitionedModule):
         if current().topology.rdp_size == 1:
             yield
             return
-        self._models.enter_join(self._reducer)
-        is_orderly = False
-        try:
+        with self._models.joined(self._reducer):
             yield
-            is_orderly = True
-        finally:
-            self._models.leave_join(self._reducer, is_orderly)
 
 
 def _check_options(

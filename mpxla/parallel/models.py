@@ -23,6 +23,7 @@ from mpxla.parallel.combined import ModelReducers
 from mpxla.parallel.copies import lending
 from mpxla.parallel.loss_scale import Unscaling
 from mpxla.parallel.norms import GradientNorm
+from mpxla.parallel.optimizer_state import parameters_of
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
@@ -157,6 +158,24 @@ class Models:
         given = {id(parameter) for parameter in parameters}
         return [model for model in self if not given.isdisjoint(model.parameter_ids())]
 
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list["DistributedModel"]:
+        """The models whose parameters an optimizer holds; the only one in any case.
+
+        An optimizer of the parameters of one rank may have none there, and goes with all models.
+
+        Raises:
+            MpxlaError: it holds other parameters only.
+        """
+        given, known = parameters_of(optimizer), list(self)
+        found = self.holding(given)
+        if not found and given and len(known) > 1:
+            raise MpxlaError(
+                f"the {type(optimizer).__name__} given to smp.DistributedOptimizer holds "
+                f"parameters of none of the {len(known)} distributed models; build it from those "
+                f"of the model that it is to train."
+            )
+        return found or known
+
     @functools.cached_property
     def unscaling(self) -> Unscaling:
         """Divides gradients by loss scales, on all ranks together."""
@@ -230,8 +249,14 @@ class Models:
 
     # --- uneven batches -------------------------------------------------------------------------
 
-    def enter_join(self, reducer: GradientReducer) -> None:
-        """A model enters `join`; replicas meet for all models from then on.
+    @contextlib.contextmanager
+    def joined(self, reducer: GradientReducer) -> Generator[None]:
+        """While a model is in `join`: replicas meet for all models; after the last, they wait.
+
+        After an error in the loop, nobody is waited for.
+
+        Args:
+            reducer: of the model.
 
         Raises:
             ConfigError: together with what needs all replicas in every step.
@@ -251,22 +276,20 @@ class Models:
         if not self._joined:
             self._rounds.begin_join()
         self._joined.append(reducer)
+        is_orderly = False
+        try:
+            yield
+            is_orderly = True
+        finally:
+            self._joined.remove(reducer)
+            source = None if self._joined else self._rounds.end_join(is_orderly)
+            if source is not None:
+                self._take_over(source)
 
-    def leave_join(self, reducer: GradientReducer, is_orderly: bool) -> None:
-        """A model leaves `join`; with the last one, replicas wait for each other.
-
-        Args:
-            reducer: of the model.
-            is_orderly: whether the loop ended without an error; else nobody is waited for.
-        """
-        self._joined.remove(reducer)
-        if self._joined:
-            return
-        source = self._rounds.end_join(is_orderly)
-        if source is None:
-            return
-        for other in self._reducers:
-            other.take_over(source)
+    def _take_over(self, source: int) -> None:
+        """All replicas take the values of one of them."""
+        for reducer in self._reducers:
+            reducer.take_over(source)
         optimizers = {id(o): o for model in self for o in model.optimizers}
         for optimizer in optimizers.values():
             optimizer.take_over(source)

@@ -5,7 +5,7 @@ LR schedulers stay as they are; what other ranks own is taken out of the groups.
 are in `update`, what is updated in `store`, the forms of the state in `optimizer_state`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,10 @@ from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 from mpxla.nn.refusals import refuse_with_shards
-from mpxla.parallel.carrier import Carrier, equalize_beside
-from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
+from mpxla.parallel.carrier import equalize_beside, take_along
+from mpxla.parallel.companions import tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
 from mpxla.parallel.loss_scale import LossScale
-from mpxla.parallel.model import DistributedModel
-from mpxla.parallel.models import Models
 from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.norms import clip_grad_norm_
 from mpxla.parallel.optimizer_state import Numbers, OptimizerState, parameters_of
@@ -102,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{type(optimizer).__name__}, which does not update every element by itself,"
             )
         self._session_models = session.models
-        self._models = _models_of(optimizer, session.models)
+        self._models = session.models.of_optimizer(optimizer)
         if any(model.divides_updates and model.partitioned for model in self._models):
             equalize_beside(session, tensors_beside(optimizer))
         if any(model.divides_updates for model in self._models):
@@ -415,7 +413,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._pieces.exchange(model.store)
         if not self.contents.notice_groups():
             return
-        for model in _models_of(self.optimizer, self._session_models):
+        for model in self._session_models.of_optimizer(self.optimizer):
             if model not in self._models:
                 self._models.append(model)
                 model.attach_optimizer(self)
@@ -433,7 +431,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._unplaced = [list(group["params"]) for group in self.optimizer.param_groups]
         unplaced = (model for model in self._models if not model.partitioned)
         waiting = {ident for model in unplaced for ident in model.parameter_ids()}
-        waiting |= {id(p) for model in self._models for p in _divided(model)}
+        # Of divided parameters this rank has a part; they have no storage.
+        states = [model.tensors for model in self._models]
+        waiting |= {id(state.parameters[name]) for state in states for name in state.parts}
         for group in self.optimizer.param_groups:
             elsewhere = {
                 p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
@@ -449,7 +449,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._pieces.exchange(model.store)
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
-            self._take_along(before)
+            take_along(current(), self.optimizer, before, states, self._pieces.heir)
             self._agree_on_seed()
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
@@ -461,47 +461,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             session = current()
             world = session.topology.world_group()
             self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]
-
-    def _take_along(self, before: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """What the optimizer keeps of its parameters outside of its state follows them."""
-        session = current()
-        own = {id(p) for group in before for p in group}
-        beside = [t for t in tensors_beside(self.optimizer) if id(t) not in own]
-        equalize_beside(session, beside)
-        states = [model.tensors for model in self._models]
-        carrier = Carrier(type(self.optimizer), states, session.device)
-
-        def heirs(parameter: torch.nn.Parameter) -> list[Heir]:
-            is_exchanged, copy = self._pieces.heir(parameter)
-            if is_exchanged:
-                return [] if copy is None else [carrier.copy(copy)]
-            return [] if parameter.is_meta else [carrier.whole(parameter)]
-
-        follow_parameters(self.optimizer, before, heirs, carrier.move)
-
-
-def _models_of(optimizer: torch.optim.Optimizer, models: Models) -> list[DistributedModel]:
-    """The models whose parameters an optimizer holds; the only one in any case.
-
-    An optimizer of the parameters of one rank may have none there, and goes with all models.
-
-    Raises:
-        MpxlaError: it holds other parameters only.
-    """
-    given, known = parameters_of(optimizer), list(models)
-    found = models.holding(given)
-    if not found and given and len(known) > 1:
-        raise MpxlaError(
-            f"the {type(optimizer).__name__} given to smp.DistributedOptimizer holds parameters of "
-            f"none of the {len(known)} distributed models; build it from those of the model that "
-            f"it is to train."
-        )
-    return found or known
-
-
-def _divided(model: DistributedModel) -> Iterator[torch.nn.Parameter]:
-    """Parameters of which this rank has a part; they have no storage."""
-    return (model.tensors.parameters[name] for name in model.tensors.parts)
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -9,7 +9,7 @@ file must not know when a state is saved, nor which ranks take part.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ from mpxla.parallel.state_dicts import (
     to_host,
 )
 from mpxla.parallel.stochastic_rounding import Origin
-from mpxla.parallel.store import ParameterStore
+
+if TYPE_CHECKING:
+    from mpxla.parallel.model import DistributedModel
 
 __all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
 
@@ -39,18 +41,6 @@ _PREFIX = "_mpxla_"
 """Of keys in the settings of the first group that belong to no group: the loss scale."""
 _OF_RANK = ("params", "param_names")
 """Keys of a param group that are about this rank's parameters."""
-
-
-class _Model(Protocol):
-    """What is asked of a distributed model."""
-
-    label: str
-    module: nn.Module
-
-    shards_of_tensors: dict[str, Shard]
-
-    @property
-    def store(self) -> ParameterStore: ...
 
 
 class Numbers(Protocol):
@@ -78,7 +68,7 @@ class OptimizerState:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        models: Sequence[_Model],
+        models: "Sequence[DistributedModel]",
         backend: Backend,
         numbers: Mapping[str, Numbers] | None = None,
     ):

@@ -300,6 +300,21 @@ class ParameterStore:
         ]
         self.backend.assign([copy.parameter for copy in copies], self.backend.put(exact))
 
+    def load_beside(self, values: Mapping[str, Any]) -> None:
+        """What is not the parameter itself takes values: parts, and masters before rounding.
+
+        Args:
+            values: what a module has loaded, by any of its names.
+        """
+        state, exact = self.state, {}
+        for alias, value in values.items():
+            copy = self.copy_of(name := state.canonical_names.get(alias, ""))
+            is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
+            if name in state.parts or (is_exact and value.dtype != state.parameters[name].dtype):
+                exact[name] = value
+        if exact:
+            self.load(exact)
+
     # --- gradients ------------------------------------------------------------------------------
 
     def _is_whole(self, name: str) -> bool:

@@ -16,10 +16,10 @@ from typing import Any
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
-from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
+from mpxla.runtime.plan import CutStep, schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
-from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.simulate import Costs
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.sharded import block_of
 
@@ -221,11 +221,8 @@ def _counted(config: Config, step_s: float, default_s: float) -> tuple[float, fl
 def _step_s(
     cut: CutStep, config: Config, machine: MachineModel, dispatch_s: float = _DISPATCH_S
 ) -> float:
-    forward = {(t.source, t.target) for t in cut.forward}
-    backward = {(t.source, t.target) for t in cut.backward}
     costs = _with_dispatch(stage_costs(cut, machine), dispatch_s)
-    schedule = schedule_step(cut, config)
-    return simulate(schedule, cut.placement, forward, backward, costs, rendezvous=False).makespan
+    return simulate_step(cut, schedule_step(cut, config), costs).makespan
 
 
 def _with_dispatch(costs: Costs, dispatch_s: float) -> Costs:
@@ -267,11 +264,7 @@ def _fullest(cut: CutStep, config: Config, held: Mapping[str, int] | None = None
         held: bytes of every parameter with its state; by default those of the partition.
     """
     partition = cut.partition
-    held = partition.parameter_bytes if held is None else held
-    sizes = [0] * partition.num_ranks
-    for name, ranks in partition.parameter_ranks.items():
-        for rank in ranks:
-            sizes[rank] += held[name]
+    sizes = partition.rank_bytes(partition.parameter_bytes if held is None else held)
     memory = config.activation_memory
     if memory != "recompute":
         saved = (load.activation_bytes for load in partition.loads)

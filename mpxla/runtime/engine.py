@@ -131,11 +131,6 @@ class StepEngine:
         """Whether a step function is being captured."""
         return self._cutter.is_tracing
 
-    @property
-    def first_cut(self) -> CutStep | None:
-        """The first step that was cut."""
-        return next(iter(self.first_cuts.values()), None)
-
     def call(
         self,
         rule: SplitRule,

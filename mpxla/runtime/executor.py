@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from mpxla.device.backend import Backend, Executable
 from mpxla.errors import MpxlaError
 from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.host_copies import HostCopies
+from mpxla.runtime.link import Arrival, PipelineLink
 from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.copies import has_copies, offloads_done
@@ -26,7 +27,7 @@ from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
 
-__all__ = ["CompiledStage", "Executor", "StageLink", "StepRun"]
+__all__ = ["CompiledStage", "Executor", "StepRun"]
 
 
 @dataclass(frozen=True)
@@ -64,30 +65,6 @@ class CompiledStage:
         found = (self.forward, self.backward, self.input_part, self.weight_part)
         found += (self.prepare, self.finish)
         return tuple(program for program in found if program is not None)
-
-
-class StageLink(Protocol):
-    """Messages between stages of different ranks."""
-
-    def send(self, tensors: Sequence[torch.Tensor], transfer: Transfer, channel: str) -> None:
-        """Starts sending the tensors of one message; returns at once."""
-        ...
-
-    def receive(self, transfer: Transfer, channel: str) -> "Arrival":
-        """Expects one message; the returned object waits for it when it is called."""
-        ...
-
-
-class Arrival(Protocol):
-    """A message under way; called, it waits and gives device tensors."""
-
-    def __call__(self) -> list[torch.Tensor]:
-        """Waits for the message."""
-        ...
-
-    def when_arrived(self) -> float:
-        """Waits for the message, and tells the monotonic time when it was there on the host."""
-        ...
 
 
 @dataclass
@@ -154,7 +131,7 @@ class Executor:
         stages: Mapping[int, CompiledStage],
         forward_transfers: Sequence[Transfer],
         backward_transfers: Sequence[Transfer],
-        link: StageLink,
+        link: PipelineLink,
         on_reduce: Callable[[int, StepRun], None],
         input_leaves: Mapping[int, Mapping[str, int]],
         backend: Backend | None = None,
@@ -390,7 +367,9 @@ class Executor:
         self._on_reduce(action.stage, step)
 
 
-def _observed(arrival: Arrival, action: Action, recorder: Recorder | None) -> Arrival:
+def _observed(
+    arrival: Arrival, action: Action, recorder: Recorder | None
+) -> Callable[[], list[torch.Tensor]]:
     """The same wait for a message, noted by the recorder if there is one."""
     if recorder is None:
         return arrival

@@ -14,12 +14,12 @@ from mpxla.device.backend import Lowering
 from mpxla.graph.collectives import collective_bytes
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.activations import PlannedStage, plan_stages, recomputed_nodes
-from mpxla.runtime.plan import CutStep, schedule_step, stage_costs
+from mpxla.runtime.plan import CutStep, schedule_step, simulate_step, stage_costs
 from mpxla.runtime.saved import held_bytes
 from mpxla.schedule.action import Action
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
-from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.simulate import Costs
 from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.split_backward import SplitBackward, split_backward
@@ -103,7 +103,7 @@ def forecast(cut: CutStep, config: Config, machine: MachineModel, lowering: Lowe
     return Forecast(
         cut,
         schedule,
-        _timeline(cut, schedule, costs.costs),
+        simulate_step(cut, schedule, costs.costs),
         costs,
         peak_bytes(schedule, costs.held),
         link_bytes(schedule, cut.placement, num_bytes),
@@ -138,13 +138,6 @@ def predict_costs(
     return found
 
 
-def _timeline(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:
-    """When every action would run, in seconds, if messages do not hold ranks."""
-    forward = {(t.source, t.target) for t in cut.forward}
-    backward = {(t.source, t.target) for t in cut.backward}
-    return simulate(schedule, cut.placement, forward, backward, costs, rendezvous=False)
-
-
 def _step_costs(
     cut: CutStep,
     machine: MachineModel,
@@ -166,16 +159,11 @@ def _step_costs(
     ]
     costs = _with_recomputation(stage_costs(cut, machine), cut, lowered)
     copies = [stage.moved / machine.host_bytes_per_s for stage in held]
-    fixed = [0] * cut.partition.num_ranks
-    for name, ranks in cut.partition.parameter_ranks.items():
-        for rank in ranks:
-            fixed[rank] += cut.partition.parameter_bytes[name]
     return StepCosts(
         replace(_with_collectives(costs, machine, lowered), copy=copies),
-        frozenset((t.source, t.target) for t in cut.forward),
-        frozenset((t.source, t.target) for t in cut.backward),
+        *cut.edges,
         held,
-        fixed,
+        cut.partition.rank_bytes(cut.partition.parameter_bytes),
     )
 
 

@@ -4,9 +4,8 @@ Phases: capture the step, partition it (or follow an earlier partition), split i
 generate and prove the schedule, place parameters, lower and compile this rank's stages.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from mpxla.graph.placement import rank_of
 from mpxla.graph.regions import check_regions
 from mpxla.graph.split import backward_transfers, forward_transfers, split_stages
 from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
-from mpxla.log import get_logger, warn_once
+from mpxla.log import warn_once
 from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
 from mpxla.runtime.executor import CompiledStage
 from mpxla.runtime.partition_store import read_decision
@@ -38,8 +37,10 @@ from mpxla.schedule.choice import (
     placement_of,
 )
 from mpxla.schedule.copies import add_copies, has_copies
+from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.timeline import Timeline
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.layout import transpose
 from mpxla.stage.lower import LoweredStage
@@ -57,6 +58,7 @@ __all__ = [
     "cut_step",
     "describe_plan",
     "schedule_step",
+    "simulate_step",
     "stage_costs",
 ]
 
@@ -93,6 +95,15 @@ class CutStep:
     def placement(self) -> tuple[int, ...]:
         """Pipeline rank of every stage."""
         return self.partition.placement
+
+    @property
+    def edges(self) -> tuple[frozenset[Edge], frozenset[Edge]]:
+        """(source, target) stages of messages with activations, and with gradients."""
+        forward, backward = (
+            frozenset((t.source, t.target) for t in transfers)
+            for transfers in (self.forward, self.backward)
+        )
+        return forward, backward
 
     def parameter_ranks(self) -> dict[str, tuple[int, ...]]:
         """Pipeline ranks that hold each parameter or buffer that the step reads."""
@@ -143,7 +154,6 @@ class StepPlan:
         programs: this rank's compiled stages by index.
         random_stages: this rank's stages that draw random numbers.
         is_random: whether any stage of the step does.
-        compile_s: seconds that lowering and compiling took.
     """
 
     cut: CutStep
@@ -151,7 +161,6 @@ class StepPlan:
     programs: Mapping[int, CompiledStage]
     random_stages: tuple[int, ...]
     is_random: bool
-    compile_s: float = field(compare=False, default=0.0)
 
     def messages(self, group: str) -> list[str]:
         """What programs exchange within a group while they run; all members must have the same."""
@@ -264,22 +273,25 @@ def schedule_step(cut: CutStep, config: Config) -> tuple[tuple[Action, ...], ...
     Raises:
         ScheduleError: a bug in a schedule; the text shows the grid.
     """
-    forward = {(t.source, t.target) for t in cut.forward}
-    backward = {(t.source, t.target) for t in cut.backward}
-    is_training = cut.step.is_training
+    edges, is_training = cut.edges, cut.step.is_training
     custom = custom_schedule(config) if is_training else None
     if custom is not None:
-        schedule = custom.lower(forward, backward)
+        schedule = custom.lower(*edges)
     else:
         compute = compute_actions(config, cut.placement, is_training)
-        schedule = add_communication(compute, cut.placement, forward, backward)
+        schedule = add_communication(compute, cut.placement, *edges)
         if is_training:
             schedule = add_reduce(schedule, cut.placement)
     if config.offload_activations and not has_copies(schedule):
         schedule = add_copies(schedule, config.activation_loading_horizon)
-    simulate(schedule, cut.placement, forward, backward)
+    simulate(schedule, cut.placement, *edges)
     schedule = [*schedule, *([] for _ in range(config.pipeline_parallel_degree - len(schedule)))]
     return tuple(tuple(actions) for actions in schedule)
+
+
+def simulate_step(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs: Costs) -> Timeline:
+    """When every action would run, in the unit of the costs, if messages do not hold ranks."""
+    return simulate(schedule, cut.placement, *cut.edges, costs, rendezvous=False)
 
 
 def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[str, object]:
@@ -291,14 +303,15 @@ def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[st
         pp_rank: this rank, of whose stages it is known what they hold.
     """
     cut, machine = plan.cut, MachineModel()
+    forward, backward = cut.edges
     costs = stage_costs(cut, machine)
     held = [*stage_bytes(plan.programs), *([StageBytes()] * len(cut.stages))][: len(cut.stages)]
     return {
         "ranks": list(group),
         "placement": list(cut.placement),
         "schedule": format_schedule(plan.schedule),
-        "forward_edges": [(t.source, t.target) for t in cut.forward],
-        "backward_edges": [(t.source, t.target) for t in cut.backward],
+        "forward_edges": sorted(forward),
+        "backward_edges": sorted(backward),
         "forward": costs.forward,
         "backward": costs.backward,
         "input_gradient": costs.input_gradient,
@@ -376,7 +389,6 @@ def compile_stages(
         tell(name)
         return backend.compile(name, *arguments, groups=groups)
 
-    started = time.perf_counter()
     own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]
     tell(f"lowering of stage {', '.join(str(stage.index) for stage in own)}")
     planned = plan_stages(
@@ -393,15 +405,12 @@ def compile_stages(
     programs = {
         index: _compile_stage(stage, backend.lowering, compile_) for index, stage in planned.items()
     }
-    elapsed = time.perf_counter() - started
-    get_logger().debug("compiled %d stages in %.2f s", len(programs), elapsed)
     return StepPlan(
         cut=cut,
         schedule=schedule,
         programs=programs,
         random_stages=tuple(i for i, p in programs.items() if p.forward.is_random),
         is_random=any(is_random(node) for node in cut.step.graph.nodes),
-        compile_s=elapsed,
     )
 
 

@@ -45,7 +45,6 @@ class Profile:
     def __init__(self, path: Path):
         self.path = path
         self._recorder: Recorder | None = None
-        self._zero = 0.0
 
     def start(self) -> None:
         """Begins to record. All ranks must call it.

@@ -76,17 +76,8 @@ class ModelStates:
             return label
         return "model_1"
 
-    @property
-    def canonical_names(self) -> dict[str, str]:
-        """Every name of a tensor in `module` -> its one name here."""
-        return {
-            _joined(self.path(label), name): self._names[label][canonical]
-            for label, state in self._states.items()
-            for name, canonical in state.canonical_names.items()
-        }
-
     def current_names(self) -> dict[str, str]:
-        """As `canonical_names`, with modules that have changed since their model was wrapped.
+        """Every name that a tensor has in `module` now -> its one name here.
 
         Raises:
             CaptureError: a parameter or buffer was not there then.

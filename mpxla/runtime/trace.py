@@ -206,11 +206,7 @@ def predicted_memory(
     ranks: Sequence[Mapping[str, Any]], step: int, timeline: Timeline
 ) -> list[Curve]:
     """The same by the forecast, at the times of a predicted timeline."""
-    return _predicted_memory([rank["steps"][step] for rank in ranks], timeline)
-
-
-def _predicted_memory(steps: Sequence[Mapping[str, Any]], timeline: Timeline) -> list[Curve]:
-    held = (step["plan"]["held_bytes"] for step in steps)
+    held = (rank["steps"][step]["plan"]["held_bytes"] for rank in ranks)
     return [
         [(0.0, 0), *zip(ends, sizes, strict=True)]
         for ends, sizes in zip(timeline.ends, held, strict=True)
@@ -289,7 +285,7 @@ def _prediction_events(group: Sequence[Mapping[str, Any]], index: int) -> list[d
     trace = chrome_trace(timeline, us_per_unit=1e6)
     found = [
         _counter(_PREDICTED, rank["rank"], zero + time, held)
-        for rank, curve in zip(group, _predicted_memory(steps, timeline), strict=True)
+        for rank, curve in zip(group, predicted_memory(group, index, timeline), strict=True)
         for time, held in curve
     ]
     for event in trace["traceEvents"]:

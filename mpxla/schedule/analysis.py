@@ -1,6 +1,6 @@
-"""What a timeline means: memory over time, bytes per link, and what the makespan hangs on.
+"""What a schedule means: memory over time, and bytes per link.
 
-Works on simulated and on measured timelines alike. This module must not know where costs come from.
+This module must not know where costs come from.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.copies import offloads_done
-from mpxla.schedule.dataflow import Dataflow, Edge
-from mpxla.schedule.timeline import Span, Timeline
+from mpxla.schedule.dataflow import Edge
 
-__all__ = ["StageBytes", "critical_path", "held_over_time", "link_bytes", "peak_bytes"]
+__all__ = ["StageBytes", "held_over_time", "link_bytes", "peak_bytes"]
 
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 
@@ -105,64 +104,3 @@ def link_bytes(
                 link = rank, placement[action.peer]
                 total[link] = total.get(link, 0) + num_bytes.get((action.stage, action.peer), 0)
     return dict(sorted(total.items()))
-
-
-def critical_path(timeline: Timeline, flow: Dataflow) -> list[tuple[int, Span]]:
-    """A chain of actions without slack that ends last: speeding up anything else gains nothing.
-
-    Goes back from the last end. Before an action stands what ended last of: the action before it on
-    its rank, for a transfer that of its other end, for a forward or backward what it reads.
-
-    Args:
-        timeline: simulated or measured.
-        flow: what reads what.
-
-    Returns:
-        (rank, span), from the first to the last; actions that take no time are left out.
-    """
-    place = {
-        span.action: (rank, step)
-        for rank, spans in enumerate(timeline.spans)
-        for step, span in enumerate(spans)
-    }
-    ends = [(spans[-1].end, -rank) for rank, spans in enumerate(timeline.spans) if spans]
-    if not ends:
-        return []
-    rank = -max(ends)[1]
-    step = len(timeline.spans[rank]) - 1
-    path: list[tuple[int, Span]] = []
-    while True:
-        span = timeline.spans[rank][step]
-        if span.end > span.start:
-            path.append((rank, span))
-        before = _before(timeline, flow, place, rank, step)
-        if before is None:
-            return path[::-1]
-        rank, step = before
-
-
-def _before(
-    timeline: Timeline,
-    flow: Dataflow,
-    place: Mapping[Action, tuple[int, int]],
-    rank: int,
-    step: int,
-) -> tuple[int, int] | None:
-    """What an action waited for last: (rank, step)."""
-    span = timeline.spans[rank][step]
-    action = span.action
-    candidates = [(rank, step - 1)] if step else []
-    if action.op.is_transfer:
-        other = place.get(action.other_end())
-        if other is not None and other[1]:
-            candidates.append((other[0], other[1] - 1))
-    elif action.op.is_compute:
-        reads = flow.reads(action.op, action.stage)
-        found = (place.get(Action(k.stage, k.op, action.microbatch)) for k in reads)
-        candidates += [where for where in found if where is not None]
-    ended = [(timeline.ends[r][s], r != rank, r, s) for r, s in candidates]
-    earlier = [entry for entry in ended if entry[0] <= span.start + 1e-12 * timeline.makespan]
-    if not earlier:
-        return None
-    _, _, r, s = max(earlier, key=lambda entry: entry[0])
-    return r, s

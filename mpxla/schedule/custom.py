@@ -10,7 +10,7 @@ simulator checks the rest once it is known what travels between stages. This mod
 the configuration's keys besides naming them in errors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, parse_schedule
@@ -72,7 +72,7 @@ class CustomSchedule:
         """Whether the text says when values are sent."""
         return any(a.op.is_transfer for actions in self.lists for a in actions)
 
-    def lower(self, forward_edges: set[Edge], backward_edges: set[Edge]) -> Lists:
+    def lower(self, forward_edges: Iterable[Edge], backward_edges: Iterable[Edge]) -> Lists:
         """The complete schedule of a step, with transfers and reductions.
 
         Args:

@@ -262,7 +262,7 @@ class _Run:
             name: parameter.grad.cpu().clone()
             for name, parameter in self.model.local_named_parameters()
         }
-        self.found.placement = self.model._engine.first_cut.placement
+        self.found.placement = self.model._engine.first_cuts[self.model.label].placement
 
     def note_loss(self, number: int, returned: Any) -> None:
         self.found.adam_losses.append(returned["loss"].reduce_mean().item())

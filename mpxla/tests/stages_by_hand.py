@@ -243,4 +243,4 @@ def _call(
 
 def _backend() -> Backend:
     """The one that the environment names, as a session would have it."""
-    return open_backend(read_environment().device)
+    return open_backend(read_environment())

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 import mpxla
 import mpxla as smp
-from mpxla import session as session_module
 from mpxla.comm import secret as secret_module
 from mpxla.comm.addresses import host_identity
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.lifeline_server import encode
 from mpxla.comm.rollcall import call_roll
+from mpxla.comm.store import session_store
+from mpxla.env import read_environment
 from mpxla.errors import PeerFailure, RankMismatch
 from mpxla.tests.ranks.run import run_ranks
 
@@ -181,13 +182,13 @@ def impersonate():
         with pytest.raises(PeerFailure) as caught:
             smp.init({"pipeline_parallel_degree": 2, "init_timeout_s": 4})
         return str(caught.value)
-    store = session_module._session_store(session_module.read_environment(), 60.0)
+    store = session_store(read_environment(), 60.0)
     call_roll(store, 1, 2, mpxla.__version__, 60.0)
     board = secret_module._Board(store, 1, 2, 60.0)
     board.exchange("start", [host_identity(), "0" * 64, True])
     board.write("check", board.read("check", 0))  # claims to have the key
     with pytest.raises(PeerFailure, match="did not take it for a rank of this job"):
-        Lifeline(1, 2, store, key=b"a guess", connect_timeout_s=60.0)
+        Lifeline(1, 2, store, key=b"a guess", is_one_host=True, connect_timeout_s=60.0)
     return None
 
 

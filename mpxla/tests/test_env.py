@@ -17,8 +17,6 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "1234",
 }
@@ -73,8 +71,6 @@ def test_torchrun():
         world_size=8,
         local_rank=1,
         local_size=4,
-        node_rank=1,
-        num_nodes=2,
         master_addr="node0",
         master_port=1234,
         source="torchrun",
@@ -84,16 +80,6 @@ def test_torchrun():
 @pytest.mark.parametrize("port", [1, 65535])
 def test_lowest_and_highest_port(port):
     assert read_environment(TORCHRUN | {"MASTER_PORT": str(port)}).master_port == port
-
-
-def test_torchrun_believes_the_groups_of_uneven_nodes():
-    env = read_environment(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
-    assert (env.node_rank, env.num_nodes) == (2, 3)
-
-
-def test_without_groups_ranks_fill_node_by_node():
-    env = read_environment(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    assert (env.node_rank, env.num_nodes) == (1, 2)
 
 
 def test_torchrun_inside_mpirun_wins():
@@ -121,7 +107,6 @@ def test_torchrun_inside_mpirun_wins():
             "LOCAL_RANK=0 must be below LOCAL_WORLD_SIZE=0",
         ),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 must be at most WORLD_SIZE=8"),
-        (TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK=2 must be below GROUP_WORLD_SIZE=2"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port from 1 to 65535"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 must be a port"),
     ],
@@ -151,7 +136,7 @@ def test_mpirun_on_one_node():
 def test_mpirun_on_two_nodes():
     env = read_environment(MPIRUN_TWO_NODES | {"MASTER_ADDR": "node0", "MASTER_PORT": "77"})
     assert (env.master_addr, env.master_port) == ("node0", 77)
-    assert (env.node_rank, env.num_nodes, env.local_rank) == (1, 2, 1)
+    assert (env.local_rank, env.local_size) == (1, 2)
 
 
 def test_mpirun_with_variables_that_a_wrapper_exports():
@@ -243,16 +228,22 @@ def test_json_that_is_no_object(name):
     assert f"{name} must hold a JSON object of configuration keys" in refused({name: "[1]"})
 
 
-def test_device_from_the_environment():
-    assert read_environment({"PJRT_DEVICE": "TPU"}).pjrt_device == "TPU"
+def test_rounding_is_left_to_neuron_where_its_library_is_installed(monkeypatch):
+    on = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
+    assert read_environment(on).rounds_stochastically
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "libneuronxla" or None)
+    assert not read_environment(on).rounds_stochastically
+    assert read_environment(on | {"PJRT_DEVICE": "CPU"}).rounds_stochastically
 
 
-def test_device_defaults_to_neuron_where_its_library_is_installed(monkeypatch):
-    asked = []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: asked.append(name) or object())
-    assert read_environment({}).pjrt_device == "NEURON"
-    assert asked == ["libneuronxla"]
-    assert read_environment({"PJRT_DEVICE": "CPU"}).pjrt_device == "CPU"
+def test_cuda_is_asked_for_by_name_or_by_an_installed_plugin(monkeypatch):
+    assert read_environment({"PJRT_DEVICE": " GPU "}).asks_for_cuda
+    assert not read_environment({}).asks_for_cuda
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None
+    )
+    assert read_environment({"PJRT_DEVICE": " "}).asks_for_cuda
+    assert not read_environment({"PJRT_DEVICE": "CPU"}).asks_for_cuda
 
 
 def test_xla_is_prepared_and_the_users_settings_stay():

@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "log", "user_lines"),
     ("uncaught",),
     ("env", "config_keys"),
-    ("config_rules", "config"),
+    ("config_rules", "config", "config_sources"),
     ("topology",),
     # Graphs are cut into stage specifications, so these two know each other's vocabulary.
     ("schedule", "graph", "comm", "stage.spec"),
@@ -56,6 +56,7 @@ NO_TORCH = (
     "config",
     "config_keys",
     "config_rules",
+    "config_sources",
     "topology",
 )
 NO_TORCH_PACKAGES = ("schedule", "planning")
@@ -279,7 +280,10 @@ def test_all_but_backends_is_imported_without_any():
     own = [m.removesuffix(".__init__") for m in modules() if not m.startswith(tuple(BACKENDS))]
     own = [m for m in own if m not in ("__init__", "__main__", "compat.__main__")]
     lines = [f"import mpxla.{name}" for name in own]
-    lines += ["from mpxla.device.choice import open_backend", "try: open_backend()"]
+    lines += [
+        "from mpxla.device.choice import open_backend",
+        "try: open_backend(mpxla.env.LaunchEnv())",
+    ]
     lines += ["except mpxla.ConfigError as error: assert 'mpxla[torch-xla]' in str(error), error"]
     lines += ["else: raise AssertionError('a backend was found')"]
     loaded = loaded_by("\n".join([_WITHOUT_BACKENDS, *lines]))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import mpxla as smp
 from mpxla import session
+from mpxla.comm import store as store_module
 from mpxla.errors import PeerFailure, RankMismatch
 from mpxla.tests.ranks.run import run_ranks
 
@@ -49,7 +50,7 @@ def start_without(missing, launcher):
         return str(error)
     finally:
         del agent
-        session._launch_stores.clear()
+        store_module._launch_stores.clear()
         os.environ.clear()
         os.environ.update(before)
 

@@ -433,7 +433,7 @@ def train_returning():
     torch.manual_seed(9)
     smp.step(classify)(model, labelled((12,), 8))
     gradients = {n: p.grad.cpu() for n, p in model.local_named_parameters()}
-    return gradients, model._engine.first_cut.placement
+    return gradients, model._engine.first_cuts[model.label].placement
 
 
 def test_modules_live_where_they_were_created_for():

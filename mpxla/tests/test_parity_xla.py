@@ -1,6 +1,5 @@
 """Training over the `xla` transport: its programs, executed between processes by jaxlib."""
 
-import functools
 import json
 import os
 from unittest.mock import patch
@@ -23,14 +22,18 @@ pytestmark = pytest.mark.ranks
 
 def recorded(function, *args):
     """Runs a script over `xla` on this rank -> (what it returns, what its transport did)."""
-    recorder = Recorder()
-    transport = functools.partial(XlaTransport, observer=recorder.note)
+    recorders = []
+
+    def transport(host, runner, *args, **kwargs):
+        recorders.append(Recorder(runner, host.rank))
+        return XlaTransport(host, recorders[0], *args, **kwargs)
+
     launcher = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
     with patch.object(session, "XlaTransport", transport), patch.dict(os.environ, launcher):
         value = function(*args)
         # Nothing waits for the last messages; behind a barrier they are in the recording.
         session.current().transport.barrier(tuple(range(smp.size()))).result()
-        return value, recorder.events
+        return value, recorders[0].events
 
 
 def run(function, world_size, *args):

@@ -25,7 +25,7 @@ def train_with(keys, changed=False):
         loss = smp.step(classify)(model, labelled((12,), 4))["loss"].reduce_mean().item()
     except MpxlaError as error:
         return type(error).__name__, str(error), getattr(error, "__notes__", [])
-    cut = model._engine.first_cut
+    cut = model._engine.first_cuts[model.label]
     return loss, cut.partition.stage, sorted(name for name, _ in model.local_named_parameters())
 
 
@@ -122,7 +122,7 @@ def partition_by_time(measures):
     torch.manual_seed(1)
     model = smp.DistributedModel(Uneven(), trace_execution_times=measures)
     smp.step(classify)(model, labelled((64,), 2048))
-    cut = model._engine.first_cut
+    cut = model._engine.first_cuts[model.label]
     times = {n.name: s for n, s in zip(cut.problem.nodes, cut.problem.forward_s, strict=True)}
     return times, cut.partition.stage
 

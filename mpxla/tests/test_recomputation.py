@@ -104,7 +104,9 @@ def predicted(model):
     from mpxla.session import current
 
     config, lowering = current().config, current().backend.lowering
-    return forecast(model._engine.first_cut, config, MachineModel(), lowering).activation_bytes
+    return forecast(
+        model._engine.first_cuts[model.label], config, MachineModel(), lowering
+    ).activation_bytes
 
 
 def check(results, modes, shrinks=True, is_exact=True):

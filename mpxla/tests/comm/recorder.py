@@ -60,14 +60,33 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """The events of one rank, in order."""
+    """A runner of programs (`xla_queue.Runner`) that notes what another one is about to do.
 
-    def __init__(self) -> None:
+    Attributes:
+        events: of this rank, in order.
+    """
+
+    def __init__(self, runner: Any, rank: int) -> None:
+        self._runner, self._rank = runner, rank
         self.events: list[Event] = []
 
-    def note(self, kind: str, program: Recorded, group: Group) -> None:
-        """Notes that a rank is about to load or execute a program."""
-        self.events.append(Event(Kind(kind), program, group))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def lower(self, program: Recorded) -> tuple[Recorded, Any]:
+        return program, self._runner.lower(program)
+
+    def load(self, lowered: tuple[Recorded, Any]) -> tuple[Recorded, Any]:
+        self._note(Kind.LOAD, lowered[0])
+        return lowered[0], self._runner.load(lowered[1])
+
+    def execute(self, loaded: tuple[Recorded, Any], operands: Any, to_host: bool) -> Any:
+        self._note(Kind.EXECUTE, loaded[0])
+        return self._runner.execute(loaded[1], operands, to_host)
+
+    def _note(self, kind: Kind, program: Recorded) -> None:
+        (group,) = (group for group in program.mesh.groups if self._rank in group)
+        self.events.append(Event(kind, program, group))
 
 
 def check(recordings: Sequence[Sequence[Event]], *, whole_mesh: bool = False) -> None:

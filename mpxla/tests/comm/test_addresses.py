@@ -34,9 +34,9 @@ def test_several_hosts_listen_where_the_master_address_leads(monkeypatch):
 
     monkeypatch.setattr(module.socket, "socket", FakeSocket)
     choose = module.listening_address
-    assert choose(is_one_host=True, master_addr="192.0.2.7") == ("127.0.0.1", "127.0.0.1")
-    assert choose(is_one_host=False, master_addr="192.0.2.7") == ("192.0.2.7", "192.0.2.7")
-    assert choose(is_one_host=False, master_addr="10.9.9.9") == ("192.0.2.7", "192.0.2.7")
+    assert choose(is_one_host=True, master_addr="192.0.2.7") == "127.0.0.1"
+    assert choose(is_one_host=False, master_addr="192.0.2.7") == "192.0.2.7"
+    assert choose(is_one_host=False, master_addr="10.9.9.9") == "192.0.2.7"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_several_hosts_do_not_meet_on_the_loopback_interface():
 
 
 def test_interface_that_leads_to_the_master(monkeypatch):
-    monkeypatch.setattr(module, "listening_address", lambda *_: ("192.0.2.7", "192.0.2.7"))
+    monkeypatch.setattr(module, "listening_address", lambda *_: "192.0.2.7")
     addresses = {"lo": "127.0.0.1", "eth7": "192.0.2.7"}
     monkeypatch.setattr(module.socket, "if_nameindex", lambda: enumerate(addresses, 1))
     monkeypatch.setattr(

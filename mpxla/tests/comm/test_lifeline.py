@@ -23,7 +23,13 @@ KEY = b"known to all ranks"
 def lifelines(world_size, store=None, **options):
     """The lifelines of all ranks in one process, where nobody may be ended by a watchdog."""
     store = store or dist.HashStore()
-    options = {"key": KEY, "grace_s": 1000.0, "connect_timeout_s": 60.0, **options}
+    options = {
+        "key": KEY,
+        "is_one_host": True,
+        "grace_s": 1000.0,
+        "connect_timeout_s": 60.0,
+        **options,
+    }
     with ThreadPoolExecutor(world_size) as pool:
         opened = list(
             pool.map(lambda rank: Lifeline(rank, world_size, store, **options), range(world_size))
@@ -47,15 +53,6 @@ def cut(line):
     """What the kernel does when the process of a rank dies."""
     line._closed.set()
     line._connection.shutdown(socket.SHUT_RDWR)
-
-
-def test_world_of_one_needs_no_store():
-    line = Lifeline(0, 1)
-    line.check()
-    line.report("here", ValueError("bad"))
-    with pytest.raises(PeerFailure, match="rank 0 raised ValueError in here: bad"):
-        line.check()
-    line.close()
 
 
 def test_report_reaches_all_ranks():
@@ -131,20 +128,11 @@ def test_rank_0_does_not_wait_for_ever():
         assert lines[1].failure is None, "its end was announced"
 
 
-def test_store_serves_one_session_after_the_other():
-    store = dist.HashStore()
-    for attempt in range(2):
-        with lifelines(2, store) as lines:
-            lines[1].report("", ValueError(str(attempt)))
-            await_that(lambda: lines[0].failure)
-            assert lines[0].failure.text == f"rank 1 raised ValueError: {attempt}"
-
-
 def test_missing_rank_is_named():
-    with pytest.raises(PeerFailure, match=r"rank 0 waited 0\.3 s for rank 1 to start mpxla"):
-        Lifeline(0, 2, dist.HashStore(), key=KEY, connect_timeout_s=0.3)
+    with pytest.raises(PeerFailure, match=r"rank 0 waited 0\.3 s for all 2 ranks to connect"):
+        Lifeline(0, 2, dist.HashStore(), key=KEY, is_one_host=True, connect_timeout_s=0.3)
     with pytest.raises(PeerFailure, match=r"rank 1 waited 0\.3 s for rank 0 to start mpxla"):
-        Lifeline(1, 2, dist.HashStore(), key=KEY, connect_timeout_s=0.3)
+        Lifeline(1, 2, dist.HashStore(), key=KEY, is_one_host=True, connect_timeout_s=0.3)
 
 
 def test_unreachable_server_is_an_error_with_a_remedy():
@@ -152,19 +140,19 @@ def test_unreachable_server_is_an_error_with_a_remedy():
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
         store = dist.HashStore()
-        store.set("mpxla_lifeline/1/address", f"127.0.0.1 {port}")
+        store.set("mpxla_lifeline/address", f"127.0.0.1 {port}")
         with pytest.raises(
             PeerFailure, match=rf"could not reach rank 0 at 127.0.0.1 port {port}.*MASTER_ADDR"
         ):
-            Lifeline(1, 2, store, key=KEY)
+            Lifeline(1, 2, store, key=KEY, is_one_host=True)
 
 
 def test_rank_that_does_not_connect_is_an_error():
     server = LifelineServer("127.0.0.1", 2, KEY)
     store = dist.HashStore()
-    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port}")
+    store.set("mpxla_lifeline/address", f"127.0.0.1 {server.port}")
     with pytest.raises(PeerFailure, match=r"waited 0\.3 s for all 2 ranks to connect"):
-        Lifeline(1, 2, store, key=KEY, connect_timeout_s=0.3)
+        Lifeline(1, 2, store, key=KEY, is_one_host=True, connect_timeout_s=0.3)
     server.stop(0.0)
 
 
@@ -175,9 +163,9 @@ def test_failure_before_the_others_connect_is_told_to_them():
         early.sendall(encode(type="report", text="rank 0 raised KeyError: early"))
         assert decode(bytearray(early.recv(4096)))[0]["type"] == "failure"
     store = dist.HashStore()
-    store.set("mpxla_lifeline/1/address", f"127.0.0.1 {server.port}")
+    store.set("mpxla_lifeline/address", f"127.0.0.1 {server.port}")
     with pytest.raises(PeerFailure, match="rank 0 raised KeyError: early"):
-        Lifeline(1, 2, store, key=KEY, grace_s=1000.0)
+        Lifeline(1, 2, store, key=KEY, is_one_host=True, grace_s=1000.0)
     server.stop(0.0)
 
 

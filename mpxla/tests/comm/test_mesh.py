@@ -111,4 +111,3 @@ def test_a_mesh_numbers_its_members():
     mesh = Mesh(((1, 4), (2, 3)))
     assert mesh.members == (1, 2, 3, 4)
     assert mesh.replica_groups() == [[0, 3], [1, 2]]
-    assert mesh.group_of(3) == (2, 3)

@@ -6,7 +6,7 @@ import pytest
 
 from mpxla.comm.mesh import Mesh
 from mpxla.errors import RankMismatch
-from mpxla.tests.comm.recorder import Event, Kind, Recorder, check
+from mpxla.tests.comm.recorder import Event, Kind, check
 
 pytestmark = pytest.mark.unit
 
@@ -35,16 +35,16 @@ def record(*per_rank):
     """Recordings; a program stands for its load and an execution."""
     recordings = []
     for rank, entries in enumerate(per_rank):
-        recorder, loaded = Recorder(), set()
+        events, loaded = [], set()
         for entry in entries:
             kind, program = entry if isinstance(entry[0], Kind) else (None, entry)
             group = next((g for g in program.groups if rank in g), ())
             if kind is not None or program not in loaded:
-                recorder.note(kind or Kind.LOAD, program, group)
+                events.append(Event(kind or Kind.LOAD, program, group))
                 loaded.add(program)
             if kind is None:
-                recorder.note(Kind.EXECUTE, program, group)
-        recordings.append(recorder.events)
+                events.append(Event(Kind.EXECUTE, program, group))
+        recordings.append(events)
     return recordings
 
 

@@ -1,4 +1,4 @@
-"""One body per behaviour, on threads (loopback) and on processes (gloo, and XLA's collectives)."""
+"""One body per behaviour, on threads and on processes (gloo, and XLA's collectives)."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.ranks
 XLA = pytest.param(run_xla, marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=[run_threads, run_host, XLA], ids=["loopback", "host", "xla"])
+@pytest.fixture(params=[run_threads, run_host, XLA], ids=["threads", "host", "xla"])
 def run(request):
     return request.param
 
 
-@pytest.fixture(params=[run_threads, run_host], ids=["loopback", "host"])
+@pytest.fixture(params=[run_threads, run_host], ids=["threads", "host"])
 def run_buffered(request):
     """Where messages do not wait for their receiver; test_xla has the rules of the other kind."""
     return request.param
@@ -305,7 +305,7 @@ def leave_early(transport):
 
 
 def test_rank_that_left_is_named_and_its_messages_still_come(run, monkeypatch):
-    monkeypatch.setattr("mpxla.comm.loopback.SETTLE_S", 0.2)
+    monkeypatch.setattr("mpxla.tests.comm.threads.SETTLE_S", 0.2)
     text = run(leave_early, 2)[0]
     assert "rank 1 finished (left) while rank 0 waited for a 'forward' message from rank 1" in text
 
@@ -318,7 +318,7 @@ def raise_on_rank_1(transport):
     return str(caught.value)
 
 
-def test_loopback_rank_that_raises_ends_the_waits_of_the_others():
+def test_thread_that_raises_ends_the_waits_of_the_others():
     with pytest.raises(ValueError, match="bad batch"):
         run_threads(raise_on_rank_1, 2)
 
@@ -333,17 +333,39 @@ def meet_differently(transport, has_come):
     handle.result()
 
 
-def test_loopback_finds_different_collectives():
+def test_threads_find_different_collectives():
     with pytest.raises((RankMismatch, PeerFailure), match=r"came to all_gather.*came to barrier"):
         run_threads(meet_differently, 2, threading.Event())
 
 
-def test_loopback_default_is_a_world_of_one():
-    transport = LoopbackTransport()
+def test_a_world_of_one_gets_copies_of_what_it_passes():
+    transport, given = LoopbackTransport(), torch.ones(2)
     assert (transport.rank, transport.world_size) == (0, 1)
-    assert transport.all_reduce(torch.ones(2), (0,)).result().tolist() == [1, 1]
-    assert transport.all_gather(torch.ones(2), (0,)).result().shape == (1, 2)
-    assert transport.reduce_scatter(torch.ones(1, 2), (0,)).result().shape == (2,)
+    reduced = transport.all_reduce(given, (0,)).result()
+    sent = transport.broadcast(given, 0, (0,)).result()
+    gathered = transport.all_gather(given, (0,)).result()
+    given.zero_()
+    assert reduced.tolist() == sent.tolist() == [1, 1]
+    assert gathered.tolist() == [[1, 1]]
+    assert transport.reduce_scatter(torch.ones(1, 2), (0,)).result().tolist() == [1, 1]
     transport.barrier((0,)).result()
     transport.watch.check()
     transport.close()
+
+
+def test_a_world_of_one_refuses_what_others_refuse():
+    transport, one = LoopbackTransport(), torch.ones(2)
+    transport.make_groups([(0,)])
+    for call in (
+        lambda: transport.send(one, 1, "forward"),
+        lambda: transport.recv_many([one], 0, "forward"),
+        lambda: transport.all_gather(one, (0, 1)),
+        lambda: transport.broadcast(one, 1, (0,)),
+        lambda: transport.make_groups([(1,)]),
+    ):
+        with pytest.raises(TopologyError):
+            call()
+    with pytest.raises(ValueError, match="its first dim has to be 1"):
+        transport.reduce_scatter(one, (0,))
+    with pytest.raises(TypeError, match="a bool tensor cannot be summed"):
+        transport.all_reduce(one > 0, (0,))

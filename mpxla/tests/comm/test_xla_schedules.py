@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 import torch
 
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Use
 from mpxla.comm.xla import XlaTransport
 from mpxla.errors import RankMismatch, ScheduleError
@@ -18,6 +17,7 @@ from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
 from mpxla.tests.comm.recorder import Kind, Recorder, check
+from mpxla.tests.comm.threads import threads_world
 
 pytestmark = pytest.mark.unit
 
@@ -61,8 +61,8 @@ def record(schedule, placement, pp, dp=1, prepare=True, lengths=range(10, 100)):
 
     def on_rank(host):
         pipeline, own = pipelines[host.rank // pp], replicas[host.rank % pp]
-        recorder = Recorder()
-        transport = XlaTransport(host, DryRunner(), pipelines, recorder.note)
+        recorder = Recorder(DryRunner(), host.rank)
+        transport = XlaTransport(host, recorder, pipelines)
         transport.make_groups([world, *pipelines, *replicas])
         actions = schedule[host.rank % pp]
         bucket = torch.empty(lengths[host.rank if len(lengths) == len(world) else host.rank % pp])
@@ -86,7 +86,7 @@ def record(schedule, placement, pp, dp=1, prepare=True, lengths=range(10, 100)):
         return recorder.events
 
     with ThreadPoolExecutor(len(world)) as pool:
-        return list(pool.map(on_rank, loopback_world(len(world))))
+        return list(pool.map(on_rank, threads_world(len(world))))
 
 
 def _ends(action, placement, pipeline):

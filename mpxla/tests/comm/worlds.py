@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
 from mpxla.tests.comm.recorder import Recorder
+from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 
@@ -42,8 +42,10 @@ def open_transport(**lifeline_options):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    key = agree_on_key(store, rank, world_size, None).key
-    lifeline = Lifeline(rank, world_size, store, key=key, **lifeline_options)
+    key, is_one_host = agree_on_key(store, rank, world_size, None)
+    lifeline = Lifeline(
+        rank, world_size, store, key=key, is_one_host=is_one_host, **lifeline_options
+    )
     return HostTransport(rank, world_size, lifeline, key=key)
 
 
@@ -90,8 +92,8 @@ def on_xla(body, options, args):
     """The same over the `xla` transport, with the backend and the pipelines that options name."""
     host = open_transport()
     runner = RUNNERS[options.get("backend", "torch_xla")]()(host, host.watch.address)
-    recorder = Recorder()
-    transport = XlaTransport(host, runner, options.get("pipelines", ()), recorder.note)
+    recorder = Recorder(runner, host.rank)
+    transport = XlaTransport(host, recorder, options.get("pipelines", ()))
     transport.events = recorder.events
     try:
         value = body(transport, *args)
@@ -120,6 +122,6 @@ def run_threads(body, world_size, *args):
         finally:
             transport.close()
 
-    world = loopback_world(world_size)
+    world = threads_world(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(on_thread, world))

@@ -5,7 +5,7 @@ What only saves memory or time may have no effect; what changes the result may n
 
 import pytest
 
-from mpxla.config import resolve
+from mpxla.config_sources import resolve
 from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
 

@@ -38,44 +38,46 @@ def test_torch_xla_is_the_default_unless_cuda_is_asked_for(device, plugin, expec
     if device is not None:
         monkeypatch.setenv("PJRT_DEVICE", device)
     installed(monkeypatch, "torch_xla", "jax", plugin)
-    assert open_backend() == open_backend("auto") == expected
-    assert open_backend("pjrt") == "pjrt" and open_backend("torch_xla") == "torch_xla"
+    env = read_environment()
+    assert open_backend(env) == open_backend(env, "auto") == expected
+    assert open_backend(env, "pjrt") == "pjrt" and open_backend(env, "torch_xla") == "torch_xla"
     for package, name in (("jax", "pjrt"), ("torch_xla", "torch_xla")):
         installed(monkeypatch, package, plugin)
-        assert open_backend() == name, "the only one"
+        assert open_backend(env) == name, "the only one"
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     installed(monkeypatch)
     with pytest.raises(ConfigError, match=r"no backend is installed.*'mpxla\[torch-xla\]'"):
-        open_backend()
+        open_backend(LaunchEnv())
     installed(monkeypatch, "jax")
     with pytest.raises(
         ConfigError, match=r"device torch_xla needs the package torch_xla, .*'mpxla\[torch-xla\]'"
     ):
-        open_backend("torch_xla")
+        open_backend(LaunchEnv(), "torch_xla")
     with pytest.raises(
         ConfigError,
         match="MPXLA_DEVICE=tpu is not a backend; choose one of torch_xla, pjrt,",
     ):
-        open_backend("tpu")
+        open_backend(LaunchEnv(device="tpu"))
 
 
 def test_a_process_has_one_backend_which_the_environment_names(monkeypatch):
     null = ("torch", "mpxla.device.null", "NullBackend")
     monkeypatch.setitem(choice.BACKENDS, "null", null)
-    assert open_backend("null") is open_backend("null")
+    assert open_backend(LaunchEnv(), "null") is open_backend(LaunchEnv(), "null")
     assert read_environment({}).device is None
     assert read_environment({"MPXLA_DEVICE": "pjrt"}).device == "pjrt"
 
 
 @pytest.mark.parametrize(
     "key, variable, expected",
-    [("auto", None, "auto"), ("pjrt", None, "pjrt"), ("pjrt", "torch_xla", "torch_xla")],
+    [("auto", None, "torch_xla"), ("pjrt", None, "pjrt"), ("pjrt", "torch_xla", "torch_xla")],
 )
 def test_the_variable_wins_over_the_key(key, variable, expected, monkeypatch):
     asked = []
-    monkeypatch.setattr(session, "open_backend", lambda name: asked.append(name) or NullBackend())
+    installed(monkeypatch, "torch_xla", "jax")
+    monkeypatch.setattr(choice, "_opened", lambda name: asked.append(name) or NullBackend())
     session._open_device(Config(device=key), LaunchEnv(device=variable))
     assert asked == [expected]
 
@@ -92,7 +94,7 @@ def test_where_programs_are_kept(key, folder, monkeypatch, caplog):
             asked.append(folder)
             return False
 
-    monkeypatch.setattr(session, "open_backend", lambda name: Keeping())
+    monkeypatch.setattr(session, "open_backend", lambda env, key: Keeping())
     session._open_device(Config(compile_cache=key), LaunchEnv(cache_dir="/home/me/.cache"))
     assert asked == [folder]
     said = "compile_cache has no effect on null" in caplog.text

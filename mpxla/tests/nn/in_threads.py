@@ -1,7 +1,7 @@
 """Ranks of a tensor-parallel group as threads, without a device: programs run as PyTorch does.
 
 What is compiled for a device elsewhere is cut into pieces here: compute pieces run node by node,
-collective pieces over the loopback transport.
+collective pieces over the transport of threads.
 """
 
 import threading
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
 from mpxla.device.null import plain_lowering
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
@@ -30,6 +29,7 @@ from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.tests.comm.threads import threads_world
 
 __all__ = ["Rank", "cut_in_pieces", "distributed", "execute", "in_threads", "lower", "train_once"]
 
@@ -57,7 +57,7 @@ def in_threads(function: Callable[..., Any], *of_ranks: Sequence[Any]) -> list[A
 def distributed(build: Callable[[], nn.Module], size: int, is_marked: bool = True) -> list[Rank]:
     """A model's parts on all ranks."""
     ranks = tuple(range(size))
-    groups = [Members(ranks, transport) for transport in loopback_world(size)]
+    groups = [Members(ranks, transport) for transport in threads_world(size)]
     models = [build() for _ in ranks]
     if is_marked:
         for model in models:

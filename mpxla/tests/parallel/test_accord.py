@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.comm.loopback import loopback_world
 from mpxla.errors import MpxlaError, RankMismatch
 from mpxla.parallel.accord import Accord
+from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.ranks.run import run_ranks
 
 
@@ -22,7 +22,7 @@ from mpxla.tests.ranks.run import run_ranks
     ],
 )
 def test_each_is_compared_with_the_one_before(flows, settings, found):
-    accords = [Accord(transport, (0, 1, 2)) for transport in loopback_world(3)]
+    accords = [Accord(transport, (0, 1, 2)) for transport in threads_world(3)]
     for accord, flow, own in zip(accords, flows, settings, strict=True):
         accord.announce(flow, own)
     for rank, (accord, expected) in enumerate(zip(accords, found, strict=True)):

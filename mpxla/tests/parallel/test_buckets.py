@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.ranks.run import run_ranks
@@ -69,8 +70,8 @@ def pack_on_the_device():
     specs = (TensorSpec((2,), F32), TensorSpec((1, 3), F32), TensorSpec((2,), F32))
     bucket = Bucket(("a", "b", "c"), specs, (0,), parts=4)
     b = to_device([torch.tensor([[1.0, 2.0, 3.0]])], device)
-    found = [Packer(bucket, ["b"], F32, open_backend())(b, 0.5).cpu()]
-    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, open_backend())
+    found = [Packer(bucket, ["b"], F32, open_backend(read_environment()))(b, 0.5).cpu()]
+    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, open_backend(read_environment()))
     tensors = to_device([torch.ones(2), torch.ones(1, 3), torch.full((2,), 3.0)], device)
     before = num_compilations()
     found += [packer(tensors, scale).cpu() for scale in (1.0, 0.5)]

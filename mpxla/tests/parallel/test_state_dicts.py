@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 from mpxla.errors import CheckpointError
 from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
 from mpxla.tests.ranks.run import run_ranks
@@ -33,7 +34,7 @@ def copy_to_host():
         text="adam",
     )
     met.clear_all()
-    found = to_host(values, open_backend())
+    found = to_host(values, open_backend(read_environment()))
     num_transfers = met.metric_data("TransferFromDeviceTime")[0]
     host += 1
     ready[0].zero_()
@@ -68,7 +69,7 @@ def test_a_structure_without_tensors_is_left_alone():
 def copy_nothing():
     from mpxla.parallel.state_dicts import to_host
 
-    return to_host({"lr": 0.1, "betas": (0.9, 0.99)}, open_backend())
+    return to_host({"lr": 0.1, "betas": (0.9, 0.99)}, open_backend(read_environment()))
 
 
 @pytest.mark.unit

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.config import Config, resolve
+from mpxla.config import Config
+from mpxla.config_sources import resolve
 from mpxla.device.eager import EagerBackend
 from mpxla.env import ROUNDING_VARIABLE, read_environment
 from mpxla.errors import ConfigError

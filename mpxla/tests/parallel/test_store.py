@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import mpxla
-from mpxla.comm.loopback import loopback_world
 from mpxla.device.null import NullBackend
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
 from mpxla.parallel.pieces import OptimizerPieces
@@ -19,6 +18,7 @@ from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_copy import renewed
 from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.device.eager import EagerBackend
 
 pytestmark = pytest.mark.unit
@@ -66,7 +66,7 @@ def in_two_replicas(body, master_dtype=F32):
         return body(divided(store_of(master_dtype=master_dtype), transport), transport.rank)
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, loopback_world(2)))
+        return list(pool.map(run, threads_world(2)))
 
 
 def test_masters_have_the_shape_and_the_values_of_their_parameters():

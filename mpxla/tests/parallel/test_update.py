@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -78,7 +79,7 @@ def train(name, device, num_steps, compiled):
     parameters = make(device)
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}]
     optimizer = OPTIMIZERS[name](groups)
-    update = CompiledUpdate(optimizer, open_backend()) if compiled else None
+    update = CompiledUpdate(optimizer, open_backend(read_environment())) if compiled else None
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):
@@ -131,7 +132,7 @@ def train_with_hooks():
         return lambda *_: seen.append((name, all(p.grad is not None for p in parameters)))
 
     optimizer.register_step_pre_hook(note("before, early"))
-    update = CompiledUpdate(optimizer, open_backend())
+    update = CompiledUpdate(optimizer, open_backend(read_environment()))
     optimizer.register_step_pre_hook(note("before, late"))
     optimizer.register_step_post_hook(note("after"))
     counts = []
@@ -163,7 +164,7 @@ def cycle_momentum():
 
     (parameter,) = parameters = make(current_device())[:1]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    update = CompiledUpdate(optimizer, open_backend())
+    update = CompiledUpdate(optimizer, open_backend(read_environment()))
     for step in range(12):
         parameter.grad = torch.ones(parameter.shape).to(parameter.device)
         make_ready([parameter.grad])
@@ -194,7 +195,11 @@ def step_with_rate_zero(name):
     for device in ("cpu", "xla"):
         weight = torch.nn.Parameter(torch.tensor([0.5, 0.0, -1.0]).to(device))
         optimizer = OPTIMIZERS[name]([weight])
-        update = CompiledUpdate(optimizer, open_backend()) if device == "xla" else optimizer
+        update = (
+            CompiledUpdate(optimizer, open_backend(read_environment()))
+            if device == "xla"
+            else optimizer
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
         for _ in range(3):
             weight.grad = torch.tensor([1.0, -2.0, 0.0]).to(device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 from mpxla.parallel.update_python import NotTraceableError, described
 from mpxla.tests.ranks.run import run_ranks
 
@@ -251,7 +252,11 @@ def train(kind, device):
         for shape in ((4, 3), (3,))
     ]
     optimizer = kind(parameters)
-    update = CompiledUpdate(optimizer, open_backend()) if device != "cpu" else optimizer
+    update = (
+        CompiledUpdate(optimizer, open_backend(read_environment()))
+        if device != "cpu"
+        else optimizer
+    )
     for step in range(NUM_STEPS):
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator).to(device)

@@ -41,7 +41,10 @@ def hold_and_predict(pipeline):
         LiveValues.save = save
     peak = model.last_run.values.peak_saved_bytes
     found = forecast(
-        model._engine.first_cut, current().config, MachineModel(), current().backend.lowering
+        model._engine.first_cuts[model.label],
+        current().config,
+        MachineModel(),
+        current().backend.lowering,
     )
     programs = [p.name for p in found.programs if p.rank == smp.pp_rank()]
     compiled = [e.name for s in plan.plan.programs.values() for e in s.programs]

@@ -26,19 +26,19 @@ def test_one_model_keeps_its_names_and_is_all_there_is():
     states, labels = made(module)
     assert labels == [""]
     assert states.module is module
-    assert states.canonical_names == ModelState(module).canonical_names
+    assert states.current_names() == ModelState(module).canonical_names
     assert states.description([""]) == ModelState(module).description()
 
 
 def test_further_models_have_labels():
     states, labels = made(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     assert labels == ["", "model_2"]
-    assert states.canonical_names == {
+    assert states.current_names() == {
         "model_1.weight": "weight",
         "model_1.bias": "bias",
         "model_2.weight": "model_2.weight",
     }
-    assert {name for name, _ in states.module.named_parameters()} == set(states.canonical_names)
+    assert {name for name, _ in states.module.named_parameters()} == set(states.current_names())
     assert states.names_of("model_2") == {"model_2.weight": "weight"}
     assert states.owners(["bias", "model_2.weight"]) == {"", "model_2"}
 
@@ -54,7 +54,7 @@ def test_what_is_shared_belongs_to_the_first_that_has_it():
     shared = {f"encoder.{n}" for n in ("weight", "bias", "running_mean", "running_var")}
     assert shared < set(states.names_of(first))
     assert states.names_of(second) == {"model_2.last.weight": "last.weight"}
-    assert states.canonical_names["model_2.encoder.weight"] == "encoder.weight"
+    assert states.current_names()["model_2.encoder.weight"] == "encoder.weight"
     assert states.closure([second]) == [first, second]
     assert states.closure([first]) == [first]
     ranks = {"encoder.weight": (1,), "model_2.last.weight": (0,)}

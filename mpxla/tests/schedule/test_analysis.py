@@ -1,14 +1,14 @@
 """Memory, links and critical paths of timelines; the search among schedules."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import parse_schedule
+from mpxla.schedule.action import Action, parse_schedule
 from mpxla.schedule.analysis import (
     StageBytes,
-    critical_path,
     held_over_time,
     link_bytes,
     peak_bytes,
@@ -19,6 +19,7 @@ from mpxla.schedule.lower import add_communication
 from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import Candidate, StepCosts, candidates, search
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.schedule.timeline import Span, Timeline
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +49,67 @@ def test_link_bytes_add_up_over_microbatches():
     schedule = add_communication(lists, placement, edges, back)
     sizes = {(0, 1): 5, (1, 2): 7, (0, 2): 1000, (2, 1): 2, (1, 0): 1}
     assert link_bytes(schedule, placement, sizes) == {(0, 1): 3 * 7, (1, 0): 3 * 8}
+
+
+def critical_path(timeline: Timeline, flow: Dataflow) -> list[tuple[int, Span]]:
+    """A chain of actions without slack that ends last: speeding up anything else gains nothing.
+
+    Goes back from the last end. Before an action stands what ended last of: the action before it on
+    its rank, for a transfer that of its other end, for a forward or backward what it reads.
+
+    Args:
+        timeline: simulated or measured.
+        flow: what reads what.
+
+    Returns:
+        (rank, span), from the first to the last; actions that take no time are left out.
+    """
+    place = {
+        span.action: (rank, step)
+        for rank, spans in enumerate(timeline.spans)
+        for step, span in enumerate(spans)
+    }
+    ends = [(spans[-1].end, -rank) for rank, spans in enumerate(timeline.spans) if spans]
+    if not ends:
+        return []
+    rank = -max(ends)[1]
+    step = len(timeline.spans[rank]) - 1
+    path: list[tuple[int, Span]] = []
+    while True:
+        span = timeline.spans[rank][step]
+        if span.end > span.start:
+            path.append((rank, span))
+        before = _before(timeline, flow, place, rank, step)
+        if before is None:
+            return path[::-1]
+        rank, step = before
+
+
+def _before(
+    timeline: Timeline,
+    flow: Dataflow,
+    place: Mapping[Action, tuple[int, int]],
+    rank: int,
+    step: int,
+) -> tuple[int, int] | None:
+    """What an action waited for last: (rank, step)."""
+    span = timeline.spans[rank][step]
+    action = span.action
+    candidates = [(rank, step - 1)] if step else []
+    if action.op.is_transfer:
+        other = place.get(action.other_end())
+        if other is not None and other[1]:
+            candidates.append((other[0], other[1] - 1))
+    elif action.op.is_compute:
+        reads = flow.reads(action.op, action.stage)
+        found = (place.get(Action(k.stage, k.op, action.microbatch)) for k in reads)
+        candidates += [where for where in found if where is not None]
+    ended = [(timeline.ends[r][s], r != rank, r, s) for r, s in candidates]
+    earlier = [entry for entry in ended if entry[0] <= span.start + 1e-12 * timeline.makespan]
+    if not earlier:
+        return None
+    _, _, r, s = max(earlier, key=lambda entry: entry[0])
+    return r, s
 
 
 @pytest.mark.parametrize("rendezvous", [True, False])

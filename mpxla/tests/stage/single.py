@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 
 __all__ = ["differences"]
 
@@ -39,7 +40,7 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    stage = _compile_stage(PlannedStage(lowered), open_backend().compile)
+    stage = _compile_stage(PlannedStage(lowered), open_backend(read_environment()).compile)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
@@ -70,5 +71,7 @@ def _lowered(model, x):
     names = {name: name for name, _ in model.named_parameters()}
     graph = capture_step(step, model, [x], names)
     config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
-    cut = cut_step(graph, config, open_backend().lowering, {}, None)
-    return lower_stage(cut.stages[0], True, open_backend().lowering), graph.constants
+    cut = cut_step(graph, config, open_backend(read_environment()).lowering, {}, None)
+    return lower_stage(
+        cut.stages[0], True, open_backend(read_environment()).lowering
+    ), graph.constants

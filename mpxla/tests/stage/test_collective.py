@@ -1,4 +1,4 @@
-"""Collectives between the pieces of a program, over the loopback transport."""
+"""Collectives between the pieces of a program, over the transport of threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
 from mpxla.errors import LoweringError, PeerFailure
 from mpxla.graph.collectives import is_collective
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, annotate, split_graph
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.comm.threads import threads_world
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,7 @@ def plan_of(function, num_inputs=1):
 
 def runners_of(piece, size):
     ranks = tuple(range(size))
-    worlds = loopback_world(size)
+    worlds = threads_world(size)
     groups = [{"group": Members(ranks, transport)} for transport in worlds]
     return [
         CollectiveRunner("stage 1 forward, piece 2 of 3", piece, known, torch.Tensor.detach, list)

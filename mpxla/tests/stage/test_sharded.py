@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.loopback import loopback_world
 from mpxla.comm.transport import Members
 from mpxla.config import Config
 from mpxla.device.eager import EagerBackend
@@ -20,6 +19,7 @@ from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece, ComputePiece, a
 from mpxla.stage.sharded import divide_stage
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import split_backward
+from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.test_parity_sharded import Block, Model, batch_of, loss_of
 
 pytestmark = pytest.mark.unit
@@ -93,7 +93,7 @@ def test_gradients_are_means_over_the_group(keeps_whole):
                 # Torch traces in one thread.
                 [lowered_for(index, spec, model, keeps_whole=keeps_whole) for index in RANKS],
                 batches,
-                loopback_world(2),
+                threads_world(2),
                 timeout=60,
             )
         )

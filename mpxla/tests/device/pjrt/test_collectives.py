@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from mpxla.comm.loopback import loopback_world
+from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.transport import Members
 from mpxla.comm.xla import XlaTransport
 from mpxla.device.fused import FusedExecutable
@@ -52,6 +52,6 @@ def test_the_text_has_the_collectives_of_the_graph():
 
 
 def test_what_cannot_be_one_program_is_left_to_pieces():
-    assert isinstance(compiled(SUM, WAIT, transport=loopback_world(1)[0]), PiecewiseExecutable)
+    assert isinstance(compiled(SUM, WAIT, transport=LoopbackTransport()), PiecewiseExecutable)
     random = (aten.bernoulli.p, 0.5)
     assert isinstance(compiled(random, SUM, WAIT), PiecewiseExecutable)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from mpxla.comm.loopback import loopback_world
+from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.transport import Members
 from mpxla.comm.xla import XlaTransport
 from mpxla.device.fused import fuse
@@ -70,7 +70,7 @@ def test_results_that_are_arguments_or_twice_the_same():
 
 
 def test_what_cannot_be_one_program_is_left_to_pieces():
-    assert fused(graph_of(SUM, WAIT), loopback_world(1)[0]) is None
+    assert fused(graph_of(SUM, WAIT), LoopbackTransport()) is None
     assert fused(graph_of((aten.bernoulli.p, 0.5), SUM, WAIT)) is None
     swap = (c10d.all_to_all_single.default, [2, 2], [2, 2], "group")
     assert fused(graph_of(swap, WAIT)) is None
