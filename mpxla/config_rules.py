@@ -156,6 +156,7 @@ _RULES = (
 _SHARDING_KEYS = (
     "sdp_max_live_parameters",
     "sdp_gather",
+    "sdp_hierarchical_allgather",
     "sdp_gradient_clipping",
 )
 _IDLE_RULES = (

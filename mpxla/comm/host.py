@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mpxla.comm.by_host import GatherByHost, rows_by_host
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, copy_to_host, describe
 from mpxla.comm.quiet import without_gloos_lines
@@ -140,6 +141,7 @@ class HostTransport:
             (rank,): _Collectives((rank,), None, watch),
             self._world: _Collectives(self._world, self._world_group, watch),
         }
+        self._by_host: dict[Group, GatherByHost] = {}
         atexit.register(self._abort)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
@@ -186,6 +188,27 @@ class HostTransport:
                 if self.rank in ranks:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
 
+    def gather_by_host(self, groups: Sequence[Group], hosts: Sequence[int]) -> list[Group]:
+        """Lets gathers over groups go across hosts first, where that saves something.
+
+        Every rank calls it, with equal arguments, once the groups are made.
+
+        Args:
+            groups: Whose gathers.
+            hosts: Of every rank of the world, the number of its host.
+
+        Returns:
+            Those of the groups whose gathers do.
+        """
+        found = {ranks: rows for ranks in groups if (rows := rows_by_host(ranks, hosts))}
+        for ranks, rows in found.items():
+            # Groups of their own: the threads of others may be using theirs.
+            made = {phase: self._new_group(phase) for phase in (*zip(*rows, strict=True), *rows)}
+            if self.rank in ranks:
+                across, inside = (made[phase] for phase in made if self.rank in phase)
+                self._by_host[ranks] = GatherByHost(across, inside)
+        return list(found)
+
     def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
         """Nothing has to be readied; see `Transport.prepare`."""
 
@@ -202,11 +225,14 @@ class HostTransport:
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
+        by_host = self._by_host.get(tuple(ranks))
 
         def run(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             gathered = torch.empty((len(ranks), *part.shape), dtype=part.dtype)
             if group is None:
                 gathered[0] = part
+            elif part.numel() and by_host is not None:
+                by_host(gathered, part)
             elif part.numel():
                 dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
             return gathered
@@ -311,6 +337,7 @@ class HostTransport:
         for collectives in self._collectives.values():
             collectives.finish()
         groups = [collectives.group for collectives in self._collectives.values()]
+        groups += [group for phases in self._by_host.values() for group in phases]
         if self._living_threads():
             for group in groups:
                 if group is not None:
