@@ -83,7 +83,7 @@ def test_a_part_goes_to_another_host_once(hosts):
     sent = {}
     for is_by_host in (False, True):
         found = run_host(gather_in_turns, len(hosts), hosts, is_by_host)
-        every = [torch.stack(parts) for parts in zip(*(parts for parts, _, _ in found))]
+        every = [torch.stack(parts) for parts in zip(*(f[0] for f in found), strict=True)]
         for _, gathered, _ in found:
             for value, expected in zip(gathered, every, strict=True):
                 assert value.shape == expected.shape
