@@ -46,6 +46,8 @@ __all__ = ["HostTransport"]
 _GLOO_TIMEOUT = timedelta(days=7)
 _FAREWELL_S = 2.0
 _ABORT_S = 2.0
+# Streams have others, in the same process group.
+_SWAP_TAG = 4
 _FIRST_LOOK_S = 0.002
 _LONGEST_LOOK_S = 0.05
 
@@ -97,6 +99,27 @@ class _Collectives:
             job.handle.set_result(job.run(operand, self.group))
         except Exception as error:  # whatever it is, the thread has to answer what comes later
             job.handle.set_error(self._watch.account_for(error, self.ranks, job.handle.what))
+
+
+def _swap(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Starts to exchange bytes with the other member of a group of two; the result waits for it.
+
+    gloo's collectives copy what they take and what they give (torch 2.9).
+    """
+    other = 1 - group.rank()
+    works = [
+        dist.irecv(received, group=group, group_src=other, tag=_SWAP_TAG),
+        dist.isend(sent, group=group, group_dst=other, tag=_SWAP_TAG),
+    ]
+
+    def wait() -> None:
+        for work in works:
+            assert work is not None  # None is for ranks outside the group
+            work.wait()
+
+    return wait
 
 
 class HostTransport:
@@ -233,6 +256,11 @@ class HostTransport:
                 gathered[0] = part
             elif part.numel() and by_host is not None:
                 by_host(gathered, part)
+            elif part.numel() and len(ranks) == 2:
+                own = ranks.index(self.rank)
+                received = _swap(as_bytes(part), as_bytes(gathered[1 - own]), group)
+                gathered[own] = part
+                received()
             elif part.numel():
                 dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
             return gathered
@@ -254,10 +282,15 @@ class HostTransport:
         def run(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             if group is None or not parts.numel():
                 return parts[0].clone()
+            if len(ranks) == 2:
+                own = ranks.index(self.rank)
+                total = torch.empty(parts.shape[1:], dtype=parts.dtype)
+                _swap(as_bytes(parts[1 - own]), as_bytes(total), group)()
+                return total.add_(parts[own])  # of two terms the order makes no difference
             received = torch.empty(parts.shape, dtype=parts.dtype)
             dist.all_to_all_single(as_bytes(received), as_bytes(parts), group=group)
-            total = received[0].clone()
-            for part in received[1:]:
+            total = received[0] + received[1]
+            for part in received[2:]:
                 total += part
             return total
 
