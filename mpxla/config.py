@@ -119,7 +119,9 @@ class Config:
     every `microbatch`; or from the begin to the end of a `step`, gathered once. `auto` takes `step`
     where the whole parameters of every rank fit into its memory beside all else."""
     sdp_hierarchical_allgather: bool = key(True, boolean())
-    """Ignored."""
+    """Where a group that holds parameters together has equally many ranks, two or more, on each of
+    several hosts, gathers go across hosts first, between ranks of equal place, and then inside each
+    host. Over the transport `xla` the device's collectives choose their way."""
     sdp_gradient_clipping: float = key(1.0, number(above=0))
     """With sharded data parallelism, `optimizer.step()` first clips gradients at this norm, taken
     over all ranks."""

@@ -47,7 +47,6 @@ IGNORED_KEYS = {
     "contiguous": "it is for TensorFlow only",
     "sdp_reduce_bucket_size": "gradients are scattered parameter by parameter, as soon as the "
     "backward of their block has ended",
-    "sdp_hierarchical_allgather": "the transport decides by which way a gather goes",
     "skip_tracing": "the step is captured without running it or allocating memory, so there is no "
     "tracing step to skip",
     "static_mode": _UNDOCUMENTED,

@@ -150,6 +150,7 @@ REFUSED = (
 _SHARDING_KEYS = (
     "sdp_max_live_parameters",
     "sdp_gather",
+    "sdp_hierarchical_allgather",
     "sdp_gradient_clipping",
 )
 IDLE = (

@@ -309,6 +309,8 @@ def _connect(
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}
     unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
     transport.make_groups(list(dict.fromkeys((*unique, *topology.sdp_groups()))))
+    if topology.sdp > 1 and config.sdp_hierarchical_allgather and transport is carrier:
+        _gather_by_host(carrier, env, topology)
     session = Session(
         config,
         env,
@@ -326,6 +328,19 @@ def _connect(
     if config.ddp:
         session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
     return session
+
+
+def _gather_by_host(host: Any, env: LaunchEnv, topology: Topology) -> None:
+    """Lets gathers of parameters go across hosts first; every rank calls it."""
+    hosts = Objects(host, DATA).allgather(env.node_rank, topology.world_group())
+    groups = sorted({topology.sdp_group(rank) for rank in range(topology.size)})
+    found = host.gather_by_host(groups, hosts)
+    if found and env.rank == 0:
+        log.get_logger().info(
+            "%d of %d groups that hold parameters together gather across hosts, then inside each.",
+            len(found),
+            len(groups),
+        )
 
 
 def _reach_all_processes(session: Session) -> None:

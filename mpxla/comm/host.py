@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mpxla.comm.by_host import GatherByHost, rows_by_host
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, copy_to_host, describe
 from mpxla.comm.quiet import without_gloos_lines
@@ -45,6 +46,8 @@ __all__ = ["HostTransport"]
 _GLOO_TIMEOUT = timedelta(days=7)
 _FAREWELL_S = 2.0
 _ABORT_S = 2.0
+# Streams have others, in the same process group.
+_SWAP_TAG = 4
 _FIRST_LOOK_S = 0.002
 _LONGEST_LOOK_S = 0.05
 
@@ -98,6 +101,27 @@ class _Collectives:
             job.handle.set_error(self._watch.account_for(error, self.ranks, job.handle.what))
 
 
+def _swap(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Starts to exchange bytes with the other member of a group of two; the result waits for it.
+
+    gloo's collectives copy what they take and what they give (torch 2.9).
+    """
+    other = 1 - group.rank()
+    works = [
+        dist.irecv(received, group=group, group_src=other, tag=_SWAP_TAG),
+        dist.isend(sent, group=group, group_dst=other, tag=_SWAP_TAG),
+    ]
+
+    def wait() -> None:
+        for work in works:
+            assert work is not None  # None is for ranks outside the group
+            work.wait()
+
+    return wait
+
+
 class HostTransport:
     """The transport of one process of a world of processes; see `transport.Transport`."""
 
@@ -140,6 +164,7 @@ class HostTransport:
             (rank,): _Collectives((rank,), None, watch),
             self._world: _Collectives(self._world, self._world_group, watch),
         }
+        self._by_host: dict[Group, GatherByHost] = {}
         atexit.register(self._abort)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
@@ -186,6 +211,27 @@ class HostTransport:
                 if self.rank in ranks:
                     self._collectives[ranks] = _Collectives(ranks, group, self.watch)
 
+    def gather_by_host(self, groups: Sequence[Group], hosts: Sequence[int]) -> list[Group]:
+        """Lets gathers over groups go across hosts first, where that saves something.
+
+        Every rank calls it, with equal arguments, once the groups are made.
+
+        Args:
+            groups: Whose gathers.
+            hosts: Of every rank of the world, the number of its host.
+
+        Returns:
+            Those of the groups whose gathers do.
+        """
+        found = {ranks: rows for ranks in groups if (rows := rows_by_host(ranks, hosts))}
+        for ranks, rows in found.items():
+            # Groups of their own: the threads of others may be using theirs.
+            made = {phase: self._new_group(phase) for phase in (*zip(*rows, strict=True), *rows)}
+            if self.rank in ranks:
+                across, inside = (made[phase] for phase in made if self.rank in phase)
+                self._by_host[ranks] = GatherByHost(across, inside)
+        return list(found)
+
     def prepare(self, uses: Sequence[Use], ranks: Group) -> None:
         """Nothing has to be readied; see `Transport.prepare`."""
 
@@ -202,11 +248,19 @@ class HostTransport:
 
     def all_gather(self, tensor: torch.Tensor, ranks: Group) -> Handle[torch.Tensor]:
         """Collects [...] of every rank to [len(ranks), ...]; see `Transport.all_gather`."""
+        by_host = self._by_host.get(tuple(ranks))
 
         def run(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             gathered = torch.empty((len(ranks), *part.shape), dtype=part.dtype)
             if group is None:
                 gathered[0] = part
+            elif part.numel() and by_host is not None:
+                by_host(gathered, part)
+            elif part.numel() and len(ranks) == 2:
+                own = ranks.index(self.rank)
+                received = _swap(as_bytes(part), as_bytes(gathered[1 - own]), group)
+                gathered[own] = part
+                received()
             elif part.numel():
                 dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(part), group=group)
             return gathered
@@ -228,10 +282,15 @@ class HostTransport:
         def run(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             if group is None or not parts.numel():
                 return parts[0].clone()
+            if len(ranks) == 2:
+                own = ranks.index(self.rank)
+                total = torch.empty(parts.shape[1:], dtype=parts.dtype)
+                _swap(as_bytes(parts[1 - own]), as_bytes(total), group)()
+                return total.add_(parts[own])  # of two terms the order makes no difference
             received = torch.empty(parts.shape, dtype=parts.dtype)
             dist.all_to_all_single(as_bytes(received), as_bytes(parts), group=group)
-            total = received[0].clone()
-            for part in received[1:]:
+            total = received[0] + received[1]
+            for part in received[2:]:
                 total += part
             return total
 
@@ -311,6 +370,7 @@ class HostTransport:
         for collectives in self._collectives.values():
             collectives.finish()
         groups = [collectives.group for collectives in self._collectives.values()]
+        groups += [group for phases in self._by_host.values() for group in phases]
         if self._living_threads():
             for group in groups:
                 if group is not None:

@@ -534,7 +534,6 @@ def test_the_list_of_ignored_keys():
         "fast_mode",
         "horovod",
         "overlapping_allreduce",
-        "sdp_hierarchical_allgather",
         "sdp_reduce_bucket_size",
         "skip_tracing",
         "static_mode",

@@ -4,8 +4,10 @@ Losses, norms of gradients before clipping, whole parameters and optimizer state
 steps, inside pipelines and beside further replicas.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,12 +35,15 @@ class Case:
     passes: int = 1
     checkpointed: bool = False
     keys: tuple[tuple[str, Any], ...] = ()
+    hosts: int = 1
+    """Over which the launcher says that ranks lie."""
     keeps_whole: bool = False
     """Whether gradients alone are divided, over all replicas."""
 
     def __str__(self) -> str:
         words = [f"{self.degree}x{self.stages}x{self.groups}-{self.backend}"]
         words += [f"{self.passes}passes"] * (self.passes > 1)
+        words += [f"{self.hosts}hosts"] * (self.hosts > 1)
         words += ["gradients"] * self.keeps_whole
         words += ["checkpointed"] * self.checkpointed
         return "-".join(words + [f"{key}={value}" for key, value in self.keys])
@@ -50,6 +55,11 @@ class Case:
     @property
     def world_size(self) -> int:
         return self.replicas * self.stages
+
+    @property
+    def is_by_host(self) -> bool:
+        ranks = self.degree // self.hosts
+        return self.hosts > 1 < ranks and ("sdp_hierarchical_allgather", False) not in self.keys
 
     def config(self):
         return {
@@ -104,6 +114,7 @@ class Found:
     optimizer: dict[int, dict[str, Any]] = field(default_factory=dict)
     elements: int = 0
     compilations: int = 0
+    is_by_host: bool = False
 
 
 def build(seed=3):
@@ -150,9 +161,24 @@ def train_plainly(case):
 def train(case):
     """Runs on every rank."""
     import mpxla as smp
+    from mpxla.comm.by_host import GatherByHost
+
+    rank, per_host = int(os.environ["RANK"]), case.world_size // case.hosts
+    places = {"LOCAL_RANK": str(rank % per_host), "LOCAL_WORLD_SIZE": str(per_host)}
+    with mock.patch.dict(os.environ, places):
+        smp.init(case.config())
+    by_host, gather = [], GatherByHost.__call__
+    counting = lambda self, *tensors: by_host.append(self) or gather(self, *tensors)  # noqa: E731
+    with mock.patch.object(GatherByHost, "__call__", counting):
+        found = train_in_session(case)
+    found.is_by_host = bool(by_host)
+    return found
+
+
+def train_in_session(case):
+    import mpxla as smp
     from mpxla.session import current
 
-    smp.init(case.config())
     raw = build(3 + smp.rdp_rank())  # replicas take over the values of the first
     model = smp.DistributedModel(raw, backward_passes_per_step=case.passes)
     for block in model.get_module().blocks if case.checkpointed else ():
@@ -188,11 +214,16 @@ def train(case):
 CASES = (
     Case(2),
     Case(2, stages=2, backend="torch_xla"),
+    Case(4, hosts=2),
 )
 SWEEP = (
     Case(2, keeps_whole=True),
     Case(2, backend="torch_xla"),
     Case(4),
+    Case(4, hosts=2, backend="torch_xla"),
+    Case(4, hosts=2, keys=(("sdp_hierarchical_allgather", False),)),
+    Case(4, hosts=2, keys=(("sdp_gather", "step"),)),
+    Case(2, stages=2, hosts=2),
     Case(2, groups=2, passes=2),
     Case(2, passes=2),
     Case(3),
@@ -247,6 +278,7 @@ def check(case, loss=1e-5, state=1e-5):
         torch.testing.assert_close(of_rank.norms, expected.norms, rtol=10 * loss, atol=1e-6)
         assert_close_by_norm(of_rank.state, expected.state, state)
         assert of_rank.compilations == 0
+        assert of_rank.is_by_host == case.is_by_host
         assert "master_param" in of_rank.optimizer[0] or not dict(case.keys).get("bf16")
         for position, entry in expected.optimizer.items():
             other = {k: v for k, v in of_rank.optimizer[position].items() if k in entry}

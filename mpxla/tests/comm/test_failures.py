@@ -107,6 +107,30 @@ def test_broken_connection_is_translated(wait):
     assert "rank 0 was waiting for" in last
 
 
+def die_while_others_gather_by_host(transport):
+    group = (0, 1, 2, 3)
+    transport.gather_by_host([group], [0, 0, 1, 1])
+    if transport.rank == 3:
+        for rank in range(3):
+            await_mark(f"rank {rank} waits")
+        time.sleep(0.5)
+        kill_self()
+    handle = transport.all_gather(torch.ones(4), group)
+    mark(f"rank {transport.rank} waits")
+    handle.result()
+
+
+def test_killed_rank_is_named_in_both_phases_of_a_gather():
+    results = run_host_unpooled(die_while_others_gather_by_host, 4)
+    for result in results[:3]:
+        assert result.exit_code == 1
+        assert_soon(result, results[3])
+        last = last_error(result)
+        assert "PeerFailure: rank 3 " in last
+        assert "died: its process ended without a report" in last
+        assert "was waiting for all_gather of float32[4] with rank" in last
+
+
 def raise_in_step(transport):
     if transport.rank == 1:
         await_mark("rank 0 waits")
