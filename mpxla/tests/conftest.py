@@ -31,4 +31,4 @@ def pytest_collection_modifyitems(config, items):
     part, count = map(int, config.option.part.split("/"))
     others = [i for i in items if (zlib.crc32(i.nodeid.encode()) - part) % count]
     config.hook.pytest_deselected(items=others)
-    items[:] = [i for i in items if i not in set(others)]
+    items[:] = [i for i in items if i not in others]
