@@ -10,8 +10,10 @@ INSTALLED_DEMO := .venv/.installed-demo
 # One core per process: the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 export PJRT_DEVICE ?= CPU
+# Processes that tests start import what was compiled before, also where the environment says not to.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-pjrt test-all lint types bench bench-quick docs clean
+.PHONY: help demo test test-slow test-pjrt test-all lint types bench bench-quick docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -20,17 +22,18 @@ help: ## list the targets
 demo: $(INSTALLED_DEMO) ## train an MLP on handwritten digits, split over two processes
 	$(BIN)/torchrun --nproc_per_node $(RANKS) examples/mnist_mlp/train_smp.py $(ARGS)
 
-# Tests that start ranks keep to their file's worker, which keeps their processes between tests; two
-# workers, because ranks that wait leave cores idle. Both parts always run, so that one run shows
-# everything that is broken. Their programs are small and run a few times: XLA's optimizations would
-# take longer than they save. `test-all` has them.
-test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
+# A worker takes tests in their order, since it keeps its ranks' processes between tests, and takes
+# over from the other one when it has none left; two, because ranks that wait leave cores idle.
 test: $(INSTALLED) ## run the test suite
-	@status=0; \
-	$(BIN)/pytest -n $(WORKERS) -m "not ranks and not slow and not device" $(ARGS) || status=1; \
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "ranks and not slow and not device" $(ARGS) \
-	|| status=1; \
-	exit $$status
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not device" $(ARGS)
+
+# A part of the slow tests, another one for every commit: make test-slow PART=3. A test stays in its
+# part. What may take longer than the limit is left to `test-all`.
+PARTS ?= 8
+PART ?= $(shell git rev-list --count HEAD 2>/dev/null || date +%j)
+test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "slow and not long and not device" \
+	--part=$(PART)/$(PARTS) --timeout 600 $(ARGS)
 
 # The backend's own tests, and on it the tests of parity, replicas, messages, checkpoints, scripts and
 # ordinary models. Also in an environment with the newest torch and jax and without torch_xla, where
@@ -38,7 +41,6 @@ test: $(INSTALLED) ## run the test suite
 PJRT_TESTS := $(addprefix mpxla/tests/,test_parity.py test_parity_modes.py test_parity_replicas.py \
 	test_late_delivery.py test_client_training.py test_parity_scripts.py test_ordinary_models.py \
 	parallel/test_zero.py checkpoint/test_save_and_resume.py checkpoint/test_full.py)
-test-pjrt: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0
 test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parity on it
 	@status=0; \
 	$(BIN)/python -m pytest -m "not slow and not device" mpxla/tests/device/pjrt $(ARGS) || status=1; \

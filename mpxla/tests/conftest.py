@@ -1,7 +1,9 @@
 """Settings of all tests."""
 
 import os
+import zlib
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Most of a test's time goes into LLVM, which makes tiny programs fast that run a few times. To run
@@ -13,3 +15,20 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 # How fast the machine is decides over no test.
 settings.register_profile("mpxla", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mpxla")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", metavar="I/N", help="run the I-th (modulo N) of N parts of the tests"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves the tests of one part; a test stays in its part whatever other tests there are."""
+    if config.option.part is None:
+        return
+    part, count = map(int, config.option.part.split("/"))
+    others = [i for i in items if (zlib.crc32(i.nodeid.encode()) - part) % count]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [i for i in items if i not in others]

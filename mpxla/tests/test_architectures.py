@@ -63,6 +63,7 @@ def test_ill_conditioned_values_have_the_tolerance_of_float32():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_no_architecture_trains_wrong_numbers():
     from mpxla.tests.architectures import architectures

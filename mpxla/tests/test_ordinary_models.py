@@ -44,6 +44,7 @@ def test_one_step_in_two_stages():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_one_step_of_further_models_in_two_stages():
     names = tuple(set(MODELS) - {*SAMPLE, *TRAINED})

@@ -190,9 +190,8 @@ def train(case):
 PARTS = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold", 17))
 GRADIENTS = (("shard_gradients", True),)
 CASES = (
-    Case("llama", 2, prescaled=False, layers=1),
     Case("gpt2", 2, backend="pjrt", layers=1),
-    Case("llama", 2, replicas=2, backend="pjrt", layers=1, keys=PARTS),
+    Case("llama", 2, replicas=2, prescaled=False, layers=1, keys=PARTS),
 )
 SWEEP = (
     Case("llama", 2, prescaled=False),
@@ -214,6 +213,7 @@ SWEEP = (
     Case("llama", 2, stages=2, replicas=2),
     Case("bert", 2, stages=2, backend="pjrt"),
     Case("llama", 2, replicas=2, keys=PARTS),
+    Case("llama", 2, replicas=2, backend="pjrt", keys=PARTS),
     Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
     Case("llama", 2, replicas=2, keys=GRADIENTS),

@@ -1,25 +1,30 @@
 """`python -m mpxla plan`: a model's partition, programs and predicted steps, without devices."""
 
+import contextlib
+import io
 import re
-import sys
+from types import SimpleNamespace
 
 import pytest
 
-from mpxla.tests.ranks.run import run_ranks_unpooled
+from mpxla.tests.ranks.run import run_ranks
 
-pytestmark = pytest.mark.ranks  # torch_xla is loaded, in a process of its own
+pytestmark = pytest.mark.ranks  # torch_xla is loaded, in another process
 
 
 def plan_here(*words):
     from mpxla.cli.main import main
 
-    sys.exit(main(["plan", *words]))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        exit_code = main(["plan", *words])
+    return {"exit_code": exit_code, "stdout": out.getvalue(), "stderr": err.getvalue()}
 
 
 def plan(*words):
-    """In a process that has imported torch already."""
-    (result,) = run_ranks_unpooled(plan_here, 1, *words, timeout_s=400)
-    return result
+    """In a process that has imported torch, and may have planned, already."""
+    (found,) = run_ranks(plan_here, 1, *words, timeout_s=400)
+    return SimpleNamespace(**found)
 
 
 def test_plan_with_a_search(tmp_path):

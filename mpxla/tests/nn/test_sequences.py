@@ -1,5 +1,7 @@
 """Sequence parallelism computes what the whole model does, and keeps 1 / ranks of its streams."""
 
+import functools
+
 import pytest
 import torch
 
@@ -35,13 +37,19 @@ def test_loss_and_gradients_of_parts(name):
         torch.testing.assert_close(joined, value.grad, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
+@functools.cache
+def lowered_rank(num_ranks, is_divided, num_layers):
+    """The lowered stage of one of some ranks."""
+    options = {"attn_implementation": "eager", "num_hidden_layers": num_layers}
+    rank = distributed(lambda: llama(**options), num_ranks)[0]
+    _, lowered = lower(rank, loss_of, [torch.zeros(2, 64, dtype=torch.long)], is_divided)
+    return lowered
+
+
 def of_blocks(is_divided):
     """Collectives (forward, backward) that a further block adds."""
-    counts = []
-    for num_layers in (1, 2):
-        (rank, _) = distributed(lambda n=num_layers: llama(num_hidden_layers=n), 2)
-        _, lowered = lower(rank, loss_of, [some_words()], is_divided)
-        counts.append([collectives(lowered.forward), collectives(lowered.backward)])
+    few, many = (lowered_rank(2, is_divided, num_layers) for num_layers in (1, 2))
+    counts = [[collectives(one.forward), collectives(one.backward)] for one in (few, many)]
     return [dict(two - one) for one, two in zip(*counts, strict=True)]
 
 
@@ -59,20 +67,16 @@ def test_lengths_that_do_not_divide_stay_whole():
     assert "reduce_scatter_tensor" not in collectives(lowered.forward)
 
 
-def kept_bytes(num_ranks, is_divided, **options):
+def kept_bytes(*key):
     """Activations that a rank keeps for the backward of one microbatch."""
-    ranks = distributed(lambda: llama(**options), num_ranks)
-    ids = torch.zeros(2, 64, dtype=torch.long)
-    _, lowered = lower(ranks[0], loss_of, [ids], is_divided)
-    return sum(spec.num_bytes for spec in lowered.saved_specs)
+    return sum(spec.num_bytes for spec in lowered_rank(*key).saved_specs)
 
 
 def test_activations_of_a_rank():
     """What further blocks keep is 1 / ranks of what they keep on one rank, within a tenth."""
-    options = {"attn_implementation": "eager"}
 
     def of_layers(size, is_divided):
-        few, many = (kept_bytes(size, is_divided, num_hidden_layers=n, **options) for n in (1, 2))
+        few, many = (kept_bytes(size, is_divided, n) for n in (1, 2))
         return many - few
 
     whole = of_layers(1, False)

@@ -27,6 +27,7 @@ def test_some_operators():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_all_operators_and_the_page_about_them():
     outcomes = list(sweep(operator_names(), SAMPLES))

@@ -1,5 +1,7 @@
 """Programs on disk: a second start compiles nothing, and what cannot be used is said."""
 
+import os
+
 import jax
 import pytest
 import torch
@@ -89,8 +91,10 @@ def test_a_folder_that_cannot_be_made_is_said(backend, tmp_path, caplog):
 CASE = case_of("mlp", "2x2I")
 
 
-def start_job():
+def start_job(folder):
     """Losses, programs that are compiled, and those that are found."""
+    os.environ["XDG_CACHE_HOME"] = folder
+    jax.config.update("jax_enable_compilation_cache", True)
     compiled = []
 
     def note(event, **_):
@@ -103,12 +107,8 @@ def start_job():
 
 @pytest.mark.ranks
 def test_a_second_start_compiles_nothing(tmp_path):
-    env = {
-        "MPXLA_DEVICE": "pjrt",
-        "XDG_CACHE_HOME": str(tmp_path),
-        "JAX_ENABLE_COMPILATION_CACHE": "1",
-    }
-    starts = [run_ranks_unpooled(start_job, 2, env=env) for _ in range(2)]
+    env = {"MPXLA_DEVICE": "pjrt"}
+    starts = [run_ranks_unpooled(start_job, 2, str(tmp_path), env=env) for _ in range(2)]
     for rank in (rank for ranks in starts for rank in ranks):
         assert rank.exit_code == 0, rank.stderr
     first, second = ([rank.value for rank in ranks] for ranks in starts)

@@ -112,6 +112,7 @@ def test_a_wrong_function_is_found(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "dtype, samples, most",
@@ -129,6 +130,7 @@ def test_all_operators(dtype, samples, most):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_operator_of_the_table_has_been_called():
     called = {call.operator for call in by_hand()}
