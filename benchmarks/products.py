@@ -73,7 +73,7 @@ def main() -> None:
 
             runs = [lambda many=many, tensors=tensors: many(*tensors)]
             for has_blas in (lambda: False, blas.has_blas):
-                executable.has_blas = has_blas
+                executable.prefers_blas = has_blas
                 runs.insert(-1, compiled(backend, make_fx(many)(*tensors), specs))
             best = [float("inf")] * len(runs)
             for _ in range(args.repetitions):

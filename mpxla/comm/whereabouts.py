@@ -4,15 +4,20 @@
 the last to hold its variables, and torch's tensors do not survive being dropped by another thread
 (seen as "'FakeTensor' object has no attribute 'fake_mode'" in the middle of a capture). So the
 stacks are read as text, which holds nothing.
+
+The interpreter writes it for one thread. `faulthandler` would write it for all, of which one may be
+in the making: threads of XLA enter Python to free what they have of PyTorch, and are known a moment
+before they can be read (Python 3.11; a segmentation fault of a job on jax).
 """
 
+import ctypes
 import faulthandler
 import re
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpxla.user_lines import is_script_code
 
@@ -20,6 +25,11 @@ __all__ = ["STEP", "Place", "Whereabouts"]
 
 STEP = "a step function"
 """The call of a step function, whose name no stack tells."""
+
+_write_stack: Any = getattr(ctypes.PyDLL(None), "_Py_DumpTraceback", None)
+"""Not public: writes the stack of one thread, of which it is given the state, to a descriptor."""
+if _write_stack is not None:
+    _write_stack.argtypes, _write_stack.restype = (ctypes.c_int, ctypes.c_void_p), None
 
 _PACKAGE = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -72,9 +82,11 @@ class Whereabouts:
         """Looks nowhere yet.
 
         Args:
-            thread: whose place is asked for.
+            thread: whose place is asked for; better the one that calls this.
         """
         self._thread = thread
+        is_own = thread is threading.current_thread()
+        self._state = _own_state() if is_own and _write_stack is not None else None
 
     def find(self) -> Place:
         """The user's line that the thread is in, or the innermost one; empty if it has ended."""
@@ -90,15 +102,26 @@ class Whereabouts:
     def _stack(self) -> Iterator[re.Match[str]]:
         """Frames of the thread, the innermost first."""
         with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
+            if self._state is None:
+                faulthandler.dump_traceback(file)
+            elif self._thread.is_alive():
+                _write_stack(file.fileno(), self._state)
             file.seek(0)
             text = file.read().decode(errors="replace")
-        _, _, rest = text.partition(f" 0x{self._thread.ident or 0:016x} ")
-        for line in rest.splitlines()[1:]:
+        if self._state is None:
+            _, _, text = text.partition(f" 0x{self._thread.ident or 0:016x} ")
+        for line in text.splitlines()[1:]:
             frame = _FRAME.fullmatch(line)
             if frame is None:  # the next thread
                 return
             yield frame
+
+
+def _own_state() -> int:
+    """Address of the interpreter's state of the calling thread."""
+    get = ctypes.PyDLL(None).PyThreadState_Get
+    get.restype = ctypes.c_void_p
+    return get()
 
 
 def _line(frame: re.Match[str]) -> str:

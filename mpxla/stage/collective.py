@@ -75,7 +75,7 @@ class CollectiveRunner:
                 value = functools.partial(self._view, next(given))
                 # What nothing reads is there to be waited for; the rest is once it is needed, so
                 # that others are under way by then.
-                values[node] = functools.cache(value) if node.users else value()
+                values[node] = value if node.users else value()
         for pack in self._packs:
             values.update(self._start_pack(pack, values))
         results: list[torch.Tensor] = []
@@ -83,11 +83,11 @@ class CollectiveRunner:
             if node in values:
                 continue
             if node.op == "output":
-                results = [_finished(values[n]) for n in node.args[0]]
+                results = [_finished(values, n) for n in node.args[0]]
             elif node.target is _c10d.wait_tensor.default:
                 values[node] = values[node.args[0]]
             else:
-                args = pytree.tree_map_only(fx.Node, lambda n: _finished(values[n]), node.args)
+                args = pytree.tree_map_only(fx.Node, lambda n: _finished(values, n), node.args)
                 values[node] = self._start(node, args)
         return self._put(results)
 
@@ -117,11 +117,11 @@ class CollectiveRunner:
         return self._noting(node, finish)
 
     def _start_pack(
-        self, pack: Sequence[fx.Node], values: Mapping[fx.Node, Any]
+        self, pack: Sequence[fx.Node], values: dict[fx.Node, Any]
     ) -> dict[fx.Node, _Started]:
         """Starts several gathers, or several scatters, of flat values as one."""
         (ranks, transport), size = self._members(pack[0]), pack[0].args[-2]
-        given = [_finished(values[node.args[0]]) for node in pack]
+        given = [_finished(values, node.args[0]) for node in pack]
         if pack[0].target is _c10d.all_gather_into_tensor.default:
             lengths = [value.shape[0] for value in given]
             handle = transport.all_gather(_together(given, 0), ranks)  # [ranks, elements of all]
@@ -173,8 +173,11 @@ def _part_of(handle: Handle[torch.Tensor], start: int, length: int) -> torch.Ten
     return handle.result()[..., start : start + length].flatten()
 
 
-def _finished(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value()
+def _finished(values: dict[fx.Node, Any], node: fx.Node) -> torch.Tensor:
+    """The value of a node, once it is there; it is waited for once."""
+    if not isinstance(values[node], torch.Tensor):
+        values[node] = values[node]()
+    return values[node]
 
 
 def _all_reduce(members: Members, value: torch.Tensor, operation: str) -> _Started:

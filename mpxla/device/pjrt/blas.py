@@ -3,8 +3,8 @@
 XLA's own products of float32 run at 0.6 to 0.9 of that library's rate (benchmarks/products.py), and
 they are three quarters of a transformer's step. A program calls the library by XLA's foreign
 function interface, from machine code that LLVM makes: Python's lock is not taken, since who waits
-for a program may hold it. Without llvmlite, or with a PyTorch that exports no `sgemm_`, programs
-multiply as XLA does.
+for a program may hold it. Without llvmlite, with a PyTorch that exports no `sgemm_`, and where the
+library is slower (`prefers_blas`), programs multiply as XLA does.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from torch import fx
 
 from mpxla.stage.cleanup import replace_call
 
-__all__ = ["has_blas", "use_blas"]
+__all__ = ["has_blas", "prefers_blas", "use_blas"]
 
 _aten = torch.ops.aten
 _SMALLEST = 2**20
@@ -43,6 +43,28 @@ def has_blas() -> bool:
     address = _handler(ctypes.cast(sgemm, ctypes.c_void_p).value)
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
     return True
+
+
+@functools.cache
+def prefers_blas() -> bool:
+    """Whether programs shall call the library: where it can be called, and is faster than XLA.
+
+    Intel's library keeps to AVX2 on processors of others. Where those have AVX-512, XLA is faster:
+    140 to 190 GFLOP/s to 100, on a core of an AMD EPYC. To time both would be no rule: runs on one
+    machine have to give the same numbers.
+    """
+    has_wide = torch.backends.mkl.is_available() and _capability() == "AVX512"
+    return has_blas() and not (has_wide and "GenuineIntel" not in _processor())
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _processor() -> str:
+    """What Linux says of the processors; empty where there is no such file."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
 
 
 def _handler(sgemm: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from torch import fx
 
-from mpxla.device.pjrt.blas import has_blas, use_blas
+from mpxla.device.pjrt.blas import prefers_blas, use_blas
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
@@ -120,7 +120,7 @@ def compile_flat(
     is_random = is_random_graph(module.graph)
     if not wanted:
         return PjrtExecutable(name, None, results, len(inputs), False, "", device, started)
-    if device.platform == "cpu" and has_blas():
+    if device.platform == "cpu" and prefers_blas():
         use_blas(module)
     function = as_function(name, module)
 

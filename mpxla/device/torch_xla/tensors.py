@@ -3,6 +3,7 @@
 The rest of mpxla reaches it through the backend (`backend.py`).
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -94,6 +95,7 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
         _xla._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 
 
+@functools.cache
 def is_host_device() -> bool:
     """Whether XLA's device is the processor itself, whose memory is the host's."""
     return runtime.device_type() == "CPU"

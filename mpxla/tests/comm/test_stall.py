@@ -1,6 +1,8 @@
 """What is said when nothing moves: who waits for whom, who is silent, and when nothing is wrong."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -384,3 +386,36 @@ def test_who_looks_for_a_thread_holds_none_of_its_variables():
     over.set()
     looking.join()
     assert set(Droppable.dropped_by) == {threading.current_thread()}
+
+
+THREADS_THAT_COME_AND_GO = """
+import ctypes, threading, time
+from mpxla.comm.whereabouts import Whereabouts
+
+whereabouts, end = Whereabouts(threading.current_thread()), time.monotonic() + 3.0
+
+def look():
+    while time.monotonic() < end:
+        assert whereabouts.find().line
+
+looking = threading.Thread(target=look)
+looking.start()
+Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+library, visit = ctypes.CDLL(None), Function(lambda _: None)
+library.pthread_create.argtypes = (ctypes.c_void_p, ctypes.c_void_p, Function, ctypes.c_void_p)
+library.pthread_join.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+while time.monotonic() < end:
+    threads = [ctypes.c_ulong() for _ in range(8)]
+    for thread in threads:
+        library.pthread_create(ctypes.byref(thread), None, visit, None)
+    for thread in threads:
+        library.pthread_join(thread, None)
+looking.join()
+print("still there")
+"""
+
+
+def test_a_place_is_found_while_threads_of_libraries_enter_python():
+    command = [sys.executable, "-c", THREADS_THAT_COME_AND_GO]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "still there\n", (done.returncode, done.stderr[-2000:])

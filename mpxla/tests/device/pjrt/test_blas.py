@@ -19,6 +19,12 @@ if not blas.has_blas():
     pytest.skip("llvmlite, or PyTorch's sgemm_, is not there", allow_module_level=True)
 
 
+@pytest.fixture(autouse=True)
+def preferred(monkeypatch):
+    """Also on processors where the library is the slower one."""
+    monkeypatch.setattr(executable, "prefers_blas", blas.has_blas)
+
+
 @pytest.fixture(scope="module")
 def backend():
     return PjrtBackend("cpu")
@@ -130,17 +136,40 @@ def test_without_llvmlite_programs_multiply_as_xla_does(backend, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(importlib.util, "find_spec", lambda name: None)
         assert not blas.has_blas.__wrapped__()
-    monkeypatch.setattr(executable, "has_blas", lambda: False)
+    monkeypatch.setattr(executable, "prefers_blas", lambda: False)
     x = torch.randn(128, 128)
     check(backend, lambda x: [x @ x], x, calls=0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "processor", "is_preferred"),
+    [
+        ("AVX512", "vendor_id : GenuineIntel", True),
+        ("AVX512", "vendor_id : AuthenticAMD", False),
+        ("AVX2", "vendor_id : AuthenticAMD", True),
+        ("NO AVX", "", True),
+    ],
+)
+def test_processors_on_which_the_library_is_preferred(
+    capability, processor, is_preferred, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(blas, "_capability", lambda: capability)
+    monkeypatch.setattr(blas, "_processor", lambda: processor)
+    assert blas.prefers_blas.__wrapped__() == is_preferred
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert blas.prefers_blas.__wrapped__()
+    monkeypatch.setattr(blas, "has_blas", lambda: False)
+    assert not blas.prefers_blas.__wrapped__()
 
 
 SCRIPT = """
 import sys, torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from mpxla.device.pjrt import cache
+from mpxla.device.pjrt import blas, cache, executable
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
+executable.prefers_blas = blas.has_blas
 backend = PjrtBackend("cpu")
 backend.keep_programs(sys.argv[1])
 x = torch.arange(128 * 128.0).view(128, 128) / 1e4
