@@ -332,7 +332,9 @@ def _connect(
 
 def _gather_by_host(host: Any, env: LaunchEnv, topology: Topology) -> None:
     """Lets gathers of parameters go across hosts first; every rank calls it."""
-    hosts = Objects(host, DATA).allgather(env.node_rank, topology.world_group())
+    # The first rank on each rank's host stands for it: launchers fill host by host.
+    first = env.rank - env.local_rank
+    hosts = Objects(host, DATA).allgather(first, topology.world_group())
     groups = sorted({topology.sdp_group(rank) for rank in range(topology.size)})
     found = host.gather_by_host(groups, hosts)
     if found and env.rank == 0:

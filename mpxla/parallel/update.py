@@ -8,7 +8,8 @@ inner optimizer's own `step` is traced once and called by handle afterwards:
     phase 2, started:  missing state is created as zeros, if a small trial on the host shows that
                        the optimizer would start from zeros.
     phase 3, traced:   a copy of the optimizer runs on stand-ins for parameters, gradients and
-                       state. The learning rate is an argument; other settings are part of the key.
+                       state, once for parameters that are alike. The learning rate is an argument;
+                       other settings are part of the key.
     phase 4, run:      the program's results become the parameters and the state; gradients are
                        hidden from the inner `step`, which then has nothing left to do.
 

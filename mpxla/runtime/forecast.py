@@ -184,14 +184,14 @@ def _with_recomputation(costs: Costs, cut: CutStep, lowered: list[LoweredStage])
 def _with_collectives(costs: Costs, machine: MachineModel, lowered: list[LoweredStage]) -> Costs:
     """Adds messages among the ranks that share tensors, which nothing overlaps."""
 
-    def seconds(module: torch.nn.Module | None) -> float:
-        modules = [] if module is None else module.modules()
-        graphs = [m.graph for m in modules if isinstance(m, torch.fx.GraphModule)]
-        size = sum(collective_bytes(node) for graph in graphs for node in graph.nodes)
-        return size / machine.link_bytes_per_s
+    def seconds(graph: torch.fx.Graph) -> float:
+        return sum(map(collective_bytes, graph.nodes)) / machine.link_bytes_per_s
 
-    there = [seconds(stage.forward) for stage in lowered]
-    back = [seconds(stage.backward) for stage in lowered]
+    there = [seconds(stage.forward.graph) for stage in lowered]
+    back = [
+        0.0 if stage.backward is None else seconds(stage.backward.derivative.graph)
+        for stage in lowered
+    ]
     forward = [a + b for a, b in zip(costs.forward, there, strict=True)]
     whole, first = (
         [a + b for a, b in zip(times, back, strict=True)]
@@ -205,25 +205,23 @@ def _programs(
 ) -> list[Program]:
     found: list[Program] = []
 
-    def add(stage: LoweredStage, what: str, graphs: list[torch.fx.Graph], inputs: tuple) -> None:
+    def add(stage: LoweredStage, what: str, graph: torch.fx.Graph, inputs: tuple) -> None:
         index = stage.spec.index
-        count = sum(node.op == "call_function" for graph in graphs for node in graph.nodes)
+        count = sum(node.op == "call_function" for node in graph.nodes)
         size = sum(spec.num_bytes for spec in inputs)
-        sent = [collective_bytes(node) for graph in graphs for node in graph.nodes]
+        sent = [collective_bytes(node) for node in graph.nodes]
         messages = sum(part > 0 for part in sent), sum(sent)
         name = f"stage {index} {what}"
         found.append(Program(cut.placement[index], name, count, size, *messages))
 
     for stage in lowered:
-        add(stage, "forward", [stage.forward.graph], stage.forward_inputs)
+        add(stage, "forward", stage.forward.graph, stage.forward_inputs)
         split = splits.get(stage.spec.index)
         if split is not None:
             parts = (("input gradients", split.input_part), ("weight gradients", split.weight_part))
             for what, part in parts:
                 if part is not None:
-                    add(stage, what, [part.graph.graph], part.inputs)
+                    add(stage, what, part.graph.graph, part.inputs)
         elif stage.backward is not None:
-            modules = stage.backward.modules()
-            graphs = [m.graph for m in modules if isinstance(m, torch.fx.GraphModule)]
-            add(stage, "backward", graphs, stage.backward_inputs)
+            add(stage, "backward", stage.backward.derivative.graph, stage.backward_inputs)
     return found

@@ -82,6 +82,7 @@ class Observed(Reference):
         names: canonical names of all parameters of the model.
         absent: names of parameters without storage on this rank.
         placement: pipeline rank of every stage.
+        with_backward: stages that have one; a stage after the loss, say of outputs, has none.
         peaks: most microbatches with saved values, by stage, over all steps.
         first_compilations: programs compiled by the first step call.
         later_compilations: by all step calls after it.
@@ -91,6 +92,7 @@ class Observed(Reference):
     names: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     placement: tuple[int, ...] = ()
+    with_backward: tuple[int, ...] = ()
     peaks: dict[int, int] = field(default_factory=dict)
     first_compilations: int = 0
     later_compilations: int = 0
@@ -262,7 +264,9 @@ class _Run:
             name: parameter.grad.cpu().clone()
             for name, parameter in self.model.local_named_parameters()
         }
-        self.found.placement = self.model._engine.first_cuts[self.model.label].placement
+        cut = self.model._engine.first_cuts[self.model.label]
+        self.found.placement = cut.placement
+        self.found.with_backward = tuple(s for s, one in enumerate(cut.stages) if one.has_backward)
 
     def note_loss(self, number: int, returned: Any) -> None:
         self.found.adam_losses.append(returned["loss"].reduce_mean().item())

@@ -62,7 +62,7 @@ def check(case: Case) -> None:
     for rank, found in enumerate(observed):
         assert found.later_compilations == 0, f"rank {rank}"
         assert found.placement == placement
-        assert found.peaks == {s: promised[s] for s, home in enumerate(placement) if home == rank}
+        assert found.peaks == {s: promised[s] for s in found.with_backward if placement[s] == rank}
 
 
 @pytest.mark.ranks

@@ -1,0 +1,105 @@
+"""An update's graph: equal parameters are traced once, and the numbers are the optimizer's own."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import mpxla.parallel.update_graph as module
+from mpxla.device.eager import EagerBackend
+from mpxla.parallel.update import CompiledUpdate
+
+pytestmark = pytest.mark.unit
+
+SHAPES = [(3, 4), (4,), (3, 4), (4,), (4,), (2, 2)]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Numbers of arguments of the functions that are traced."""
+    found, trace = [], module.trace_program
+
+    def counted(name, function, inputs, lowering):
+        found.append(len(inputs))
+        return trace(name, function, inputs, lowering)
+
+    monkeypatch.setattr(module, "trace_program", counted)
+    return found
+
+
+def parameters_of(seed=0):
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+
+
+def stepped(make, compiled, num_steps=3, seed=0):
+    parameters = parameters_of(seed)
+    optimizer = make(parameters)
+    update = CompiledUpdate(optimizer, EagerBackend()) if compiled else optimizer
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        update.step()
+    assert not compiled or update.reason is None
+    return parameters, optimizer
+
+
+def assert_equal(make, num_steps=3):
+    parameters, optimizer = stepped(make, True, num_steps)
+    others, plain = stepped(make, False, num_steps)
+    for p, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(p, other)
+        for key, value in plain.state[other].items():
+            torch.testing.assert_close(optimizer.state[p][key], value, check_dtype=False)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.NAdam])
+def test_one_of_each_shape_is_traced(kind, traced):
+    assert_equal(lambda ps: kind(ps, lr=0.1, weight_decay=0.1))
+    assert len(traced) == 3
+
+
+def test_groups_have_settings_of_their_own(traced):
+    assert_equal(
+        lambda ps: optim.AdamW(
+            [
+                {"params": ps[:2], "weight_decay": 0.5, "lr": 0.1},
+                {"params": ps[2:4], "weight_decay": 0.0, "lr": 0.01},
+                {"params": ps[4:], "weight_decay": 0.0, "lr": 0.1, "betas": (0.5, 0.6)},
+            ]
+        )
+    )
+    assert len(traced) == 6, "two shapes in every group"
+
+
+def test_counts_of_steps_differ_where_a_parameter_joined_later(traced):
+    """Its count is another argument, so the kind is the same and the numbers are not."""
+
+    def train(compiled):
+        parameters = parameters_of()
+        optimizer = optim.Adam(parameters, lr=0.1)
+        update = CompiledUpdate(optimizer, EagerBackend()) if compiled else optimizer
+        for step in range(4):
+            for i, p in enumerate(parameters):
+                p.grad = torch.full_like(p, 0.1 + i) if step >= 2 or i != 2 else None
+            update.step()
+        return parameters
+
+    for p, other in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(p, other)
+
+
+class Remembering(optim.SGD):
+    """One that is not torch's own: it may look at other parameters."""
+
+    def step(self, closure=None):
+        total = sum(p.grad.sum() for p in self.param_groups[0]["params"] if p.grad is not None)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(total * 0.01)
+
+
+def test_other_optimizers_are_traced_as_a_whole(traced):
+    assert_equal(lambda ps: Remembering(ps, lr=0.1))
+    assert len(traced) == 1 and traced[0] >= 2 * len(SHAPES)
