@@ -226,6 +226,7 @@ def compile_graph(
                 return _compile_whole(name, module, inputs, device, keep_text)
             except Exception as error:  # torch_xla raises anything
                 _recover()
+                annotate(module.graph, inputs, module)
                 if not _learn(module.graph, device):
                     raise _as_lowering_error(name, error) from error
         return _compile_in_pieces(name, module, inputs, device, keep_text, groups or {})

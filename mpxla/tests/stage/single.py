@@ -40,7 +40,8 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    stage = _compile_stage(PlannedStage(lowered), open_backend(read_environment()).compile)
+    backend = open_backend(read_environment())
+    stage = _compile_stage(PlannedStage(lowered), backend.lowering, backend.compile)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
