@@ -29,7 +29,7 @@ LAYERS = (
     ("device.backend", "device.alone"),
     ("stage", "planning"),
     ("device.relay",),
-    ("device.cpu_world", "device.fused"),
+    ("device.cpu_world", "device.fused", "device.convolution"),
     ("device.torch_xla", "device.pjrt", "device.eager", "device.null"),
     ("device.choice", "device"),
     ("session",),

@@ -108,7 +108,7 @@ class PjrtBackend:
     @functools.cached_property
     def lowering(self) -> Lowering:
         """How stages are lowered for jax."""
-        return make_lowering()
+        return make_lowering(self.is_host)
 
     @property
     def num_compilations(self) -> int:

@@ -8,7 +8,8 @@ user's program, which errors name. What is left can run on the host only, or not
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,14 @@ from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import describe
 
-__all__ = ["as_function", "decompositions", "is_known", "is_random_graph", "unknown_nodes"]
+__all__ = [
+    "as_function",
+    "decompositions",
+    "inline_functions",
+    "is_known",
+    "is_random_graph",
+    "unknown_nodes",
+]
 
 assert operators.__all__, "importing them fills the table"
 
@@ -91,6 +99,34 @@ def as_function(title: str, module: fx.GraphModule) -> Callable[..., list[jax.Ar
         return run(arrays)
 
     return call
+
+
+def inline_functions(module: fx.GraphModule) -> None:
+    """Writes calls of Python functions, as passes put them there, with operators of ATen.
+
+    Args:
+        module: every node knows its value (`meta["val"]`); those functions give one tensor each.
+            Changed in place.
+    """
+    for node in list(module.graph.nodes):
+        if not isinstance(node.target, FunctionType):
+            continue
+        parts = _as_operators(node).graph
+        for part in parts.nodes:
+            if "val" in part.meta:
+                part.meta = {**node.meta, "val": part.meta["val"]}
+        given = [
+            leaf
+            for leaf in pytree.tree_leaves((node.args, node.kwargs))
+            if isinstance(leaf, fx.Node)
+        ]
+        copies = dict(zip(parts.find_nodes(op="placeholder"), given, strict=True))
+        with module.graph.inserting_before(node):
+            (result,) = cast(list[fx.Node], module.graph.graph_copy(parts, copies))
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
 
 
 class _Keys:
@@ -201,6 +237,16 @@ def _decomposed(node: fx.Node) -> fx.GraphModule | None:
     """The node's operator by others, on its shapes; None if PyTorch has no such way."""
     if node.target not in decompositions():
         return None
+    module = _as_operators(node)
+    for part in module.graph.nodes:
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in node.meta:
+                part.meta[key] = node.meta[key]
+    return module
+
+
+def _as_operators(node: fx.Node) -> fx.GraphModule:
+    """What a node does, traced on its shapes: takes its tensors, in order, and gives a list."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _fake(n.meta["val"]))
@@ -218,12 +264,7 @@ def _decomposed(node: fx.Node) -> fx.GraphModule | None:
 
     table = dict(decompositions())
     with torch.no_grad(), mode:
-        module = make_fx(call, decomposition_table=table)(*[leaves[i] for i in places])
-    for part in module.graph.nodes:
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in node.meta:
-                part.meta[key] = node.meta[key]
-    return module
+        return make_fx(call, decomposition_table=table)(*[leaves[i] for i in places])
 
 
 def _fake(value: Any) -> Any:

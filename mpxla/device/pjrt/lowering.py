@@ -8,14 +8,18 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpxla.device.backend import Lowering
-from mpxla.device.pjrt.graphs import decompositions
+from mpxla.device.convolution import expand_convolutions
+from mpxla.device.pjrt.graphs import decompositions, inline_functions
 from mpxla.device.pjrt.replacements import REPLACEMENTS
 
 __all__ = ["make_lowering"]
 
 
-def make_lowering() -> Lowering:
+def make_lowering(is_host: bool) -> Lowering:
     """What the backend wants of graphs; touches no device.
+
+    Args:
+        is_host: whether the device is the processor itself.
 
     Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
     """
@@ -24,7 +28,7 @@ def make_lowering() -> Lowering:
         decompositions=decompositions(),
         replacements=REPLACEMENTS,
         dispatched=_plain_operators,
-        expand=_as_it_is,
+        expand=_expand_for_host if is_host else _as_it_is,
         lays_out_weights=False,
         disguises_sums=False,
     )
@@ -43,4 +47,10 @@ def _plain_operators(is_differentiated: bool) -> Iterator[None]:
 
 
 def _as_it_is(module: fx.GraphModule) -> None:
-    """XLA's CPU compiler of today's jaxlib needs no other graphs."""
+    """Other devices have convolutions of their own."""
+
+
+def _expand_for_host(module: fx.GraphModule) -> None:
+    """What XLA's CPU compiler makes slow code of; its reductions and sums are as fast as ours."""
+    expand_convolutions(module)
+    inline_functions(module)

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from mpxla.device.backend import Lowering
+from mpxla.device.convolution import expand_convolutions
 from mpxla.device.torch_xla.operators.composition import composed_derivatives, host_shapes
-from mpxla.device.torch_xla.operators.convolution import expand_convolutions
 from mpxla.device.torch_xla.operators.decompositions import DECOMPOSITIONS, REPLACEMENTS
 from mpxla.device.torch_xla.operators.linear_algebra import correct_factorizations
 from mpxla.device.torch_xla.operators.promotion import keep_types

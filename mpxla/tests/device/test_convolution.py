@@ -8,15 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from mpxla.device.torch_xla.lowering import make_lowering
-from mpxla.device.torch_xla.operators import convolution
-from mpxla.device.torch_xla.operators.convolution import (
+from mpxla.device import convolution
+from mpxla.device.convolution import (
     Window,
     contract,
     expand_convolutions,
     spread,
     weight_gradient,
 )
+from mpxla.device.torch_xla.lowering import make_lowering
 from mpxla.tests.ranks.run import run_ranks
 
 aten = torch.ops.aten
