@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
@@ -221,7 +221,9 @@ class _Run:
         ]
         sums = [torch.zeros_like(self.state[name]) for name in spec.trained]
         arguments = [*sums, *saved, *grads, torch.tensor(1.0)]
-        found = _call("backward", lowered.backward, lowered.backward_inputs, arguments)
+        inputs = lowered.backward_inputs
+        graph = lowered.backward.flat(inputs, _backend().lowering.device)
+        found = _call("backward", graph, inputs, arguments)
         for name, grad in zip(spec.trained, found, strict=False):
             self.gradients[name] = self.gradients.get(name, 0) + grad
         ports = [port for port in spec.inputs if port.has_grad]
@@ -230,13 +232,13 @@ class _Run:
 
 
 def _call(
-    name: str, module: nn.Module, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]
+    name: str, graph: fx.GraphModule, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Compiles a program, runs it once, and brings its results to the host."""
     backend = _backend()
     for spec, given in zip(inputs, arguments, strict=True):
         assert (spec.shape, spec.dtype) == (tuple(given.shape), given.dtype), name
-    program = backend.compile(name, module, inputs)
+    program = backend.compile(name, graph, inputs)
     (seed,) = backend.put([torch.tensor(7)])
     return backend.get(program(backend.put(arguments), seed))
 
