@@ -27,7 +27,7 @@ def hold_and_predict(pipeline):
     save = LiveValues.save
     fixed = {id(p) for p in model.local_parameters()} | {id(b) for b in model.local_buffers()}
     (plan,) = (known.runner for known in model._engine.calls.plans)
-    fixed |= {id(t) for t in (*plan._constants.values(), plan._objective_seed)}
+    fixed |= {id(t) for t in (*plan._constants.values(), plan._objective_seed[1])}
 
     def counting_save(values, stage, microbatch, saved, own):
         unique = {id(t): t.numel() * t.itemsize for t in saved if id(t) not in fixed}

@@ -119,6 +119,8 @@ def kernels_of(kind, folder):
     import re
     from collections import Counter
 
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     from mpxla.device.torch_xla.compile import compile_graph
     from mpxla.device.torch_xla.tensors import current_device
     from mpxla.stage.spec import TensorSpec
@@ -132,16 +134,11 @@ def kernels_of(kind, folder):
     }
     function = functions[kind]
 
-    class Four(torch.nn.Module):
-        def forward(self, a, b, c, d):
-            return [function(x) for x in (a, b, c, d)]
+    def four(*arguments):
+        return [function(x) for x in arguments]
 
-    compile_graph(
-        kind,
-        torch.fx.symbolic_trace(Four()),
-        [TensorSpec(shape, torch.float32)] * 4,
-        current_device(),
-    )
+    graph = make_fx(four)(*(torch.randn(shape) for _ in range(4)))
+    compile_graph(kind, graph, [TensorSpec(shape, torch.float32)] * 4, current_device())
     files = [p.name for p in pathlib.Path(folder).glob("*obj-file*")]
     kinds = [
         re.sub(r"\.\d+", "", n.split("obj-file.")[1].removesuffix("_kernel_module.o"))
