@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from mpxla.device.backend import Backend, Executable
-from mpxla.stage.program import trace_program
+from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Bucket", "Packer", "fill_buckets"]
@@ -141,8 +141,7 @@ class Packer:
         specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
         function = partial(_concatenated, bucket, tuple(present), dtype, tuple(shape))
         name = f"bucket of {present[0]}"
-        graph = trace_program(name, function, specs, backend.lowering)
-        self._program: Executable = backend.compile(name, graph, specs)
+        self._program: Executable = compile_function(backend, name, function, specs)
         self._backend = backend
         self._scales: dict[float, torch.Tensor] = {}
 

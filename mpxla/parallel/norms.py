@@ -86,10 +86,9 @@ def _power_sums(order: float, *gradients: torch.Tensor) -> list[torch.Tensor]:
     """Sum of the powers [1] of all elements, or the largest magnitude."""
     if order == float("inf"):
         return [torch.stack([g.abs().max().float() for g in gradients]).max().reshape(1)]
-    powers = [g.float().abs().pow(order).sum() for g in gradients]
-    if order == 2.0:
-        powers = [g.float().square().sum() for g in gradients]
-    return [torch.stack(powers).sum().reshape(1)]
+    values = [g.float() for g in gradients]
+    powers = [v.square() if order == 2.0 else v.abs().pow(order) for v in values]
+    return [torch.stack([power.sum() for power in powers]).sum().reshape(1)]
 
 
 def _scaled(

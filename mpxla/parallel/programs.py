@@ -8,7 +8,7 @@ import torch
 
 from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.log import warn_once
-from mpxla.stage.program import trace_program
+from mpxla.stage.program import compile_function
 
 __all__ = ["Programs"]
 
@@ -47,9 +47,7 @@ class Programs:
         key = (function, settings, specs)
         program = self._known.pop(key, None)
         if program is None:
-            bound = partial(function, *settings)
-            graph = trace_program(name, bound, specs, self.backend.lowering)
-            program = self.backend.compile(name, graph, specs)
+            program = compile_function(self.backend, name, partial(function, *settings), specs)
         self._known[key] = program  # the last used is the last in the dictionary
         if len(self._known) > _MAX_PROGRAMS:
             del self._known[next(iter(self._known))]

@@ -28,6 +28,12 @@ class Places(NamedTuple):
     source: int | None
     """Of the compute copy, where the parameter is a master."""
 
+    @property
+    def changed(self) -> list[int]:
+        """What an update of the parameter changes."""
+        source = () if self.source is None else (self.source,)
+        return sorted({self.parameter, *self.state.values(), *source})
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -52,10 +58,8 @@ class Arrangement:
     def alone(self, group: int, index: int) -> tuple["Arrangement", list[int]]:
         """That of one parameter by itself, and which slots here its slots are."""
         held = self.places[group][index]
-        taken = dict.fromkeys((held.parameter, held.gradient, *held.state.values()))
-        if held.source is not None:
-            taken[held.source] = None
-        number = {slot: i for i, slot in enumerate(sorted(taken))}
+        slots = sorted({held.gradient, *held.changed})
+        number = {slot: i for i, slot in enumerate(slots)}
         own = Places(
             number[held.parameter],
             number[held.gradient],
@@ -66,11 +70,11 @@ class Arrangement:
             [[self.trained[g][index]] if g == group else [] for g in range(len(self.places))],
             [[own] if g == group else [] for g in range(len(self.places))],
             self.rate_of,
-            [number[slot] for slot in self.changed if slot in number],
-            len(number),
+            own.changed,
+            len(slots),
             self.num_rates,
         )
-        return arrangement, list(number)
+        return arrangement, slots
 
 
 class Slots:
@@ -173,10 +177,9 @@ class Slots:
             for key, place in places.state.items()
         ]
         self._parameter_places = [places.parameter for places in flat]
-        ordered = ((places.parameter, *places.state.values()) for places in flat)
         # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
         # the first result of that shape. Else each takes another's, and XLA copies both.
-        self.changed = sorted({*chain.from_iterable(ordered), *self._sources})
+        self.changed = sorted({slot for places in flat for slot in places.changed})
         # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
         donates = self._backend.donates and self._backend.is_host
         self.donated = sorted(set(self.changed) - set(self._gradient_places)) if donates else []

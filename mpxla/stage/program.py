@@ -2,16 +2,17 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from mpxla.device.backend import Lowering
+from mpxla.device.backend import Backend, Executable, Lowering
 from mpxla.errors import LoweringError
 from mpxla.stage.joint import trace_alone
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["trace_program"]
+__all__ = ["compile_function", "trace_program"]
 
 _one_at_a_time = threading.Lock()
 """torch's tracer exchanges functions of modules meanwhile: two threads would never end."""
@@ -52,6 +53,29 @@ def trace_program(
     module.graph.eliminate_dead_code()
     lowering.expand(module)
     return module
+
+
+def compile_function(
+    backend: Backend,
+    name: str,
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[TensorSpec],
+    **options: Any,
+) -> Executable:
+    """A function as a program; see `trace_program`.
+
+    Args:
+        backend: compiles it.
+        name: for messages.
+        function: takes one tensor per spec; gives tensors that share no memory.
+        inputs: specs of its arguments.
+        **options: of `Backend.compile`.
+
+    Raises:
+        LoweringError: it cannot be traced, or not be compiled.
+    """
+    graph = trace_program(name, function, inputs, backend.lowering)
+    return backend.compile(name, graph, inputs, **options)
 
 
 def _drop_marks(graph: fx.Graph) -> None:

@@ -18,10 +18,10 @@ __all__ = ["make_lowering"]
 def make_lowering(is_host: bool) -> Lowering:
     """What the backend wants of graphs; touches no device.
 
+    Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
+
     Args:
         is_host: whether the device is the processor itself.
-
-    Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
     """
     return Lowering(
         device=torch.device("cpu"),

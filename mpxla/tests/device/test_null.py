@@ -5,8 +5,8 @@ import torch
 
 from mpxla.device.null import NullBackend
 from mpxla.errors import MpxlaError
+from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
-from mpxla.tests.programs import compiled
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ def halves(a, b):
 
 def test_results_have_the_specs_of_the_graph_and_calls_are_recorded():
     backend = NullBackend()
-    program = compiled(backend, "halves", halves, [ROW, ROW])
+    program = compile_function(backend, "halves", halves, [ROW, ROW])
     given = backend.put([torch.ones(3), torch.ones(3)])
     total, is_more = program(given)
     assert (backend.spec(total), backend.spec(is_more)) == (ROW, TensorSpec((1,), torch.bool))
@@ -31,7 +31,7 @@ def test_results_have_the_specs_of_the_graph_and_calls_are_recorded():
 
 def test_wrong_and_donated_arguments_are_refused():
     backend = NullBackend()
-    program = compiled(backend, "halves", halves, [ROW, ROW], donated=[0])
+    program = compile_function(backend, "halves", halves, [ROW, ROW], donated=[0])
     a, b, short = backend.put([torch.ones(3), torch.ones(3), torch.ones(2)])
     with pytest.raises(MpxlaError, match=r"halves takes .* but was called with"):
         program([a, short])

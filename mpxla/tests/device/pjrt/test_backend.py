@@ -12,8 +12,8 @@ from torch import nn
 from mpxla.device.pjrt.backend import PjrtBackend, _find_device
 from mpxla.device.pjrt.executable import PjrtExecutable
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
-from mpxla.tests.programs import compiled
 
 VECTOR = TensorSpec((4,), torch.float32)
 RANK_1 = {
@@ -30,13 +30,13 @@ def backend():
 
 def run(backend, function, *tensors, seed=None, **options):
     specs = [TensorSpec.of(t) for t in tensors]
-    program = compiled(backend, "test", function, specs, **options)
+    program = compile_function(backend, "test", function, specs, **options)
     given = None if seed is None else backend.put([torch.tensor(seed)])[0]
     return [t.clone() for t in map(backend.view, program(backend.put(tensors), given))]
 
 
 def test_a_program_computes_and_knows_its_sizes(backend):
-    program = compiled(backend, "sum", lambda a, b: [a + b, a], [VECTOR, VECTOR])
+    program = compile_function(backend, "sum", lambda a, b: [a + b, a], [VECTOR, VECTOR])
     first, second = backend.put([torch.arange(4.0), torch.ones(4)])
     total, passed_on = program([first, second])
     assert torch.equal(backend.view(total), torch.arange(4.0) + 1)
@@ -102,8 +102,8 @@ def test_forgotten_tensors_leave_nothing_behind(backend):
 
 
 def test_donated_memory_is_used_again(backend):
-    program = compiled(backend, "add", lambda a: [a + 1], [LARGE], donated=[0])
-    state = compiled(backend, "zeros", lambda a: [a * 0], [LARGE])(
+    program = compile_function(backend, "add", lambda a: [a + 1], [LARGE], donated=[0])
+    state = compile_function(backend, "zeros", lambda a: [a * 0], [LARGE])(
         backend.put([torch.ones(64, 64)])
     )
     pointer = state[0].unsafe_buffer_pointer()
@@ -113,7 +113,7 @@ def test_donated_memory_is_used_again(backend):
 
 
 def test_donation_leaves_tensors_that_users_see_alone(backend):
-    program = compiled(backend, "add", lambda a: [a + 1], [LARGE], donated=[0])
+    program = compile_function(backend, "add", lambda a: [a + 1], [LARGE], donated=[0])
     tensor = torch.zeros(64, 64)
     (result,) = program(backend.adopt([tensor]))
     assert backend.view(result).eq(1).all() and not tensor.any()
@@ -123,7 +123,7 @@ def test_donation_leaves_tensors_that_users_see_alone(backend):
 
 
 def test_a_passed_on_argument_is_not_donated(backend):
-    program = compiled(backend, "pass", lambda a: [a, a + 1], [LARGE], donated=[0])
+    program = compile_function(backend, "pass", lambda a: [a, a + 1], [LARGE], donated=[0])
     same, more = program(backend.put([torch.zeros(64, 64)]))
     assert not backend.view(same).any() and backend.view(more).all()
 
@@ -167,7 +167,7 @@ def test_marks_for_a_profiler_do_not_cut_a_program(backend):
         with torch.autograd.profiler.record_function("step"):
             return [parameter + 1]
 
-    program = compiled(backend, "update", update, [VECTOR])
+    program = compile_function(backend, "update", update, [VECTOR])
     assert isinstance(program, PjrtExecutable)
     assert backend.view(program(backend.put([torch.ones(4)]))[0]).eq(2).all()
 
@@ -176,17 +176,17 @@ def test_text_is_kept_if_wanted(backend):
     def exponential(a):
         return [a.exp()]
 
-    text = compiled(backend, "a", exponential, [VECTOR], keep_text=True).text()
+    text = compile_function(backend, "a", exponential, [VECTOR], keep_text=True).text()
     assert "stablehlo.exponential" in text
-    assert not compiled(backend, "a", exponential, [VECTOR]).text()
+    assert not compile_function(backend, "a", exponential, [VECTOR]).text()
 
 
 def test_compilations_are_counted(backend):
     before = backend.num_compilations
-    program = compiled(backend, "count", lambda a: [a * 3], [VECTOR])
+    program = compile_function(backend, "count", lambda a: [a * 3], [VECTOR])
     assert backend.num_compilations == before + 1
     program(backend.put([torch.ones(4)]))
-    compiled(backend, "nothing", lambda a: [a], [VECTOR])
+    compile_function(backend, "nothing", lambda a: [a], [VECTOR])
     assert backend.num_compilations == before + 1
 
 
@@ -194,7 +194,7 @@ def test_a_shape_that_depends_on_values_is_refused(backend):
     with pytest.raises(
         LoweringError, match=r"masked cannot be traced: .*Shapes must not depend on values"
     ):
-        compiled(backend, "masked", lambda a: [a[a > 0]], [VECTOR])
+        compile_function(backend, "masked", lambda a: [a[a > 0]], [VECTOR])
 
 
 def test_what_xla_refuses_names_the_operator(backend):
@@ -212,7 +212,7 @@ def test_an_unknown_operator_is_refused_by_name(backend):
     library.define("nowhere(Tensor x) -> Tensor")
     library.impl("nowhere", torch.empty_like, "Meta")  # and for no device that computes
     with pytest.raises(LoweringError, match=r"odd: mpxla_tests::nowhere .* no jax function"):
-        compiled(backend, "odd", lambda a: [torch.ops.mpxla_tests.nowhere(a)], [VECTOR])
+        compile_function(backend, "odd", lambda a: [torch.ops.mpxla_tests.nowhere(a)], [VECTOR])
 
 
 def test_the_cpu_counts_no_memory(backend):
@@ -221,7 +221,7 @@ def test_the_cpu_counts_no_memory(backend):
 
 
 def test_new_zeros_are_donated(backend):
-    program = compiled(backend, "add", lambda a, b: [a + b], [LARGE, LARGE], donated=[0])
+    program = compile_function(backend, "add", lambda a, b: [a + b], [LARGE, LARGE], donated=[0])
     (ones,) = backend.put([torch.ones(64, 64)])
     for _ in range(2):
         first, other = backend.zeros([LARGE, LARGE])
@@ -246,7 +246,7 @@ def test_full_memory_says_what_needs_it_and_what_holds_it(backend, monkeypatch):
     for name, value in RANK_1.items():
         monkeypatch.setenv(name, value)
     gc.collect()
-    program = compiled(backend, "stage 1 backward", lambda a: [a + 1], [LARGE])
+    program = compile_function(backend, "stage 1 backward", lambda a: [a + 1], [LARGE])
     held = backend.put([torch.zeros(512, 1024)] * 3)
     program._call = Full(program._call, "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
     with pytest.raises(MpxlaError) as caught:

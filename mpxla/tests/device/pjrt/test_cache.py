@@ -8,9 +8,9 @@ import torch
 
 from mpxla.device.pjrt import cache
 from mpxla.device.pjrt.backend import PjrtBackend
+from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests import parity
-from mpxla.tests.programs import compiled
 from mpxla.tests.ranks.run import run_ranks_unpooled
 from mpxla.tests.test_parity import case_of
 
@@ -32,7 +32,7 @@ def loaded(backend, factor):
     """How many programs are found on disk while one is compiled; it must compute right."""
     before = cache.num_loaded()
     # A program of its own for every factor.
-    program = compiled(backend, "scaled", lambda x: [x * factor + 0.25], SPECS)
+    program = compile_function(backend, "scaled", lambda x: [x * factor + 0.25], SPECS)
     (found,) = program(backend.put([torch.ones(8)]))
     assert torch.equal(backend.view(found), torch.full((8,), factor + 0.25))
     return cache.num_loaded() - before
