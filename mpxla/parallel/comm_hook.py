@@ -13,6 +13,7 @@ import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Transport
+from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
 from mpxla.parallel.buckets import Bucket
 
@@ -67,7 +68,7 @@ class GradBucket:
 
 class _Call(NamedTuple):
     handle: Handle[torch.Tensor]
-    flat: torch.Tensor
+    flat: Buffer
     make_bucket: Callable[[torch.Tensor], GradBucket]
 
 
@@ -103,6 +104,7 @@ class CommHook:
         hook: `hook(state, bucket)`, returns a `torch.futures.Future` of the reduced flat tensor.
         transport: ends waits for the hook when a rank fails.
         thread: where it is called.
+        backend: reads buckets back.
     """
 
     def __init__(
@@ -111,17 +113,19 @@ class CommHook:
         hook: Callable[[Any, Any], Any],
         transport: Transport,
         thread: HookThread,
+        backend: Backend,
     ):
         self._state = state
         self._hook = hook
         self._name = getattr(hook, "__qualname__", type(hook).__name__)
         self._watch = transport.watch
         self._thread = thread
+        self._backend = backend
 
     def submit(
         self,
         bucket: Bucket,
-        flat: torch.Tensor,
+        flat: Buffer,
         index: int,
         is_last: bool,
         parameters: Sequence[torch.Tensor],
@@ -150,7 +154,7 @@ class CommHook:
             call.handle.set_error(error)
 
     def _run(self, call: _Call) -> torch.Tensor:
-        flat = call.flat.detach().cpu()
+        (flat,) = self._backend.get([call.flat])
         future = self._hook(self._state, call.make_bucket(flat))
         if not callable(getattr(future, "wait", None)):  # futures of collectives have other classes
             raise MpxlaError(

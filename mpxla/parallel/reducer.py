@@ -105,7 +105,10 @@ class GradientReducer:
         for problem, is_there in problems.items():
             if is_there:
                 raise ConfigError(f"model.register_comm_hook {problem}.")
-        self.hook = CommHook(state, hook, self.replica.transport, self.rounds.hooks)
+        replica = self.replica
+        self.hook = CommHook(
+            state, hook, replica.transport, self.rounds.hooks, replica.backend
+        )
 
     def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""

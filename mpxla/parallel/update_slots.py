@@ -149,7 +149,7 @@ class Slots:
             constants,
             tuple(tuple(id(p) for p in group) for group in trained),
             tuple(
-                (p.parameter, p.gradient, p.source, *p.state.values())
+                (p.parameter, p.gradient, p.source, *p.state.items())
                 for places in self.places
                 for p in places
             ),

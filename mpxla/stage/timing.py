@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 
 from mpxla.device.backend import Backend
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.stage.program import compile_function
+from mpxla.stage.spec import TensorSpec
 
 __all__ = ["measure_operators"]
 
@@ -38,15 +40,16 @@ def measure_operators(
     """
     known: dict[Any, float] = {}
     found: dict[str, float] = {}
-    scalar = torch.zeros(())
-    empty_s = _fastest(lambda values: values[0] + values[0], [scalar], backend)
+    scalar = TensorSpec((), torch.float32)
+    empty_s = _fastest("an empty program", lambda value: [value + value], [scalar], backend)
     for node in step.graph.nodes:
         if not _is_measured(node) or (only is not None and node.name not in only):
             continue
         key = _key(node)
         if key not in known:
-            run, tensors = _runnable(node, backend.device)
-            known[key] = max(_fastest(run, tensors, backend) - empty_s, 0.0)
+            function, inputs = _as_function(node, backend.lowering.device)
+            taken_s = _fastest(f"operator {node.name}", function, inputs, backend)
+            known[key] = max(taken_s - empty_s, 0.0)
         found[node.name] = known[key]
     return found
 
@@ -68,40 +71,42 @@ def _key(node: fx.Node) -> Any:
     return node.target, repr(pytree.tree_map(described, (node.args, node.kwargs)))
 
 
-def _runnable(
+def _as_function(
     node: fx.Node, device: torch.device
-) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
-    """The operator as a function of its tensors, and zeros for them."""
+) -> tuple[Callable[..., list[torch.Tensor]], list[TensorSpec]]:
+    """The operator as a function of its tensors, and their specs."""
     flat, structure = pytree.tree_flatten((node.args, node.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, fx.Node)]
-    tensors = [
-        torch.zeros(flat[i].meta["val"].shape, dtype=flat[i].meta["val"].dtype) for i in places
-    ]
     fixed = [device if isinstance(value, torch.device) else value for value in flat]
 
-    def run(values: list[torch.Tensor]) -> Any:
+    def function(*values: torch.Tensor) -> list[torch.Tensor]:
         filled = list(fixed)
         for place, value in zip(places, values, strict=True):
             filled[place] = value
         args, kwargs = pytree.tree_unflatten(filled, structure)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        return cast(OpOverload, node.target)(*args, **kwargs)
+        results = pytree.tree_leaves(cast(OpOverload, node.target)(*args, **kwargs))
+        return [value for value in results if isinstance(value, torch.Tensor)]
 
-    return run, tensors
+    return function, [TensorSpec.of(flat[i].meta["val"]) for i in places]
 
 
 def _fastest(
-    run: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor], backend: Backend
+    name: str,
+    function: Callable[..., list[torch.Tensor]],
+    inputs: list[TensorSpec],
+    backend: Backend,
 ) -> float:
-    """Seconds of the fastest run; the first one, which compiles, does not count."""
-    values = backend.put(tensors)
+    """Seconds of the fastest run; the first one does not count."""
+    program = compile_function(backend, name, function, inputs)
+    arguments = backend.zeros(inputs)
+    seed = backend.put([torch.zeros((), dtype=torch.int64)])[0] if program.is_random else None
     times: list[float] = []
-    with torch.no_grad():
-        for _ in range(1 + _NUM_RUNS):
-            backend.wait()
-            started = time.perf_counter()
-            results = pytree.tree_leaves(run(values))
-            backend.adopt([value for value in results if isinstance(value, torch.Tensor)])
-            backend.wait()
-            times.append(time.perf_counter() - started)
+    for _ in range(1 + _NUM_RUNS):
+        backend.wait()
+        started = time.perf_counter()
+        results = program(arguments, seed)  # kept: a backend waits only for what somebody holds
+        backend.wait()
+        times.append(time.perf_counter() - started)
+        del results
     return min(times[1:])

@@ -73,13 +73,13 @@ def make(device):
 
 def train(name, device, num_steps, compiled):
     """Values after some steps; the second group has its own rate, its last parameter rests once."""
-    from mpxla.device.torch_xla.tensors import flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
 
+    backend = open_backend(read_environment())
     parameters = make(device)
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}]
     optimizer = OPTIMIZERS[name](groups)
-    update = CompiledUpdate(optimizer, open_backend(read_environment())) if compiled else None
+    update = CompiledUpdate(optimizer, backend) if compiled else None
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     generator = torch.Generator().manual_seed(1)
     for step in range(num_steps):
@@ -88,9 +88,9 @@ def train(name, device, num_steps, compiled):
         if step == 3:
             parameters[-1].grad = None
         if compiled:
-            make_ready(p.grad for p in parameters if p.grad is not None)
+            backend.adopt([p.grad for p in parameters if p.grad is not None])
             update.step()
-            flush()
+            backend.flush()
         else:
             optimizer.step()
         scheduler.step()
@@ -99,9 +99,7 @@ def train(name, device, num_steps, compiled):
 
 
 def train_both(names):
-    from mpxla.device.torch_xla.tensors import current_device
-
-    device = current_device()
+    device = open_backend(read_environment()).device
     return {
         name: (train(name, "cpu", 6, False)[0], *train(name, device, 6, True)) for name in names
     }
@@ -131,11 +129,10 @@ def test_updates_equal_those_on_the_host_whatever_the_optimizer(names):
 
 
 def train_with_hooks():
-    from mpxla.device.torch_xla.compile import num_compilations
-    from mpxla.device.torch_xla.tensors import current_device, make_ready
     from mpxla.parallel.update import CompiledUpdate
 
-    parameters = make(current_device())
+    backend = open_backend(read_environment())
+    parameters = make(backend.device)
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
     seen = []
 
@@ -143,22 +140,22 @@ def train_with_hooks():
         return lambda *_: seen.append((name, all(p.grad is not None for p in parameters)))
 
     optimizer.register_step_pre_hook(note("before, early"))
-    update = CompiledUpdate(optimizer, open_backend(read_environment()))
+    update = CompiledUpdate(optimizer, backend)
     optimizer.register_step_pre_hook(note("before, late"))
     optimizer.register_step_post_hook(note("after"))
     counts = []
     for step in range(4):
         for p in parameters:
             p.grad = torch.ones(p.shape).to(p.device)
-        make_ready(p.grad for p in parameters)
+        backend.adopt([p.grad for p in parameters])
         optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
         update.step()
-        counts.append(num_compilations())
+        counts.append(backend.num_compilations)
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
     update.step()
     state = optimizer.state[parameters[0]]
-    return seen[:3], counts, num_compilations(), state["step"].item(), update.was_compiled
+    return seen[:3], counts, backend.num_compilations, state["step"].item(), update.was_compiled
 
 
 def test_hooks_see_gradients_and_only_the_first_step_compiles():
@@ -170,18 +167,18 @@ def test_hooks_see_gradients_and_only_the_first_step_compiles():
 
 
 def cycle_momentum():
-    from mpxla.device.torch_xla.tensors import current_device, flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
 
-    (parameter,) = parameters = make(current_device())[:1]
+    backend = open_backend(read_environment())
+    (parameter,) = parameters = make(backend.device)[:1]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    update = CompiledUpdate(optimizer, open_backend(read_environment()))
+    update = CompiledUpdate(optimizer, backend)
     for step in range(12):
         parameter.grad = torch.ones(parameter.shape).to(parameter.device)
-        make_ready([parameter.grad])
+        backend.adopt([parameter.grad])
         optimizer.param_groups[0]["momentum"] = 0.9 - 0.01 * step
         update.step()
-        flush()
+        backend.flush()
     return update.reason, parameter.detach().cpu()
 
 
@@ -197,26 +194,48 @@ def test_settings_that_change_in_every_step_end_compilation():
     torch.testing.assert_close(value, expected.detach(), rtol=2e-6, atol=2e-7)
 
 
-def step_with_rate_zero(name):
-    """An embedding of which one row is never read, warmed up from 0."""
-    from mpxla.device.torch_xla.tensors import flush
+def train_after_loading(compiled):
+    """Loads the state of one parameter in another order than AdamW's own."""
     from mpxla.parallel.update import CompiledUpdate
 
+    backend = open_backend(read_environment())
+    device = backend.device if compiled else "cpu"
+    weight = torch.nn.Parameter(torch.tensor([0.5, 1.0, -1.0]).to(device))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    update = CompiledUpdate(optimizer, backend) if compiled else optimizer
+    for step in range(4):
+        weight.grad = torch.tensor([1.0, -2.0, 0.1]).to(device)
+        update.step()
+        backend.flush()
+        if step == 1:
+            saved = optimizer.state_dict()
+            saved["state"][0] = dict(reversed(saved["state"][0].items()))
+            optimizer.load_state_dict(saved)
+    return weight.detach().cpu()
+
+
+def test_state_is_found_by_name():
+    got, want = (run_ranks(train_after_loading, 1, compiled)[0] for compiled in (True, False))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-7)
+
+
+def step_with_rate_zero(name):
+    """An embedding of which one row is never read, warmed up from 0."""
+    from mpxla.parallel.update import CompiledUpdate
+
+    backend = open_backend(read_environment())
     values = []
-    for device in ("cpu", "xla"):
+    for compiled in (False, True):
+        device = backend.device if compiled else "cpu"
         weight = torch.nn.Parameter(torch.tensor([0.5, 0.0, -1.0]).to(device))
         optimizer = OPTIMIZERS[name]([weight])
-        update = (
-            CompiledUpdate(optimizer, open_backend(read_environment()))
-            if device == "xla"
-            else optimizer
-        )
+        update = CompiledUpdate(optimizer, backend) if compiled else optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
         for _ in range(3):
             weight.grad = torch.tensor([1.0, -2.0, 0.0]).to(device)
             update.step()
             scheduler.step()
-            flush()
+            backend.flush()
             values.append(weight.detach().cpu().clone())
     return values
 
