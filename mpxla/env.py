@@ -83,6 +83,9 @@ class LaunchEnv:
     asks_for_cuda: bool = False
     """`PJRT_DEVICE` names CUDA, or names nothing and jax's plugin is installed: programs are to run
     on a CUDA device, which torch_xla 2.9 has none of."""
+    asks_for_torch_xla: bool = False
+    """`PJRT_DEVICE` names another device than CUDA, or names nothing and a library is installed for
+    accelerators that torch_xla runs on."""
     rendezvous_file: str | None = None
     """`MPXLA_RENDEZVOUS_FILE`: file over which processes find each other, in place of a port."""
     secret: str | None = dataclasses.field(default=None, repr=False)
@@ -122,6 +125,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         device=_read_device(environ),
         cache_dir=environ.get("XDG_CACHE_HOME", "~/.cache"),
         asks_for_cuda=_asks_for_cuda(environ),
+        asks_for_torch_xla=_asks_for_torch_xla(environ),
         rendezvous_file=environ.get("MPXLA_RENDEZVOUS_FILE"),
         secret=_read_secret(environ),
         runtime_dir=environ.get("XDG_RUNTIME_DIR"),
@@ -338,7 +342,17 @@ def _read_json(
 def _asks_for_cuda(environ: Mapping[str, str]) -> bool:
     if "PJRT_DEVICE" in environ:
         return environ["PJRT_DEVICE"] in ("CUDA", "GPU")
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return _has_any("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def _asks_for_torch_xla(environ: Mapping[str, str]) -> bool:
+    if "PJRT_DEVICE" in environ:
+        return not _asks_for_cuda(environ)
+    return _has_any("libtpu", "torch_neuronx")
+
+
+def _has_any(*packages: str) -> bool:
+    return any(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def _read_device(environ: Mapping[str, str]) -> str | None:

@@ -119,7 +119,7 @@ class DeviceMapping(TorchFunctionMode):
         return tensor.type(dtype, *args, **kwargs)
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type in ("cuda", "xla")
+        return tensor.device == self._devices.find(None)
 
     def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
         kind = kwargs.get("type", args[0] if args else None)
@@ -155,8 +155,8 @@ def _is_delayed(value: Any) -> bool:
 
 
 def _delayed(value: Any) -> Any:
-    is_device = isinstance(value, torch.device) and value.type == "xla"
-    return torch.device("meta") if is_device or _means_cuda(value) else value
+    is_device = isinstance(value, torch.device | str) or _means_cuda(value)
+    return torch.device("meta") if is_device else value
 
 
 def _delayed_names(kwargs: dict[str, Any] | None) -> dict[str, Any]:

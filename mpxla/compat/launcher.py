@@ -15,7 +15,7 @@ from mpxla.compat.alias import importable
 from mpxla.compat.check import check_script
 from mpxla.compat.collectives import nccl_means_gloo
 from mpxla.compat.cuda import cuda_names
-from mpxla.compat.devices import DeviceMap, DeviceMapping
+from mpxla.compat.devices import DeviceMap, DeviceMapping, device_backend
 from mpxla.compat.huggingface import speaks_trainer
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
@@ -23,6 +23,7 @@ from mpxla.compat.patching import patched
 from mpxla.compat.processes import ranks_told
 from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.env import read_environment, set_variables
+from mpxla.graph.capture import current_recorder
 from mpxla.log import get_logger
 from mpxla.user_lines import at_script_line, script_line_of
 
@@ -98,7 +99,22 @@ def _torch_on_device() -> Generator[None]:
     """What of torch no function mode sees means the XLA device, until exit."""
 
     def autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        start_autocast(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
+        make_autocast(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    def enter(self: torch.autocast) -> Any:
+        entered, kind = enter_autocast(self), device_backend().device.type
+        if self.device == "xla" and kind != "xla" and current_recorder() is None:
+            # Operators outside of steps see tensors of this kind. In steps the region's kind is
+            # `xla` whatever the device, as torch casts other operators on the host.
+            beside[id(self)] = host = object.__new__(torch.autocast)
+            make_autocast(host, kind, self.fast_dtype, self._enabled, self._cache_enabled)
+            enter_autocast(host)
+        return entered
+
+    def leave(self: torch.autocast, *error: Any) -> Any:
+        if id(self) in beside:
+            leave_autocast(beside.pop(id(self)), *error)
+        return leave_autocast(self, *error)
 
     def set_type(kind: Any) -> None:  # torch takes types of CUDA without a device
         if isinstance(kind, str) and kind.startswith("torch.cuda."):
@@ -108,8 +124,11 @@ def _torch_on_device() -> Generator[None]:
             )
         set_default_type(kind)
 
+    beside: dict[int, torch.autocast] = {}
     with patched() as patches:
-        start_autocast = patches.replace(torch.autocast, "__init__", autocast)
+        make_autocast = patches.replace(torch.autocast, "__init__", autocast)
+        enter_autocast = patches.replace(torch.autocast, "__enter__", enter)
+        leave_autocast = patches.replace(torch.autocast, "__exit__", leave)
         set_default_type = patches.replace(torch, "set_default_tensor_type", set_type)
         # Torch refuses streams of other classes. XLA keeps what pending work reads.
         patches.replace(torch.Tensor, "record_stream", lambda self, stream: None)

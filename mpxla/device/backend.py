@@ -4,7 +4,7 @@ This file must not know any backend. A backend may import errors, log, env, comm
 of graph and stage; it must not know ranks' schedules, models or the session.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -173,6 +173,10 @@ class Backend(Protocol):
 
         Starts what is pending of them.
         """
+        ...
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refers to tensors no longer, so that `torch.utils.swap_tensors` takes them."""
         ...
 
     def publish(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:

@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import sys
 
 from mpxla.device.backend import Backend
 from mpxla.env import LaunchEnv
@@ -17,8 +19,8 @@ BACKENDS = {
     "eager": ("torch", "mpxla.device.eager", "EagerBackend"),
 }
 """Name -> the package that it needs, and its class."""
-_DEFAULTS = ("torch_xla", "pjrt")
-"""Of these the first that is installed is the default; the last, where CUDA is asked for."""
+_OLDEST_JAX = (0, 10)
+"""The oldest jax that is a default. The extra `cpu-collectives` installs others too."""
 _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 'mpxla[pjrt]'"}
 
 
@@ -27,21 +29,16 @@ def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
 
     Args:
         env: of this process; its variable MPXLA_DEVICE wins over the key.
-        key: the key `device`: a name, or "auto" for the default, which is jax where CUDA is asked
-            for, else torch_xla; the other one if that is not installed.
+        key: the key `device`: a name, or "auto" for the default: jax, but torch_xla where the
+            script has imported it or asks for a device of it; the other one if that is not
+            installed.
 
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.
     """
     name = env.device or key
     if name == "auto":
-        order = reversed(_DEFAULTS) if env.asks_for_cuda else _DEFAULTS
-        name = next((n for n in order if _is_installed(BACKENDS[n][0])), None)
-        if name is None:
-            raise ConfigError(
-                "no backend is installed: mpxla needs torch_xla or jax to run programs. "
-                f"Install one, by {' or '.join(_INSTALL.values())}."
-            )
+        name = _default(env.asks_for_cuda, env.asks_for_torch_xla)
     if name not in BACKENDS:
         raise ConfigError(
             f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}, or auto."
@@ -52,6 +49,32 @@ def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
             f"Install it by {_INSTALL[name]}, or choose another backend."
         )
     return _opened(name)
+
+
+@functools.cache
+def _default(asks_for_cuda: bool, asks_for_torch_xla: bool) -> str:
+    """The default of this process, decided once: a script may import torch_xla later.
+
+    On the CPU jax takes shorter steps than torch_xla for most models, see docs/backends.md. A
+    script that imports torch_xla before has tensors or settings of its own there.
+    """
+    installed = [name for name in _INSTALL if _is_installed(BACKENDS[name][0])]
+    if not installed:
+        raise ConfigError(
+            "no backend is installed: mpxla needs torch_xla or jax to run programs. "
+            f"Install one, by {' or '.join(_INSTALL.values())}."
+        )
+    is_of_torch_xla = "torch_xla" in sys.modules or asks_for_torch_xla or not _has_new_jax()
+    first = "torch_xla" if is_of_torch_xla and not asks_for_cuda else "pjrt"
+    return first if first in installed else installed[0]
+
+
+def _has_new_jax() -> bool:
+    try:
+        numbers = importlib.metadata.version("jax").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(number) for number in numbers[:2] if number.isdecimal()) >= _OLDEST_JAX
 
 
 def _is_installed(package: str) -> bool:

@@ -7,7 +7,7 @@ that turns ordinary numbers into NaN is named in a warning. Slow, and good for s
 """
 
 import contextlib
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -201,6 +201,9 @@ class EagerBackend(Alone):
     def adopt(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors themselves."""
         return [tensor.detach() for tensor in tensors]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: it refers to none."""
 
     def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors themselves."""

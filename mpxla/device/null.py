@@ -6,7 +6,7 @@ can be tested in milliseconds.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +177,9 @@ class NullBackend(Alone):
         """A buffer for every tensor."""
         self.calls.append("adopt")
         return [self._buffer(tensor, "adopt") for tensor in tensors]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: it refers to none."""
 
     def publish(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
         """Zeros."""

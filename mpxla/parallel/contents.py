@@ -273,6 +273,7 @@ class PartitionedModule(nn.Module):
         """
         refuse_with_parts("model.cpu()", self._state)
         full = self.state_dict()
+        self._backend.forget(self.parameters())
         self._state.gather_on_host(full)
         self.shards_of_tensors.clear()
         make_whole(self.module)

@@ -108,10 +108,12 @@ class DistributedCopy(PartitionedModule):
 
     def settle(self) -> None:
         """Starts pending computation of values, which would become more with every update."""
-        self._backend.adopt([*self.parameters(), *self.buffers()])
+        tensors = (*self.parameters(), *self.buffers())
+        self._backend.adopt([tensor for tensor in tensors if not tensor.is_meta])
 
     def follow(self, local_names: frozenset[str], device: torch.device) -> None:
         """Called when the model is placed."""
+        self._backend.forget(self.parameters())
         self.tensors.place(local_names, device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -129,6 +131,7 @@ class DistributedCopy(PartitionedModule):
     ) -> Any:
         """Loads a full state dict of the plain model."""
         parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
+        self._backend.forget(self.parameters())  # torch may swap them
         result = load_into(self.module, parts, strict)
         self.settle()
         return result

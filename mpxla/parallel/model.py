@@ -310,6 +310,7 @@ class DistributedModel(PartitionedModule):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
+        self._backend.forget(self.module.parameters())  # torch may swap them
         try:
             result = load_into(self.module, values, strict)
         finally:

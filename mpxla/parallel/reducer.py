@@ -106,9 +106,7 @@ class GradientReducer:
             if is_there:
                 raise ConfigError(f"model.register_comm_hook {problem}.")
         replica = self.replica
-        self.hook = CommHook(
-            state, hook, replica.transport, self.rounds.hooks, replica.backend
-        )
+        self.hook = CommHook(state, hook, replica.transport, self.rounds.hooks, replica.backend)
 
     def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""

@@ -37,7 +37,7 @@ class Placement:
         self, session: Session, states: ModelStates, link: PipelineLink, reducers: Reducers
     ):
         self._config = session.config
-        self._device = session.device
+        self._backend = session.backend
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._states = states
         self._link = link
@@ -72,7 +72,9 @@ class Placement:
         names = self._states.names_of(label)
         self.ranks.update({name: ranks[name] for name in names})
         own = self._of_model[label] = self._states.to_own_names(label, self.ranks)
-        self._states[label].place({n for n, r in own.items() if self._pp_rank in r}, self._device)
+        state = self._states[label]
+        self._backend.forget(state.parameters.values())
+        state.place({n for n, r in own.items() if self._pp_rank in r}, self._backend.device)
         self._reducers.equalize(label, own)
 
     def decision(self, label: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ see keeps its numbers.
 """
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,8 @@ def import_tensor(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    if not tensor.numel() or tensor.dtype in _WITHOUT_DLPACK:
+    is_foreign = tensor.device.type not in ("cpu", "cuda")  # a lazy tensor of torch_xla's
+    if is_foreign or not tensor.numel() or tensor.dtype in _WITHOUT_DLPACK:
         return jax.device_put(_as_numpy(tensor.cpu()), device)
     if _capsule_to_array is not None and device.platform == "cpu":
         return _capsule_to_array(torch.utils.dlpack.to_dlpack(tensor), device, None)
@@ -119,11 +120,30 @@ def _as_tensor(found: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
+class _Known(NamedTuple):
+    """An array that shares a tensor's memory, and how the tensor was when it did."""
+
+    owner: "_Owner"
+    version: int
+    layout: tuple[Any, ...]
+    array: jax.Array
+
+    def is_array_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor still is as it was, and no program has taken its memory since."""
+        is_same = self.version == tensor._version and self.layout == _layout(tensor)
+        return is_same and not self.array.is_deleted()
+
+
 class ImportCache:
     """Arrays of tensors that come again, such as parameters.
 
     A parameter is an argument of every program. It is imported again when it was written to, or
     has other memory.
+
+    An array made of a tensor keeps the tensor's memory, so it is noted for as long as the tensor
+    itself is there. That takes a weak reference to the tensor, which forbids
+    `torch.utils.swap_tensors`: `forget` takes it away. A tensor made of an array is an owner of the
+    array's memory like others, so the array is noted for as long as the tensor's storage is there.
 
     Args:
         device: where arrays lie.
@@ -134,44 +154,67 @@ class ImportCache:
         self._device = device
         self._shares_memory = shares_memory
         self._import = import_tensor if shares_memory else copy_to_device
-        self._found: dict[int, tuple[Any, int, int, jax.Array]] = {}
+        self._imported: dict[int, _Known] = {}  # by id of the tensor
+        self._published: dict[int, _Known] = {}  # by address
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """The array of a tensor, which it may share memory with."""
         if tensor.is_inference():  # PyTorch does not tell when it is written to
             return self._import(tensor, self._device)
-        key = id(tensor)
-        known = self._found.get(key)
-        if known is not None:
-            place, version, pointer, array = known
-            is_same = place() is tensor and version == tensor._version
-            # One whose memory a program has taken is gone, though somebody may hold its tensor.
-            if is_same and pointer == tensor.data_ptr() and not array.is_deleted():
-                return array
+        known = self._imported.get(id(tensor))
+        if known is None or known.owner() is not tensor:
+            known = self._published.get(tensor.data_ptr())
+        if known is not None and known.is_array_of(tensor):
+            return known.array
         array = self._import(tensor, self._device)
-        self.remember(tensor, array)
+        if self._is_shared(tensor, array):
+            self._note(self._imported, id(tensor), tensor, tensor, array)
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
-        """Takes note of a tensor that shares memory with an array, if it does.
+        """Takes note of a tensor that was made of an array, if they share memory."""
+        if self._is_shared(tensor, array):
+            self.forget([tensor])
+            pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
+            self._note(self._published, pointer, storage, tensor, array)
 
-        A copy would not see what is written to the tensor through `.data`.
-        """
-        pointer = tensor.data_ptr()
-        if not self._shares_memory or array.unsafe_buffer_pointer() != pointer:
-            return
-        if tensor.is_inference():
-            return
-        place = _Place(tensor, self._forget)
-        place.key = id(tensor)
-        self._found[place.key] = (place, tensor._version, pointer, array)
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refers no longer to tensors."""
+        for tensor in tensors:
+            self._imported.pop(id(tensor), None)
 
-    def _forget(self, place: "_Place") -> None:
-        self._found.pop(place.key, None)
+    def _is_shared(self, tensor: torch.Tensor, array: jax.Array) -> bool:
+        """Whether they share memory; a copy would not see what is written through `.data`."""
+        if not self._shares_memory or tensor.is_inference():
+            return False
+        return array.unsafe_buffer_pointer() == tensor.data_ptr() != 0
+
+    def _note(
+        self,
+        table: dict[int, _Known],
+        key: int,
+        owner: torch.Tensor | torch.UntypedStorage,
+        tensor: torch.Tensor,
+        array: jax.Array,
+    ) -> None:
+        def forget(gone: _Owner) -> None:
+            known = table.get(gone.key)
+            if known is not None and known.owner is gone:
+                del table[gone.key]
+
+        place = _Owner(owner, forget)
+        place.key = key
+        table[key] = _Known(place, tensor._version, _layout(tensor), array)
 
 
-class _Place(weakref.ref[torch.Tensor]):
-    """A weak reference that knows its key, which costs less than a closure for each."""
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where the numbers of a tensor are, and how they are to be read."""
+    flags = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), *flags
+
+
+class _Owner(weakref.ref[Any]):
+    """A weak reference that knows its key."""
 
     __slots__ = ("key",)
     key: int

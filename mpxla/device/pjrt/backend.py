@@ -7,7 +7,7 @@ programs take and give jax's arrays.
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -219,6 +219,10 @@ class PjrtBackend:
             value if isinstance(value, jax.Array) else self._imports.array_of(value)
             for value in tensors
         ]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refers to tensors no longer: weak references forbid to swap them."""
+        self._imports.forget(tensors)
 
     def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""

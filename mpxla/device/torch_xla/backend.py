@@ -1,7 +1,7 @@
 """The backend on torch_xla: CPU, and accelerators that have a plugin for it (Neuron)."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch_xla import runtime
@@ -108,6 +108,9 @@ class TorchXlaBackend:
         """Starts what is pending of these tensors."""
         tensors.make_ready(tensors_)
         return list(tensors_)
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: it refers to none."""
 
     def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers are what users see."""

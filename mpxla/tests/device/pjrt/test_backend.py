@@ -35,6 +35,10 @@ def run(backend, function, *tensors, seed=None, **options):
     return [t.clone() for t in map(backend.view, program(backend.put(tensors), given))]
 
 
+def num_noted(backend):
+    return len(backend._imports._imported) + len(backend._imports._published)
+
+
 def test_a_program_computes_and_knows_its_sizes(backend):
     program = compile_function(backend, "sum", lambda a, b: [a + b, a], [VECTOR, VECTOR])
     first, second = backend.put([torch.arange(4.0), torch.ones(4)])
@@ -93,12 +97,47 @@ def test_published_tensors_share_memory_and_come_back_as_they_are(backend):
 
 
 def test_forgotten_tensors_leave_nothing_behind(backend):
-    before = len(backend._imports._found)
-    tensors = backend.publish(backend.put([torch.zeros(8)] * 3))
-    assert len(backend._imports._found) == before + 3
+    gc.collect()
+    before = num_noted(backend)
+    tensors = [*backend.publish(backend.put([torch.zeros(8)] * 3)), torch.ones(8)]
+    backend.adopt(tensors)
+    assert num_noted(backend) == before + 4
     del tensors
     gc.collect()
-    assert len(backend._imports._found) == before
+    assert num_noted(backend) == before
+
+
+def test_what_another_view_of_the_same_memory_holds_is_read_as_that_view_has_it(backend):
+    values = torch.arange(16.0).reshape(4, 4)
+    (tensor,) = backend.publish(backend.put([values]))
+    waves = torch.complex(values, -values)
+    (published,) = backend.publish(backend.put([waves]))
+    for source, own in ((tensor, values), (published, waves)):
+        for change in (torch.t, lambda t: t[:2], lambda t: t.flatten(), torch.conj):
+            (array,) = backend.adopt([change(source)])
+            assert backend.view(array).equal(change(own).resolve_conj())
+    assert backend.view(backend.adopt([tensor.view(torch.int32)])[0]).equal(
+        values.view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_tensors_can_be_swapped(is_published, backend):
+    (tensor,) = backend.publish(backend.put([torch.ones(8)]))
+    tensor = tensor if is_published else torch.ones(8)
+    backend.adopt([tensor])
+    backend.forget([tensor])
+    torch.utils.swap_tensors(tensor, torch.zeros(8))
+    assert not backend.view(backend.adopt([tensor])[0]).any()
+
+
+def test_parameters_that_got_memory_of_arrays_can_be_swapped(backend):
+    parameter = torch.nn.Parameter(torch.ones(8))
+    backend.adopt([parameter])
+    backend.assign([parameter], backend.put([torch.full((8,), 2.0)]))
+    assert backend.view(backend.adopt([parameter])[0]).eq(2).all()
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros(8)))
+    assert not backend.view(backend.adopt([parameter])[0]).any()
 
 
 def test_donated_memory_is_used_again(backend):
