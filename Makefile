@@ -9,7 +9,6 @@ INSTALLED_DEMO := .venv/.installed-demo
 
 # One core per process: the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
-export PJRT_DEVICE ?= CPU
 # Processes that tests start import what was compiled before, also where the environment says not to.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -22,7 +22,7 @@ from launch import HERE, run_ranks
 from suite import Benchmark, Run, measure
 from timing import spread
 
-PEERS = ("mpxla", "mpxla_pjrt")
+PEERS = ("mpxla_torch_xla", "mpxla")
 RANKS = (1, 2)
 
 

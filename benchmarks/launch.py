@@ -29,7 +29,6 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PJRT_DEVICE": "CPU",
     }
 
 

@@ -22,19 +22,19 @@ from replica_peers import (
     fsdp,
     memory_of,
     mpxla_gradients,
-    mpxla_gradients_pjrt,
+    mpxla_gradients_torch_xla,
     mpxla_grid,
     mpxla_grid_without_overlap,
     mpxla_parts,
-    mpxla_parts_pjrt,
+    mpxla_parts_torch_xla,
     mpxla_replicas,
     mpxla_sharded,
 )
 from tensor_peers import (
     mpxla_tensor,
     mpxla_tensor_fused,
-    mpxla_tensor_pjrt,
     mpxla_tensor_speed,
+    mpxla_tensor_torch_xla,
     torch_tensor,
 )
 from timing import resident_bytes, timed
@@ -259,14 +259,14 @@ def mpxla_default(*args: Any) -> dict[str, Any]:
     return mpxla(*args, tuning={})
 
 
-def mpxla_jax(*args: Any) -> dict[str, Any]:
-    """The same on jax."""
-    return mpxla(*args, tuning={"device": "pjrt"})
+def mpxla_default_torch_xla(*args: Any) -> dict[str, Any]:
+    """The same on torch_xla."""
+    return mpxla(*args, tuning={"device": "torch_xla"})
 
 
-def mpxla_pjrt(*args: Any) -> dict[str, Any]:
-    """Tuned by hand, on jax."""
-    return mpxla(*args, device="pjrt")
+def mpxla_torch_xla(*args: Any) -> dict[str, Any]:
+    """Tuned by hand, on torch_xla."""
+    return mpxla(*args, device="torch_xla")
 
 
 PEERS = {
@@ -280,14 +280,14 @@ PEERS = {
         torch_pipelining_compiled,
         mpxla,
         mpxla_default,
-        mpxla_jax,
-        mpxla_pjrt,
+        mpxla_default_torch_xla,
+        mpxla_torch_xla,
         ddp,
         fsdp,
         mpxla_parts,
-        mpxla_parts_pjrt,
+        mpxla_parts_torch_xla,
         mpxla_gradients,
-        mpxla_gradients_pjrt,
+        mpxla_gradients_torch_xla,
         mpxla_replicas,
         mpxla_sharded,
         mpxla_grid,
@@ -296,7 +296,7 @@ PEERS = {
         torch_tensor,
         mpxla_tensor,
         mpxla_tensor_speed,
-        mpxla_tensor_pjrt,
+        mpxla_tensor_torch_xla,
         mpxla_tensor_fused,
     )
 }
@@ -330,7 +330,6 @@ def main() -> None:
     parser.add_argument("--case", default="{}", help="fields of the case as JSON")
     args = parser.parse_args()
     pin_to_core()
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
     import torch
 

@@ -173,9 +173,9 @@ def mpxla_parts(*args: Any) -> dict[str, Any]:
     return train(*args, PARTS)
 
 
-def mpxla_parts_pjrt(*args: Any) -> dict[str, Any]:
-    """The same on jax."""
-    return train(*args, {**PARTS, "device": "pjrt"})
+def mpxla_parts_torch_xla(*args: Any) -> dict[str, Any]:
+    """The same on torch_xla."""
+    return train(*args, {**PARTS, "device": "torch_xla"})
 
 
 def mpxla_gradients(*args: Any) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def mpxla_gradients(*args: Any) -> dict[str, Any]:
     return train(*args, GRADIENTS)
 
 
-def mpxla_gradients_pjrt(*args: Any) -> dict[str, Any]:
-    """The same on jax."""
-    return train(*args, {**GRADIENTS, "device": "pjrt"})
+def mpxla_gradients_torch_xla(*args: Any) -> dict[str, Any]:
+    """The same on torch_xla."""
+    return train(*args, {**GRADIENTS, "device": "torch_xla"})
 
 
 def mpxla_grid(*args: Any) -> dict[str, Any]:

@@ -26,16 +26,16 @@ from timing import spread
 RUNS = [
     Run("fsdp", 2),
     Run("mpxla_parts", 2),
-    Run("mpxla_parts_pjrt", 2),
+    Run("mpxla_parts_torch_xla", 2),
     Run("ddp", 2),
     Run("mpxla_gradients", 2),
-    Run("mpxla_gradients_pjrt", 2),
+    Run("mpxla_gradients_torch_xla", 2),
 ]
 RATIOS = [
     ("mpxla_parts x2", "fsdp x2"),
-    ("mpxla_parts_pjrt x2", "fsdp x2"),
+    ("mpxla_parts_torch_xla x2", "fsdp x2"),
     ("mpxla_gradients x2", "ddp x2"),
-    ("mpxla_gradients_pjrt x2", "ddp x2"),
+    ("mpxla_gradients_torch_xla x2", "ddp x2"),
     ("fsdp x2", "ddp x2"),
 ]
 

@@ -42,12 +42,12 @@ class Run(NamedTuple):
 PRODUCTS, EAGER, INDUCTOR = Run("products", 1), Run("eager", 1), Run("inductor", 1)
 LAZY = Run("lazy_xla", 1)
 DEFAULT = {ranks: Run("mpxla_default", ranks) for ranks in (1, 2, 4)}
-JAX = {ranks: Run("mpxla_jax", ranks) for ranks in (1, 2)}
+TORCH_XLA = {ranks: Run("mpxla_default_torch_xla", ranks) for ranks in (1, 2)}
 BY_HAND = Run("mpxla", 2)
 PEERS = {ranks: Run("torch_pipelining", ranks) for ranks in (2, 4)}
 COMPILED = Run("torch_pipelining_compiled", 2)
-ONE = [PRODUCTS, EAGER, INDUCTOR, DEFAULT[1], JAX[1]]
-TWO = [PEERS[2], COMPILED, BY_HAND, DEFAULT[2], JAX[2]]
+ONE = [PRODUCTS, EAGER, INDUCTOR, DEFAULT[1], TORCH_XLA[1]]
+TWO = [PEERS[2], COMPILED, BY_HAND, DEFAULT[2], TORCH_XLA[2]]
 REPLICAS = [Run("ddp", 2), Run("mpxla_replicas", 2), Run("ddp", 4), Run("mpxla_grid", 4, 2)]
 
 
@@ -80,12 +80,12 @@ RATIOS = [
     (DEFAULT[1], EAGER),
     (DEFAULT[1], INDUCTOR),
     (DEFAULT[1], LAZY),
-    (JAX[1], EAGER),
+    (TORCH_XLA[1], EAGER),
     (DEFAULT[2], PEERS[2]),
     (DEFAULT[2], COMPILED),
     (DEFAULT[2], BY_HAND),
-    (JAX[2], PEERS[2]),
-    (JAX[2], COMPILED),
+    (TORCH_XLA[2], PEERS[2]),
+    (TORCH_XLA[2], COMPILED),
     (DEFAULT[4], PEERS[4]),
     *zip(REPLICAS[1::2], REPLICAS[::2], strict=True),
 ]

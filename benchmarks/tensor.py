@@ -22,7 +22,7 @@ from suite import Benchmark, Run, measure
 from timing import spread
 
 THEIRS = "torch_tensor"
-OURS = ("mpxla_tensor", "mpxla_tensor_speed", "mpxla_tensor_pjrt", "mpxla_tensor_fused")
+OURS = ("mpxla_tensor", "mpxla_tensor_speed", "mpxla_tensor_torch_xla", "mpxla_tensor_fused")
 
 
 def report(found: dict[str, Any], args: argparse.Namespace) -> str:

@@ -112,11 +112,11 @@ def mpxla_tensor_speed(*args: Any) -> dict[str, Any]:
     return mpxla_tensor(*args, optimize="speed")
 
 
-def mpxla_tensor_pjrt(*args: Any) -> dict[str, Any]:
-    """The same as the first on jax."""
-    return mpxla_tensor(*args, device="pjrt")
+def mpxla_tensor_torch_xla(*args: Any) -> dict[str, Any]:
+    """The same as the first on torch_xla."""
+    return mpxla_tensor(*args, device="torch_xla")
 
 
 def mpxla_tensor_fused(*args: Any) -> dict[str, Any]:
-    """On jax, with collectives inside the programs."""
-    return mpxla_tensor(*args, device="pjrt", transport="xla")
+    """With collectives inside the programs."""
+    return mpxla_tensor(*args, transport="xla")

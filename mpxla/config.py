@@ -141,8 +141,8 @@ class Config:
     actions such as `0F0 0F1 0B0 0B1` (stage, operation, microbatch; `mpxla/schedule/action.py`)."""
     device: str = key("auto", word("auto", "torch_xla", "pjrt", "eager"))
     """Extension. What compiles and runs programs: `torch_xla`, or `pjrt`, which is jax on the
-    device that it finds; `auto` is `pjrt` where jax's CUDA plugin is installed or
-    PJRT_DEVICE=CUDA, else the first that is installed. MPXLA_DEVICE wins over it."""
+    device that it finds; `auto` is `pjrt` if jax is installed, but `torch_xla` where the script has
+    imported that or PJRT_DEVICE names a device of it. MPXLA_DEVICE wins over it."""
     compile_cache: str | None = key(None, text(is_nullable=True))
     """Extension. Folder in which `device: "pjrt"` keeps compiled programs, so that the next start
     of the job compiles nothing; by default `~/.cache/mpxla/programs`, and `""` keeps

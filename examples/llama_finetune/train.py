@@ -98,8 +98,7 @@ def main() -> list[float]:
     optimizer = smp.DistributedOptimizer(optimizer)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
     checkpoints = Checkpoints(args, model, optimizer, scheduler)
-    peak = sum(smp.allgather(matmul_rate(), smp.WORLD))
-    log, losses = RunLog(args.log_dir, is_silent=smp.rank() != 0), []
+    log, losses, peak = RunLog(args.log_dir, is_silent=smp.rank() != 0), [], None
 
     for step in range(checkpoints.resume(), args.stop_after or args.steps):
         ids = batch_of_step(blocks, step, args.batch_size, args.seed)
@@ -111,6 +110,9 @@ def main() -> list[float]:
         scheduler.step()
         losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         step_s = time.perf_counter() - started_s
+        if peak is None:  # now that parameters are on the device
+            device = next(model.local_parameters()).device
+            peak = sum(smp.allgather(matmul_rate(device), smp.WORLD))
         log.write(
             step + 1,
             loss=losses[-1],

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import torch_xla
 from torch import nn
 
 import mpxla as smp
@@ -73,6 +72,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def on_host(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Reads losses, which are computed on the device, in one tensor."""
+    return torch.stack([loss.cpu() for loss in losses])
+
+
 def main() -> None:
     """Trains and evaluates for some epochs."""
     args = parse_arguments()
@@ -86,7 +90,6 @@ def main() -> None:
             "default_partition": 0,
         }
     )
-    device = torch_xla.device()
 
     digits = load_digits(args.data_dir)
     train_loader, test_loader = make_loaders(digits, args.batch_size, args.seed)
@@ -98,7 +101,7 @@ def main() -> None:
     first_epoch, losses_so_far = 0, []
     if args.checkpoint_dir and (args.checkpoint_dir / "newest").exists():
         position = smp.resume_from_checkpoint(args.checkpoint_dir)
-        first_epoch, losses_so_far = position["epoch"], list(position["losses"].to(device))
+        first_epoch, losses_so_far = position["epoch"], list(position["losses"])
         train_loader.generator.set_state(position["order"])
         log.skip(first_epoch, len(losses_so_far))
 
@@ -107,13 +110,13 @@ def main() -> None:
         losses, losses_so_far = losses_so_far, []
         order = train_loader.generator.get_state()
         for images, labels in log.batches():
-            images, labels = (t.chunk(args.dp)[smp.dp_rank()].to(device) for t in (images, labels))
+            images, labels = (t.chunk(args.dp)[smp.dp_rank()] for t in (images, labels))
             optimizer.zero_grad()
             loss = train_step(model, images, labels)
             optimizer.step()
             losses.append(loss.reduce_mean())
             if args.checkpoint_dir and len(losses) % args.checkpoint_every == 0:
-                replicas = smp.allgather(torch.stack(losses), smp.DP_GROUP)
+                replicas = smp.allgather(on_host(losses), smp.DP_GROUP)
                 means = torch.stack(replicas).mean(dim=0)
                 smp.save_checkpoint(
                     args.checkpoint_dir,
@@ -124,18 +127,17 @@ def main() -> None:
                     num_kept_partial_checkpoints=2,
                     asynchronous=True,
                 )
-        loss = sum(smp.allgather(torch.stack(losses).mean().item(), smp.DP_GROUP)) / args.dp
+        loss = sum(smp.allgather(on_host(losses).mean().item(), smp.DP_GROUP)) / args.dp
         log.end_training(loss)
 
         model.eval()
         losses, hits = [], []
         with torch.no_grad():
             for images, labels in test_loader:
-                images, labels = images.to(device), labels.to(device)
                 loss, logits = eval_step(model, images, labels)
                 losses.append(loss.reduce_mean())
-                hits.append(logits.concat().argmax(dim=1) == labels)
-        test_loss, accuracy = torch.stack(losses).mean(), torch.cat(hits).float().mean()
+                hits.append(logits.concat().cpu().argmax(dim=1) == labels)
+        test_loss, accuracy = on_host(losses).mean(), torch.cat(hits).float().mean()
         log.end_evaluation(test_loss.item(), accuracy.item())
 
     log.close()

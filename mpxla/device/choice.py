@@ -11,7 +11,7 @@ from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
 from mpxla.log import root_logger_kept
 
-__all__ = ["BACKENDS", "open_backend"]
+__all__ = ["BACKENDS", "name_of_backend", "open_backend"]
 
 BACKENDS = {
     "torch_xla": ("torch_xla", "mpxla.device.torch_xla.backend", "TorchXlaBackend"),
@@ -26,6 +26,19 @@ _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 
 
 def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
     """The backend of this process: its device's runtime is one per process, and so is this.
+
+    Args:
+        env: as for `name_of_backend`.
+        key: as for `name_of_backend`.
+
+    Raises:
+        ConfigError: there is no such backend, or the package that it needs is not installed.
+    """
+    return _opened(name_of_backend(env, key))
+
+
+def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:
+    """Which backend `open_backend` opens; imports nothing.
 
     Args:
         env: of this process; its variable MPXLA_DEVICE wins over the key.
@@ -48,7 +61,7 @@ def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
             f"device {name} needs the package {BACKENDS[name][0]}, which is not installed. "
             f"Install it by {_INSTALL[name]}, or choose another backend."
         )
-    return _opened(name)
+    return name
 
 
 @functools.cache

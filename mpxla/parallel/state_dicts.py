@@ -83,17 +83,15 @@ class SavedState(Protocol):
 def to_host(values: Any, backend: Backend) -> Any:
     """The same structure with its tensors on the host.
 
-    Those of the device are copied together. Host tensors share memory with the originals, as in
-    torch's own state dicts.
+    Those of the device are copied together, also where its memory is the host's: who keeps a state
+    to load it again expects it as it was. Other tensors share memory with the originals.
     """
     leaves, structure = pytree.tree_flatten(values)
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-    distant = [
-        i for i, tensor in tensors.items() if backend.is_on_device(tensor) and not tensor.is_cpu
-    ]
-    copies = dict(zip(distant, backend.get([tensors[i] for i in distant]), strict=True))
+    there = {id(t): t for t in tensors.values() if backend.is_on_device(t)}
+    copies = dict(zip(there, backend.get(list(there.values())), strict=True))
     for i, tensor in tensors.items():
-        leaves[i] = copies[i] if i in copies else tensor.detach().cpu()
+        leaves[i] = copies[id(tensor)] if id(tensor) in copies else tensor.detach().cpu()
     return pytree.tree_unflatten(leaves, structure)
 
 

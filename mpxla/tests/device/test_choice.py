@@ -1,6 +1,8 @@
 """Which backend a process uses, and what is said where there is none."""
 
+import importlib.metadata
 import importlib.util
+import sys
 
 import pytest
 
@@ -20,21 +22,36 @@ def installed(monkeypatch, *packages):
         return object() if name in packages else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.2")
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    choice._default.cache_clear()
     monkeypatch.setattr(choice, "_opened", lambda name: name)
+
+
+@pytest.fixture(autouse=True)
+def decided_anew(monkeypatch):
+    monkeypatch.delenv("MPXLA_DEVICE", raising=False)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    choice._default.cache_clear()
+    yield
+    choice._default.cache_clear()
 
 
 @pytest.mark.parametrize(
     "device, plugin, expected",
     [
-        (None, None, "torch_xla"),
+        (None, None, "pjrt"),
         (None, "jax_cuda13_plugin", "pjrt"),
+        (None, "libtpu", "torch_xla"),
+        (None, "torch_neuronx", "torch_xla"),
         ("CPU", "jax_cuda13_plugin", "torch_xla"),
         ("CUDA", None, "pjrt"),
         ("TPU", None, "torch_xla"),
     ],
 )
-def test_torch_xla_is_the_default_unless_cuda_is_asked_for(device, plugin, expected, monkeypatch):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+def test_jax_is_the_default_unless_a_device_of_torch_xla_is_asked_for(
+    device, plugin, expected, monkeypatch
+):
     if device is not None:
         monkeypatch.setenv("PJRT_DEVICE", device)
     installed(monkeypatch, "torch_xla", "jax", plugin)
@@ -44,6 +61,24 @@ def test_torch_xla_is_the_default_unless_cuda_is_asked_for(device, plugin, expec
     for package, name in (("jax", "pjrt"), ("torch_xla", "torch_xla")):
         installed(monkeypatch, package, plugin)
         assert open_backend(env) == name, "the only one"
+
+
+def test_a_script_that_has_imported_torch_xla_runs_on_it(monkeypatch):
+    installed(monkeypatch, "torch_xla", "jax")
+    monkeypatch.setitem(sys.modules, "torch_xla", object())
+    assert open_backend(LaunchEnv()) == "torch_xla"
+    monkeypatch.delitem(sys.modules, "torch_xla")
+    assert open_backend(LaunchEnv()) == "torch_xla", "decided once"
+
+
+@pytest.mark.parametrize(
+    "version, expected",
+    [("0.9.2", "torch_xla"), ("0.10.0", "pjrt"), ("0.11.0.dev1", "pjrt"), ("1.0", "pjrt")],
+)
+def test_an_old_jax_is_no_default(version, expected, monkeypatch):
+    installed(monkeypatch, "torch_xla", "jax")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert open_backend(LaunchEnv()) == expected
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
@@ -72,7 +107,7 @@ def test_a_process_has_one_backend_which_the_environment_names(monkeypatch):
 
 @pytest.mark.parametrize(
     "key, variable, expected",
-    [("auto", None, "torch_xla"), ("pjrt", None, "pjrt"), ("pjrt", "torch_xla", "torch_xla")],
+    [("auto", None, "pjrt"), ("pjrt", None, "pjrt"), ("pjrt", "torch_xla", "torch_xla")],
 )
 def test_the_variable_wins_over_the_key(key, variable, expected, monkeypatch):
     asked = []
