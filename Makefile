@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes that tests start import what was compiled before, also where the environment says not to.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-pjrt test-all lint types bench bench-quick docs clean
+.PHONY: help demo test test-slow test-pjrt test-newest test-all lint types bench bench-quick docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -35,17 +35,16 @@ test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 	--part=$(PART)/$(PARTS) --timeout 600 $(ARGS)
 
 # The backend's own tests, and on it the tests of parity, replicas, messages, checkpoints, scripts and
-# ordinary models. Also in an environment with the newest torch and jax and without torch_xla, where
-# what starts ranks on both backends is left out: make test-pjrt BIN=DIR ARGS='-k "not the_other"'
+# ordinary models.
 PJRT_TESTS := $(addprefix mpxla/tests/,test_parity.py test_parity_modes.py test_parity_replicas.py \
 	test_late_delivery.py test_client_training.py test_parity_scripts.py test_ordinary_models.py \
 	parallel/test_zero.py checkpoint/test_save_and_resume.py checkpoint/test_full.py)
 test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parity on it
-	@status=0; \
-	$(BIN)/python -m pytest -m "not slow and not device" mpxla/tests/device/pjrt $(ARGS) || status=1; \
-	MPXLA_DEVICE=pjrt $(BIN)/python -m pytest -m "not slow and not device" $(PJRT_TESTS) $(ARGS) \
-	|| status=1; \
-	exit $$status
+	MPXLA_DEVICE=pjrt $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	-m "not slow and not device" mpxla/tests/device/pjrt $(PJRT_TESTS) $(ARGS)
+
+test-newest: .venv-newest/.installed ## run them with the newest torch, and without torch_xla
+	@$(MAKE) --no-print-directory test-pjrt BIN=.venv-newest/bin INSTALLED=.venv-newest/.installed
 
 test-all: $(INSTALLED) ## run the test suite with its slow tests
 	@status=0; \
@@ -96,6 +95,11 @@ $(INSTALLED_DEMO): pyproject.toml | .venv/.python
 $(INSTALLED): pyproject.toml | .venv/.python
 	$(BIN)/python -m pip install $(TORCH) --editable '.[test,examples]'
 	@touch $@ $(INSTALLED_DEMO)
+
+.venv-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --editable '.[test-newest]'
+	@touch $@
 
 .venv/.installed-docs: pyproject.toml | .venv/.python
 	$(BIN)/python -m pip install --editable '.[docs]'

@@ -60,7 +60,7 @@ def describe_structure(spec: pytree.TreeSpec) -> Structure:
     """The structure as data."""
     if spec.is_leaf():
         return Structure(None, None, ())
-    children = tuple(describe_structure(child) for child in spec.children_specs)
+    children = tuple(map(describe_structure, _children(spec)))
     return Structure(_name_of(spec.type), _portable(spec.context), children)
 
 
@@ -75,11 +75,11 @@ def rebuild_structure(structure: Structure, own: pytree.TreeSpec | None) -> pytr
         RankMismatch: a container is not known here.
     """
     if structure.kind is None:
-        return pytree.LeafSpec()
+        return pytree.tree_structure(0)
     count = len(structure.children)
     own_children: list[Any] = [None] * count
-    if own is not None and len(own.children_specs) == count:
-        own_children = own.children_specs
+    if own is not None and len(_children(own)) == count:
+        own_children = _children(own)
     children = [
         rebuild_structure(child, mine)
         for child, mine in zip(structure.children, own_children, strict=True)
@@ -89,6 +89,11 @@ def rebuild_structure(structure: Structure, own: pytree.TreeSpec | None) -> pytr
         if mine == (structure.kind, structure.context):
             return pytree.TreeSpec(own.type, own.context, children)
     return pytree.TreeSpec(_find_kind(structure.kind), _resolve(structure.context), children)
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """Its children; torch 2.9 has no method for them, and 2.13 warns of their old name."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
 def _name_of(value: Any) -> _Named:

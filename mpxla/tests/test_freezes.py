@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def train(model, x):
 
 
 def stop_self():
-    print(f"stops at {time.time()}", flush=True)
+    print(f"stops at {time.time()}", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -69,6 +70,7 @@ def prepare(replicas=False, **further):
 def at_barrier(is_stopped, folder):
     prepare()
     if is_stopped:
+        time.sleep(1.0)  # so that it has told where it is
         stop_self()
     smp.barrier()
 
@@ -220,7 +222,7 @@ def errors_of(work, stopped, folder, world_size=2):
     assert results[stopped].exit_code == -signal.SIGKILL, [result.stderr for result in results]
     others = [result for rank, result in enumerate(results) if rank != stopped]
     assert [result.exit_code for result in others] == [1] * len(others), others[0].stderr
-    stopped_at = float(re.search(r"stops at (\S+)", results[stopped].stdout)[1])
+    stopped_at = float(re.search(r"stops at (\S+)", results[stopped].stderr)[1])
     assert STALL_S < ended[0] - stopped_at < STALL_S + SOON_S
     return [result.stderr for result in others]
 
