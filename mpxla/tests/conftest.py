@@ -18,6 +18,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tests compile; those of the cache turn it on.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 
+_ON_TORCH_XLA = name_of_backend(read_environment()) == "torch_xla"
+# These are about torch_xla, and some import it.
+_OF_TORCH_XLA = [
+    *("comm/test_xla_programs.py", "device/test_convolution.py", "device/torch_xla"),
+    *("runtime/test_saved.py", "stage/test_joint.py", "test_world.py"),
+]
+collect_ignore = [] if _ON_TORCH_XLA else _OF_TORCH_XLA
+
 # How fast the machine is decides over no test.
 settings.register_profile("mpxla", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mpxla")
@@ -35,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
 
     Tests of torch_xla are left out where ranks run on another backend.
     """
-    if name_of_backend(read_environment()) != "torch_xla":
+    if not _ON_TORCH_XLA:
         others = [i for i in items if i.get_closest_marker("torch_xla") is not None]
         config.hook.pytest_deselected(items=others)
         items[:] = [i for i in items if i not in others]

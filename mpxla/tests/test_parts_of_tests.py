@@ -9,9 +9,16 @@ from mpxla.tests.conftest import pytest_collection_modifyitems
 pytestmark = pytest.mark.unit
 
 
+def has_none(marker):
+    return None
+
+
 def part(names, option):
     """What is left of the tests, and what is reported as left out."""
-    items, left_out = [SimpleNamespace(nodeid=name) for name in names], []
+    items, left_out = (
+        [SimpleNamespace(nodeid=name, get_closest_marker=has_none) for name in names],
+        [],
+    )
     hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
     pytest_collection_modifyitems(
         SimpleNamespace(option=SimpleNamespace(part=option), hook=hook), items

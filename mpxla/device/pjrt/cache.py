@@ -6,7 +6,6 @@ of its own, since XLA loads code for another one and fails in the midst of a ste
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import platform
@@ -18,18 +17,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mpxla.log import get_logger
 
-__all__ = ["MAX_BYTES", "keep_programs", "num_loaded"]
+__all__ = ["MAX_BYTES", "keep_programs"]
 
 MAX_BYTES = 4 * 2**30
 """Of the programs of one platform."""
 
 _LOCK_TIMEOUT_S = 10.0
-_hits = [0]
-
-
-def num_loaded() -> int:
-    """Programs that this process has found on disk, the small ones that jax makes by itself too."""
-    return _hits[0]
 
 
 def keep_programs(folder: str, platform_name: str) -> bool:
@@ -64,17 +57,7 @@ def keep_programs(folder: str, platform_name: str) -> bool:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # jax opens its cache once, before the first program
-    if place is not None:
-        _count_hits()
     return place is not None
-
-
-@functools.cache
-def _count_hits() -> None:
-    def note(event: str, **_: object) -> None:
-        _hits[0] += event == "/jax/compilation_cache/cache_hits"
-
-    jax.monitoring.register_event_listener(note)
 
 
 def _kind_of_machine(platform_name: str) -> str:

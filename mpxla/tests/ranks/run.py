@@ -11,11 +11,15 @@ Ranks are real processes on the CPU, kept between calls. They meet in a file, so
 The test process itself never touches an XLA device.
 """
 
+import importlib.util
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
+from mpxla.device.choice import BACKENDS
 from mpxla.errors import MpxlaError
 from mpxla.tests.ranks.pool import (
     Outcome,
@@ -38,6 +42,13 @@ class RankError(MpxlaError):
     The text has one line per rank on top, the rank that failed first above all, then the traceback
     and the end of the output of every rank.
     """
+
+
+def _require_backend(env: Mapping[str, str]) -> None:
+    """Skips the test if the backend that it asks for is not installed."""
+    package = BACKENDS.get(env.get("MPXLA_DEVICE", ""), ("torch",))[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,7 @@ def run_ranks(
             noticed of it.
         TypeError: `fn` is not a function of a module's top level.
     """
+    _require_backend(env or {})
     call = make_call(fn, args)
     pool = borrow_pool(world_size, env or {})
     try:

@@ -166,18 +166,20 @@ def test_processors_on_which_the_library_is_preferred(
 SCRIPT = """
 import sys, torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from mpxla.device.pjrt import blas, cache, executable
+from mpxla.device.pjrt import blas, executable
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.device.pjrt.found import counted
 executable.prefers_blas = blas.has_blas
 backend = PjrtBackend("cpu")
 backend.keep_programs(sys.argv[1])
 x = torch.arange(128 * 128.0).view(128, 128) / 1e4
 module = make_fx(lambda x: [x @ x])(x)
-program = backend.compile("product", module, [TensorSpec((128, 128), torch.float32)])
+with counted() as counts:
+    program = backend.compile("product", module, [TensorSpec((128, 128), torch.float32)])
 (value,) = backend.get(program(backend.put([x])))
 torch.testing.assert_close(value, x @ x)
-print("found", cache.num_loaded())
+print("found", counts["hits"])
 """
 
 

@@ -11,6 +11,7 @@ from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests import parity
+from mpxla.tests.device.pjrt.found import counted
 from mpxla.tests.ranks.run import run_ranks_unpooled
 from mpxla.tests.test_parity import case_of
 
@@ -30,12 +31,11 @@ def backend(monkeypatch):
 
 def loaded(backend, factor):
     """How many programs are found on disk while one is compiled; it must compute right."""
-    before = cache.num_loaded()
-    # A program of its own for every factor.
-    program = compile_function(backend, "scaled", lambda x: [x * factor + 0.25], SPECS)
+    with counted() as counts:  # a program of its own for every factor
+        program = compile_function(backend, "scaled", lambda x: [x * factor + 0.25], SPECS)
     (found,) = program(backend.put([torch.ones(8)]))
     assert torch.equal(backend.view(found), torch.full((8,), factor + 0.25))
-    return cache.num_loaded() - before
+    return counts["hits"]
 
 
 def programs(folder):
@@ -95,14 +95,9 @@ def start_job(folder):
     """Losses, programs that are compiled, and those that are found."""
     os.environ["XDG_CACHE_HOME"] = folder
     jax.config.update("jax_enable_compilation_cache", True)
-    compiled = []
-
-    def note(event, **_):
-        compiled.append(event == "/jax/compilation_cache/cache_misses")
-
-    jax.monitoring.register_event_listener(note)
-    observed = parity.train(CASE)
-    return observed.adam_losses, observed.state, sum(compiled), cache.num_loaded()
+    with counted() as counts:
+        observed = parity.train(CASE)
+    return observed.adam_losses, observed.state, counts["misses"], counts["hits"]
 
 
 @pytest.mark.ranks
