@@ -5,6 +5,7 @@ included, so that no function of torch has to be replaced. Only calls that name 
 changed. This module must not know `torch.cuda` (`cuda.py`).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
@@ -24,8 +25,14 @@ __all__ = ["DeviceMap", "DeviceMapping", "device_backend"]
 
 
 def device_backend() -> Backend:
-    """The session's backend, or before `smp.init` the one that it will have."""
-    return current().backend if is_initialized() else open_backend(read_environment())
+    """The session's backend, or before `smp.init` the one that it will have.
+
+    Scripts for CUDA tell the device's tensors from those of the host, so torch_xla is the default
+    where it is installed: on it they are of another kind on the CPU too.
+    """
+    if is_initialized():
+        return current().backend
+    return open_backend(dataclasses.replace(read_environment(), asks_for_torch_xla=True))
 
 
 class DeviceMap:

@@ -142,7 +142,7 @@ def _torch_on_device() -> Generator[None]:
             future.set_swap_module_params_on_conversion(swaps)
 
 
-_TORCHS_TEXTS = ("NVIDIA driver", "CUDA driver", "compiled with CUDA")
+_TORCHS_TEXTS = ("NVIDIA driver", "CUDA driver", "compiled with CUDA", "ATen_cuda")
 
 
 @contextlib.contextmanager

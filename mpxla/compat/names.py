@@ -180,7 +180,7 @@ _GRAPHS = "step functions are captured and compiled anyway; remove it"
 _ALLOCATOR = "XLA's runtime has its own allocator, which scripts cannot steer"
 BACKEND_FLAG = Name(Fate.IDLE, "a flag of CUDA's libraries")
 """Everything in `torch.backends.cuda` and `torch.backends.cudnn`."""
-IS_CUDA_TYPE = Name(Fate.DIFFERS, "False: the type of the script's device is 'xla'")
+IS_CUDA_TYPE = Name(Fate.DIFFERS, "False: the type of the script's device is 'xla', or 'cpu'")
 """Comparing a device's text, as in `device.type == "cuda"`: nothing can map it, so the launcher
 warns."""
 REFUSED = "it says something about a CUDA device that an XLA device does not have"

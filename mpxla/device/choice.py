@@ -51,7 +51,7 @@ def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:
     """
     name = env.device or key
     if name == "auto":
-        name = _default(env.asks_for_cuda, env.asks_for_torch_xla)
+        name = _decided.setdefault("auto", _default(env.asks_for_cuda, env.asks_for_torch_xla))
     if name not in BACKENDS:
         raise ConfigError(
             f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}, or auto."
@@ -64,9 +64,13 @@ def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:
     return name
 
 
-@functools.cache
+_decided: dict[str, str] = {}
+"""What "auto" means in this process, once it has been asked: a script may import torch_xla later,
+which sets PJRT_DEVICE, too."""
+
+
 def _default(asks_for_cuda: bool, asks_for_torch_xla: bool) -> str:
-    """The default of this process, decided once: a script may import torch_xla later.
+    """What "auto" means now.
 
     On the CPU jax takes shorter steps than torch_xla for most models, see docs/backends.md. A
     script that imports torch_xla before has tensors or settings of its own there.

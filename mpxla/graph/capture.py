@@ -43,6 +43,7 @@ from mpxla.graph.capture_modes import (
     fake_state,
     numbers_explained,
     quiet_export,
+    registration_hooks_kept,
     torchs_recurrences,
     unchecked_distributions,
 )
@@ -286,6 +287,7 @@ def capture_step(
         host_autocast(),
         numbers_explained(),
         quiet_export(),
+        registration_hooks_kept(),
         user_lines_recorded(),
         torchs_recurrences(),
         unchecked_distributions(),

@@ -50,9 +50,12 @@ class Read:
 
     def is_same(self) -> bool:
         """Whether it is what it was."""
-        now, value = self.now(), self.value
-        # 1, 1.0 and True are equal for Python and make different programs.
-        return now is value or (type(now) is type(value) and bool(now == value))
+        return _is_same(self.now(), self.value)
+
+
+def _is_same(now: Any, value: Any) -> bool:
+    # 1, 1.0 and True are equal for Python and make different programs.
+    return now is value or (type(now) is type(value) and bool(now == value))
 
 
 @dataclass
@@ -62,12 +65,13 @@ class AttributeLog:
     Attributes:
         names: name of a module by the id of its table of attributes.
         first: values at the first read, by table's id and attribute.
-        written: the user's line of the first write.
+        written: the user's line of the first write, and the value of the last one. Export puts
+            the value back that was there before (torch 2.13), or leaves it (2.9).
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
-    written: dict[tuple[int, str], str] = field(default_factory=dict)
+    written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -77,11 +81,12 @@ class AttributeLog:
         if key not in _OF_TORCH and _is_plain(value):
             self.first[place] = _copied(value)
 
-    def note_write(self, owner: dict[str, Any], key: str) -> None:
+    def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a write, with the line."""
         place = id(owner), key
-        if place not in self.written and id(owner) in self.names:
-            self.written[place] = at_user_line()
+        if id(owner) in self.names:
+            line = self.written[place][0] if place in self.written else at_user_line()
+            self.written[place] = line, value
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
@@ -91,8 +96,10 @@ class AttributeLog:
             read = Read(f"{name}.{key}", value, partial(owner.get, key, _MISSING))
             if (owner_id, key) not in self.written:
                 found.append(read)
-            elif not read.is_same():
-                _warn(read.name, self.written[owner_id, key])
+                continue
+            line, last = self.written[owner_id, key]
+            if not read.is_same() or not _is_same(last, value):
+                _warn(read.name, line)
         return found
 
 
@@ -184,7 +191,7 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
 
     def set_noted(self: Any, name: str, value: Any) -> None:
         if current_recorder() is not None and not isinstance(value, (torch.Tensor, nn.Module)):
-            log.note_write(object.__getattribute__(self, "__dict__"), name)
+            log.note_write(object.__getattribute__(self, "__dict__"), name, value)
         set_attribute(self, name, value)
 
     kind.__getattribute__, kind.__setattr__ = get, set_noted

@@ -8,6 +8,7 @@ import contextlib
 import keyword
 import logging
 import sys
+import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import graph
+from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
@@ -34,6 +36,7 @@ __all__ = [
     "fake_state",
     "numbers_explained",
     "quiet_export",
+    "registration_hooks_kept",
     "torchs_recurrences",
     "unchecked_distributions",
 ]
@@ -215,14 +218,37 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet_export() -> Generator[None]:
-    """Keeps torch from logging a page of graph for an error that `_explain` puts in one line."""
+    """Keeps torch from logging a page of graph for an error that `explain` puts in one line.
+
+    And from warning of what it does itself (torch 2.13), and of recurrent layers, which list their
+    weights a second time.
+    """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        listed = r"The tensor attributes? (self\.[\w.]*_flat_weights\[\d+\](, )?)+ w\w+ assigned"
+        warnings.filterwarnings("ignore", listed)
+        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\)", FutureWarning)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def registration_hooks_kept() -> Generator[None]:
+    """Takes away the hook that export registers for all modules, and leaves when it fails.
+
+    It holds the step's function, and so the model and the session.
+    """
+    hooks: Any = nn_module._global_buffer_registration_hooks
+    before = dict(hooks)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        hooks.clear()
+        hooks.update(before)
 
 
 @contextlib.contextmanager

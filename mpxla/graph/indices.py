@@ -117,7 +117,21 @@ def _filled(value: Any, dim: int, indices: Any, *_: Any) -> list[tuple[Any, int,
     return [(indices, -_size(value, dim), _size(value, dim) - 1)]
 
 
+def _wraps_along_dim() -> bool:
+    try:
+        torch.take_along_dim(torch.zeros(1), torch.tensor([-1]), 0)
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
+_WRAPS_ALONG_DIM = _wraps_along_dim()
+"""Whether this function takes all indices, by their remainder, as it does from torch 2.13 on."""
+
+
 def _along_dim(value: Any, indices: Any, dim: int | None = None) -> list[tuple[Any, int, int]]:
+    if _WRAPS_ALONG_DIM:
+        return []
     size = value.meta["val"].numel() if dim is None else _size(value, dim)
     return [(indices, 0, size - 1)]
 

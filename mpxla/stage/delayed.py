@@ -18,12 +18,13 @@ is built. This module must not know which rank needs what.
 import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpxla.errors import MpxlaError
@@ -44,6 +45,7 @@ SMALL = 2048
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+_is_meta = cast(Any, torch.Tensor.is_meta).__get__
 aten = torch.ops.aten
 
 
@@ -238,6 +240,23 @@ class _Recorder(TorchDispatchMode):
         return state
 
 
+class _LikeOrdinary(TorchFunctionMode):
+    """Recorded tensors say that they are not on `meta`.
+
+    `nn.init.trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` leave such tensors alone (torch
+    2.13), so nothing would be recorded, and parameters would keep the values from before.
+    """
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _is_meta and self._recording.knows(args[0]):
+            return False
+        return func(*args, **(kwargs or {}))
+
+
 class _Scratch:
     """Memory for draws that nobody reads: one piece per argument, used again.
 
@@ -321,7 +340,7 @@ def build_delayed() -> Generator[None]:
     handle = register_module_parameter_registration_hook(note)
     _active.append(recording)
     try:
-        with _Recorder(recording):
+        with _Recorder(recording), _LikeOrdinary(recording):
             yield
     except MpxlaError:
         raise

@@ -117,7 +117,9 @@ def _groups(graph: fx.Graph) -> dict[fx.Node, Any]:
 
     A group of layers is one of those that the stage has.
     """
-    regions = {node: region_of(node) for node in graph.nodes if region_of(node) is not None}
+    # torch 2.13 gives nodes of the derivative the metadata of other ones, so they have regions too.
+    forward = [node for node in graph.nodes if not _is_of_derivative(node)]
+    regions = {node: region for node in forward if (region := region_of(node)) is not None}
     present: dict[Layers, dict[int, None]] = {}
     for region in dict.fromkeys(regions.values()):
         if region.layers is not None:

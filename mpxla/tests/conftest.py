@@ -22,7 +22,7 @@ _ON_TORCH_XLA = name_of_backend(read_environment()) == "torch_xla"
 # These are about torch_xla, and some import it.
 _OF_TORCH_XLA = [
     *("comm/test_xla_programs.py", "device/test_convolution.py", "device/torch_xla"),
-    *("runtime/test_saved.py", "stage/test_joint.py", "test_world.py"),
+    *("stage/test_joint.py", "test_world.py"),
 ]
 collect_ignore = [] if _ON_TORCH_XLA else _OF_TORCH_XLA
 

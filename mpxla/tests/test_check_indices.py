@@ -7,6 +7,7 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import StepError
+from mpxla.tests.backends import backend_here
 from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import check_texts, refused
@@ -61,7 +62,8 @@ def wrong_inputs():
     found = [refused(lambda: run(model, *with_value("ids", 7)))]
     before = run(model, *good()).reduce_mean().item()
     found.append(refused(lambda: run(model, *with_value("ids", -1))))
-    found.append(refused(lambda: run(model, *with_value("labels", 3), device="xla")))
+    device = backend_here().device
+    found.append(refused(lambda: run(model, *with_value("labels", 3), device)))
     return found, before, run(model, *good()).reduce_mean().item()
 
 

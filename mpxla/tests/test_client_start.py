@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mpxla.tests.backends import backend_here
 from mpxla.tests.clients import (
     REPLICAS,
     close,
@@ -136,7 +137,7 @@ def gather_over_replicas():
     smp = start(**REPLICAS)
     numbers = smp.allgather(1.5 + smp.rank(), smp.DP_GROUP)
     tensors = smp.allgather(torch.full((2,), smp.rank()), smp.CommGroup.DP_GROUP)
-    on_device = smp.allgather(torch.ones(1).to("xla") * smp.rank(), smp.DP_GROUP)
+    on_device = smp.allgather(torch.ones(1).to(backend_here().device) * smp.rank(), smp.DP_GROUP)
     return numbers, [t.tolist() for t in tensors], [t.cpu().tolist() for t in on_device]
 
 

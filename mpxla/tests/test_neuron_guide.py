@@ -124,16 +124,19 @@ def plain_losses(start):
     return found, model.state_dict()
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_a_script_runs_on_the_cpu(seen):
     assert [rank["device"] for rank in seen] == [("CPU", "xla")] * 2
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_ranks(seen):
     assert [rank["ranks"] for rank in seen] == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_equal_initial_weights(seen):
     first, second = seen
@@ -142,6 +145,7 @@ def test_equal_initial_weights(seen):
         assert rank["start"]["0.weight"].tolist() == first["own"]
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_device_loader(seen):
     for number, rank in enumerate(seen):
@@ -149,6 +153,7 @@ def test_device_loader(seen):
         assert torch.equal(torch.stack(rank["loaded"]), torch.stack(expected))
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_losses_are_those_of_one_process(seen):
     expected, state = plain_losses(seen[0]["start"])
@@ -157,12 +162,14 @@ def test_losses_are_those_of_one_process(seen):
         torch.testing.assert_close(rank["state"], dict(state))
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_step_closures(seen):
     for rank in seen:
         assert rank["closed"] == rank["losses"]
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_printing_tensors(seen):
     for number, rank in enumerate(seen):
@@ -172,6 +179,7 @@ def test_printing_tensors(seen):
         torch.testing.assert_close(rank["hidden"], expected)
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_compilations(seen):
     for rank in seen:
@@ -179,18 +187,21 @@ def test_compilations(seen):
         assert len(set(rank["compilations"][2:])) == 1, rank["compilations"]
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_saving(seen, folder):
     weights = torch.load(folder / "weights.pt", map_location="cpu")
     torch.testing.assert_close(dict(weights), seen[0]["state"], rtol=0, atol=0)
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_serialization(seen):
     for rank in seen:
         torch.testing.assert_close(rank["restored"], rank["state"], rtol=0, atol=0)
 
 
+@pytest.mark.torch_xla
 @pytest.mark.ranks
 def test_undecorated_step(seen):
     for rank in seen:

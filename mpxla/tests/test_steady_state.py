@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 import mpxla as smp
+from mpxla.tests.backends import backend_here
 from mpxla.tests.models import Gpt, classify, labelled, mlp, predict_tokens, tokens
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
@@ -20,13 +21,28 @@ def begin(build, stages, microbatches, **config):
     return smp.DistributedModel(build())
 
 
-def counts():
-    """Programs compiled so far, by torch_xla's timer and by its counter."""
-    import torch_xla.debug.metrics as metrics
+class Compilations:
+    """Programs compiled so far, as the backend counts them and by its library's own events."""
 
-    from mpxla.device.torch_xla.compile import num_compilations
+    def __init__(self):
+        self._of_jax = 0
+        if backend_here().name == "pjrt":
+            import jax
 
-    return num_compilations(), metrics.counter_value("UncachedCompile") or 0
+            jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event, duration, **_):
+        self._of_jax += event == "/jax/core/compile/backend_compile_duration"
+
+    def __call__(self):
+        return backend_here().num_compilations, self._by_the_library()
+
+    def _by_the_library(self):
+        if backend_here().name == "pjrt":
+            return self._of_jax
+        import torch_xla.debug.metrics as metrics
+
+        return metrics.counter_value("UncachedCompile") or 0
 
 
 # --- compilations -------------------------------------------------------------------------------
@@ -36,19 +52,19 @@ def compile_counts():
     """In a process of its own, so that nothing is compiled yet.
 
     Returns the compilations of each step call and each update of a session with 2 microbatches, and
-    then of one with 6, and the programs that the engine asked for.
+    then of one with 6, the programs that the engine asked for, and the backend's name.
     """
-    from mpxla.device.torch_xla.backend import TorchXlaBackend
-
-    asked = []
-    original = TorchXlaBackend.compile
+    kind, counts, asked = type(backend_here()), Compilations(), []
+    original = kind.compile
 
     def compile_noting(backend, name, *args, **kwargs):
-        if name.startswith("stage "):
-            asked.append(name)
-        return original(backend, name, *args, **kwargs)
+        if not name.startswith("stage "):
+            return original(backend, name, *args, **kwargs)
+        program = original(backend, name, *args, **{**kwargs, "keep_text": True})
+        asked.append((name, program.text()))
+        return program
 
-    TorchXlaBackend.compile = compile_noting
+    kind.compile = compile_noting
     seen = []
     for microbatches in (2, 6):
         model = begin(mlp, 2, microbatches)
@@ -66,7 +82,7 @@ def compile_counts():
             updates.append(counts()[0] - before[0])
         seen.append((calls, updates))
         smp.shutdown()
-    return seen, asked
+    return seen, asked, backend_here().name
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +93,36 @@ def compiled():
 
 
 def test_nothing_compiles_after_the_first_step(compiled):
-    for seen, _ in compiled:
+    for seen, _, _ in compiled:
         for calls, updates in seen:
             assert calls[1:] == [(0, 0)] * 4
             assert updates[1:] == [0] * 4
 
 
 def test_a_stage_is_two_programs(compiled):
-    for rank, (_, asked) in enumerate(compiled):
-        assert asked == [f"stage {rank} forward", f"stage {rank} backward"] * 2
+    for rank, (_, asked, _) in enumerate(compiled):
+        names = [name for name, _ in asked]
+        assert names == [f"stage {rank} forward", f"stage {rank} backward"] * 2
 
 
 def test_first_step_compiles_its_programs_and_at_most_two_small_ones(compiled):
-    """The small ones sum tied gradients or put constants on the device."""
-    for seen, _ in compiled:
+    """The small ones sum tied gradients, put constants on the device or make zeros there."""
+    for seen, *_ in compiled:
         timed, counted = seen[0][0][0]
-        assert timed == counted
-        assert 2 <= timed <= 4
+        assert counted == timed
+        assert 2 <= timed <= counted <= 4
 
 
 def test_programs_do_not_depend_on_the_number_of_microbatches(compiled):
     """With microbatches of the same size, those of 2 serve for 6."""
-    for seen, _ in compiled:
+    for _, asked, _ in compiled:
+        assert all(text for _, text in asked)
+        assert asked[:2] == asked[2:]
+
+
+@pytest.mark.torch_xla
+def test_torch_xla_keeps_programs_for_the_next_session(compiled):
+    for seen, _, _ in compiled:
         timed, _ = seen[1][0][0]
         assert timed <= 1
         assert seen[1][1] == [0] * 5
@@ -140,21 +164,35 @@ def test_saved_activations_are_those_that_the_schedule_promises(pipeline, active
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_in(thing, tensors):
-    return type(thing) in TENSORS and thing in tensors
+def live_things():
+    """All tensors of this process, and all arrays of jax."""
+    arrays = []
+    if backend_here().name == "pjrt":
+        import jax
+
+        arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    return [t for t in gc.get_objects() if type(t) in TENSORS] + arrays
 
 
-def _num_bytes_on_device(thing):
+def memory_of(thing):
+    """Where a tensor or an array lies on the device, and its bytes; None if it does not."""
     if type(thing) not in TENSORS:
-        return 0
+        return thing.unsafe_buffer_pointer(), thing.nbytes
     try:
-        return thing.numel() * thing.itemsize if thing.device.type == "xla" else 0
+        kind = thing.device.type
+        is_message = thing.dtype is torch.uint8  # on the host, which may be the device
+        if is_message or kind != backend_here().device.type:
+            return None
+        if thing.device.type == "xla":
+            return id(thing), thing.nbytes
+        storage = thing.untyped_storage()  # perhaps that of an array
+        return storage.data_ptr(), storage.nbytes()
     except RuntimeError as error:
         # The list of all objects does not keep a tensor alive that only C++ holds: another thread
         # (a transfer, say) can free it after the list was made. It has no memory any more.
-        if "does not have a device" not in str(error):
+        if "does not have" not in str(error):
             raise
-        return 0
+        return None
 
 
 def settled_bytes(earlier, others):
@@ -162,12 +200,13 @@ def settled_bytes(earlier, others):
 
     Args:
         earlier: the numbers that were found after earlier steps.
-        others: the tensors that tests before this one left in this process.
+        others: what tests before this one left in this process.
     """
 
     def count():
         gc.collect()
-        return sum(_num_bytes_on_device(t) for t in gc.get_objects() if not is_in(t, others))
+        found = [memory_of(thing) for thing in live_things() if thing not in others]
+        return sum(dict(place for place in found if place is not None).values())
 
     smp.barrier()  # everything that was sent has arrived
     found = [count()]
@@ -178,8 +217,10 @@ def settled_bytes(earlier, others):
 
 
 def device_bytes():
-    """Bytes of all tensors that a model has on the device, after a number of steps."""
-    others = WeakIdKeyDictionary({t: None for t in gc.get_objects() if type(t) in TENSORS})
+    """Bytes of all that a model has on the device, after a number of steps."""
+    others = WeakIdKeyDictionary()
+    for thing in live_things():
+        others[thing] = None
     model = begin(Gpt, 2, 4)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     step = smp.step(predict_tokens)
@@ -216,7 +257,7 @@ def tied_copies():
         optimizer.zero_grad()
         step(model, tokens(4))
         optimizer.step()
-        copies.append(dict(model.local_named_parameters())["embed.weight"].detach().cpu())
+        copies.append(dict(model.local_named_parameters())["embed.weight"].detach().cpu().clone())
     return copies
 
 

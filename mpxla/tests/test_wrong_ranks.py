@@ -41,6 +41,7 @@ def differ_in_backend():
     smp.init(TWO)
 
 
+@pytest.mark.torch_xla
 def test_different_backends():
     check(
         differ_in_backend,

@@ -35,7 +35,7 @@ from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
-from mpxla.env import read_environment
+from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
@@ -175,6 +175,7 @@ class PjrtBackend:
         def program() -> list[jax.Array]:
             return [jnp.zeros(spec.shape, jax_dtype(spec.dtype)) for spec in specs]
 
+        PjrtExecutable.num_compilations += 1
         return jax.jit(program, out_shardings=there).lower().compile()
 
     def _runner_of(
@@ -292,8 +293,8 @@ class PjrtBackend:
         return WorldRunner(host, address)
 
     def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
-        """Nothing to do: no library asks jax for the rank."""
-        return lambda: None
+        """Libraries take the launcher's word for it."""
+        return _without_torch_xla()
 
     def join_world(
         self,
@@ -302,8 +303,24 @@ class PjrtBackend:
         local_size: int,
         has_reduced: Callable[[torch.optim.Optimizer], bool],
     ) -> Callable[[], None]:
-        """Nothing to do: users' tensors are ordinary ones, which torch.distributed knows."""
-        return lambda: None
+        """Nothing to do for torch.distributed, which knows the users' tensors."""
+        return _without_torch_xla()
+
+
+def _without_torch_xla() -> Callable[[], None]:
+    """Keeps transformers and accelerate from using torch_xla where it is installed too.
+
+    Else transformers' `is_main_process` asks torch_xla for the rank, which is 0 everywhere.
+
+    Returns:
+        A function that undoes it.
+    """
+    before = set_variables({"USE_TORCH_XLA": "0"})
+
+    def undo() -> None:
+        set_variables(before)
+
+    return undo
 
 
 def _kind_of(program: str, node: fx.Node) -> type[Piece]:

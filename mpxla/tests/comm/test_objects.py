@@ -200,6 +200,7 @@ def send_from_device(transport):
     return received
 
 
+@pytest.mark.torch_xla
 def test_tensors_on_a_device_arrive_on_the_host():
     total, received = run_host(send_from_device, 2, timeout_s=120)
     assert all(tensor.device.type == "cpu" for tensor in received.values())

@@ -75,7 +75,9 @@ def move_everything(transport):
     return [result.tolist() for result in results[:3]], transport.events
 
 
-@pytest.mark.parametrize("backend", ["torch_xla", "pjrt"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("torch_xla", marks=pytest.mark.torch_xla), "pjrt"]
+)
 def test_operations_in_groups_that_share_ranks(backend):
     results = run_xla(move_everything, 4, pipelines=[(0, 1), (2, 3)], backend=backend)
     assert [values for values, _ in results] == [

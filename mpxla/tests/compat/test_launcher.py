@@ -20,7 +20,6 @@ import sys
 
 import smdistributed.modelparallel.torch as smp
 import torch
-import torch_xla.runtime as xr
 from helper import factor
 from smdistributed.modelparallel import __version__
 
@@ -28,9 +27,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 args = parser.parse_args()
 logging.basicConfig(level=logging.INFO)  # without effect where a handler is there already
-main_process = xr.global_ordinal() == 0  # as transformers asks, before smp.init()
 smp.init()
-assert main_process == (smp.rank() == 0) and os.environ.get("RANK", "0") == str(smp.rank())
+assert os.environ.get("RANK", "0") == str(smp.rank())
 torch.cuda.set_device(smp.local_rank())
 assert torch.cuda.current_device() == smp.local_rank()
 model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
@@ -162,6 +160,25 @@ def test_two_ranks(script):
     ]
 
 
+def ask_who_is_the_main_process():
+    from mpxla.compat.launcher import mapped
+
+    with mapped():
+        import smdistributed.modelparallel.torch as smp
+        from transformers.trainer_utils import is_main_process
+
+        own = int(os.environ["LOCAL_RANK"])
+        before = is_main_process(own)
+        smp.init({"pipeline_parallel_degree": 2})
+        return before, is_main_process(own)
+
+
+@pytest.mark.ranks
+def test_transformers_knows_the_main_process_whatever_the_backend():
+    ranks = run_ranks_unpooled(ask_who_is_the_main_process, 2)
+    assert [rank.value for rank in ranks] == [(True, True), (False, False)], ranks[0].stderr
+
+
 @pytest.mark.ranks
 def test_what_cannot_be_mapped_ends_the_script_with_its_line(tmp_path):
     path = tmp_path / "train.py"
@@ -230,11 +247,15 @@ def test_the_scripts_exit_code_is_the_launchers(tmp_path):
 
 
 OUTSIDE = """\
+import contextlib
 import sys
 
 import torch
+import torch._dynamo  # changes torch by itself, as export does
 import torch.distributed
-import torch_xla
+
+with contextlib.suppress(ImportError):
+    import torch_xla  # so does this
 
 
 def picture():
@@ -327,11 +348,11 @@ def test_check_lists_and_counts(script, capsys):
 
     assert main(["--check", str(script)]) == 0
     output = capsys.readouterr().out
-    assert "supported     smp.DistributedModel (line 21)" in output
+    assert "supported     smp.DistributedModel (line 19)" in output
     assert output.endswith("names of SMP and CUDA, 0 of them not supported\n")
     script.write_text(SCRIPT + "torch.cuda.CUDAGraph()\n")
     assert main(["--check", str(script)]) == 1
     assert (
-        "not supported torch.cuda.CUDAGraph (line 39): step functions are captured"
+        "not supported torch.cuda.CUDAGraph (line 37): step functions are captured"
         in capsys.readouterr().out
     )

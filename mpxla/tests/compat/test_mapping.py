@@ -14,6 +14,7 @@ import torch
 from mpxla import user_lines
 from mpxla.compat import CompatError
 from mpxla.errors import MpxlaError
+from mpxla.tests.backends import backend_here
 from mpxla.tests.compat.launching import inside, refusal
 from mpxla.tests.ranks.run import run_ranks
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.ranks
 
 
 def name_devices():
+    device = backend_here().device
     x = torch.arange(4.0)
     module = torch.nn.Linear(2, 2)
     weight = module.weight
@@ -52,8 +54,8 @@ def name_devices():
     ]
     with torch.device("cuda"):
         on_device.append(torch.zeros(2).device)
-    assert {str(device) for device in on_device} == {"xla:0"}, on_device
-    assert x.cuda().is_cuda and not x.is_cuda
+    assert set(map(str, on_device)) == {str(device)}, on_device
+    assert x.cuda().is_cuda and x.is_cuda is (device == x.device)
     assert x.pin_memory() is x
     assert x.to("cpu").device == x.to(torch.float64).device == torch.device("cpu")
     assert x.to(torch.float64, True).dtype is torch.float64, "True is not the device 1"
@@ -109,7 +111,8 @@ def ask_about_the_device():
     cuda.init(), cuda.empty_cache(), cuda.ipc_collect(), cuda.synchronize(), cuda.synchronize(0)
     with cuda.device(0):
         pass
-    assert cuda.get_device_name() == cuda.get_device_properties(0).name == "XLA device xla:0"
+    name = f"XLA device {backend_here().device}"
+    assert cuda.get_device_name() == cuda.get_device_properties(0).name == name
     assert refusal(lambda: cuda.set_device(1)).endswith("Use smp.local_rank() or no index.")
     return (
         refusal(lambda: cuda.get_device_properties(0).multi_processor_count),
@@ -156,14 +159,20 @@ def seed():
     cuda.manual_seed(5)
     cuda.manual_seed_all(5)
     assert torch.equal(torch.rand(3), host), "the host's generator is another one"
-    drawn = torch.rand(3, device="cuda").cpu()
-    cuda.manual_seed(5)
-    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn)
     assert cuda.initial_seed() == 5
-    torch.manual_seed(6)
-    assert cuda.initial_seed() == 6, "torch.manual_seed seeds all devices"
     from mpxla.runtime.seeds import draw_seed
 
+    in_step = draw_seed()
+    cuda.manual_seed(5)
+    assert draw_seed() == in_step
+    # Outside of steps a tensor's device draws, which may be the host.
+    seed_device = torch.manual_seed if backend_here().device.type == "cpu" else cuda.manual_seed
+    seed_device(5)
+    drawn = torch.rand(3, device="cuda").cpu()
+    seed_device(5)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn)
+    torch.manual_seed(6)
+    assert cuda.initial_seed() == 6, "torch.manual_seed seeds all devices"
     state, states = cuda.get_rng_state(), cuda.get_rng_state_all()
     first = draw_seed()
     assert draw_seed() != first

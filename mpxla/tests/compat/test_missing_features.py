@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpxla.log import forget_warnings
+from mpxla.tests.backends import backend_here
 from mpxla.tests.clients import logged
 from mpxla.tests.compat.launching import inside, refusal
 
@@ -148,11 +149,13 @@ def move_the_model():
     linear = torch.nn.Linear(2, 2)
     weight = linear.weight
     model = smp.DistributedModel(linear)
+    device = backend_here().device
+    other = "cpu" if device.type != "cpu" else "xla"
     forget_warnings()  # of other tests in this process
     with logged() as lines:
         assert model.to("cuda") is model and model.cuda() is model and model.to(0) is model
-        assert not lines
-        assert model.to(torch.float64).to("cpu").module.weight.dtype is torch.float64
+        assert model.to(device) is model and not lines
+        assert model.to(torch.float64).to(other).module.weight.dtype is torch.float64
     return linear.weight is weight, lines
 
 

@@ -5,27 +5,45 @@ import time
 import pytest
 import torch
 
+from mpxla.stage.program import compile_function
+from mpxla.stage.spec import TensorSpec
+from mpxla.tests.backends import backend_here
 from mpxla.tests.compat.launching import inside, refusal
 
 pytestmark = pytest.mark.ranks
 
 
-def is_pending(tensor):
-    import torch_xla
+def start_work():
+    """Gives the device work. Returns a function that says whether it is not done yet."""
+    backend = backend_here()
+    if backend.name == "torch_xla":
+        import torch_xla
 
-    return torch_xla._XLAC._check_tensor_need_materialization([tensor])[0]
+        x = torch.ones(200, 200).cuda()
+        product = x @ x
+        return lambda: torch_xla._XLAC._check_tensor_need_materialization([product])[0]
+
+    def sort(x):
+        for _ in range(4):
+            x = x.sin().sort(descending=True).values
+        return [x]
+
+    # Tensors are computed at once, programs of steps are not: this one takes half a second.
+    x = torch.rand(1024, 1024)
+    program = compile_function(backend, "sort", sort, [TensorSpec.of(x)])
+    (result,) = program(backend.put([x]))
+    return lambda: not result.is_ready()
 
 
 def use_events():
     cuda = torch.cuda
     start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     start.record()
-    x = torch.ones(200, 200).cuda()
-    product = x @ x
-    assert is_pending(product), "otherwise nothing is tested"
     time.sleep(0.05)
+    is_pending = start_work()
+    assert is_pending(), "otherwise nothing is tested"
     end.record(cuda.current_stream())
-    assert not is_pending(product), "recorded after the work before it"
+    assert not is_pending(), "recorded after the work before it"
     assert 50 <= start.elapsed_time(end) < 20_000
     assert end.elapsed_time(start) == -start.elapsed_time(end)
     end.synchronize(), end.wait()
@@ -59,9 +77,10 @@ def prefetch():
         cuda.default_stream(0).wait_event(side.record_event())
         moved.record_stream(cuda.current_stream())
         sums.append(moved.sum())
-    pending = sums[-1] + 1
+    is_pending = start_work()
+    assert is_pending(), "otherwise nothing is tested"
     cuda.current_stream().synchronize()
-    assert not is_pending(pending)
+    assert not is_pending()
     cuda.set_stream(side)
     assert side.query() and side.priority == -1
     return [total.item() for total in sums]

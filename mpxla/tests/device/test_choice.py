@@ -24,7 +24,7 @@ def installed(monkeypatch, *packages):
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.2")
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
-    choice._default.cache_clear()
+    choice._decided.clear()
     monkeypatch.setattr(choice, "_opened", lambda name: name)
 
 
@@ -32,9 +32,9 @@ def installed(monkeypatch, *packages):
 def decided_anew(monkeypatch):
     monkeypatch.delenv("MPXLA_DEVICE", raising=False)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    choice._default.cache_clear()
+    choice._decided.clear()
     yield
-    choice._default.cache_clear()
+    choice._decided.clear()
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,14 @@ def test_a_script_that_has_imported_torch_xla_runs_on_it(monkeypatch):
     assert open_backend(LaunchEnv()) == "torch_xla"
     monkeypatch.delitem(sys.modules, "torch_xla")
     assert open_backend(LaunchEnv()) == "torch_xla", "decided once"
+
+
+def test_an_import_of_torch_xla_after_the_choice_changes_nothing(monkeypatch):
+    installed(monkeypatch, "torch_xla", "jax")
+    assert open_backend(read_environment()) == "pjrt"
+    monkeypatch.setitem(sys.modules, "torch_xla", object())
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # as torch_xla does
+    assert open_backend(read_environment()) == "pjrt"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mpxla.tests.parity import Case, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
 from mpxla.tests.ranks.run import RankError, run_ranks
 
-EAGER = {"MPXLA_EAGER": "1"}
+EAGER = {"MPXLA_EAGER": "1", "MPXLA_DEVICE": ""}
 
 
 def traced(function, *inputs):

@@ -45,6 +45,15 @@ def targets(step):
     return [str(node.target) for node in step.graph.nodes if node.op == "call_function"]
 
 
+def test_a_capture_that_fails_leaves_no_hooks_behind():
+    """They would keep the model for as long as the process lives."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    with pytest.raises(ZeroDivisionError):
+        capture(nn.Linear(6, 5), lambda leaves: 1 / 0)
+    assert hooks == before
+
+
 def test_captured_graph_computes_what_the_function_does():
     model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3))
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpxla.graph import indices
 from mpxla.graph.capture import TensorLeaf, capture_step
 from mpxla.graph.indices import find_index_uses, indices_of_inputs, with_extremes
 from mpxla.graph.stepgraph import OutputKind
@@ -40,6 +41,8 @@ OPERATORS = {
     "NLLLoss by keywords": (LABELS, lambda i: nn.NLLLoss(ignore_index=7)(SCORES, target=i)),
     "views and shifts": (LONG, lambda i: F.embedding(i[:, 1:].flatten().int().clamp(min=0), TABLE)),
 }  # fmt: skip
+if indices._WRAPS_ALONG_DIM:
+    del OPERATORS["take_along_dim"]
 
 
 def capture_all():

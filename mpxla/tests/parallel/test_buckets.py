@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
 F32, F64 = torch.float32, torch.float64
@@ -62,20 +61,18 @@ def test_a_bucket_is_split_into_views():
 
 
 def pack_on_the_device():
-    from mpxla.device.torch_xla.compile import num_compilations
-    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.parallel.buckets import Packer
 
-    device = current_device()
+    backend = backend_here()
     specs = (TensorSpec((2,), F32), TensorSpec((1, 3), F32), TensorSpec((2,), F32))
     bucket = Bucket(("a", "b", "c"), specs, (0,), parts=4)
-    b = to_device([torch.tensor([[1.0, 2.0, 3.0]])], device)
-    found = [Packer(bucket, ["b"], F32, open_backend(read_environment()))(b, 0.5).cpu()]
-    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, open_backend(read_environment()))
-    tensors = to_device([torch.ones(2), torch.ones(1, 3), torch.full((2,), 3.0)], device)
-    before = num_compilations()
-    found += [packer(tensors, scale).cpu() for scale in (1.0, 0.5)]
-    return found, num_compilations() - before
+    b = backend.put([torch.tensor([[1.0, 2.0, 3.0]])])
+    found = [Packer(bucket, ["b"], F32, backend)(b, 0.5)]
+    packer = Packer(bucket, ["a", "b", "c"], torch.bfloat16, backend)
+    tensors = backend.put([torch.ones(2), torch.ones(1, 3), torch.full((2,), 3.0)])
+    before = backend.num_compilations
+    found += [packer(tensors, scale) for scale in (1.0, 0.5)]
+    return backend.get(found), backend.num_compilations - before
 
 
 @pytest.mark.ranks

@@ -7,6 +7,8 @@ from torch import nn
 
 import mpxla as smp
 from mpxla.errors import MpxlaError
+from mpxla.stage.spec import TensorSpec
+from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -39,7 +41,7 @@ def counted(transport, name):
     calls, original = [], getattr(transport, name)
 
     def count(tensor, *rest):
-        calls.append((tuple(tensor.shape), tensor.dtype))
+        calls.append(backend_here().spec(tensor))
         return original(tensor, *rest)
 
     setattr(transport, name, count)
@@ -69,7 +71,7 @@ def reduce_in_small_buckets(bucket_cap_mb, config, options):
 )
 def test_gradients_are_averaged_in_buckets(cap_bytes, sizes):
     for calls, gradients in run_ranks(reduce_in_small_buckets, 2, cap_bytes / 2**20, {}, {}):
-        assert calls == [((size,), torch.float32) for size in sizes]
+        assert calls == [TensorSpec((size,), torch.float32) for size in sizes]
         assert len(gradients) == 4
         for gradient in gradients.values():
             assert torch.equal(gradient, torch.full((8, 8), 3.0)), "two samples of 1, of 2: mean 3"
@@ -79,7 +81,7 @@ def test_gradients_are_averaged_in_buckets(cap_bytes, sizes):
 def test_gradients_may_travel_in_16_bits(name):
     config = {"reduction_dtype": name}
     for calls, gradients in run_ranks(reduce_in_small_buckets, 2, 25, config, {}):
-        assert calls == [((256,), getattr(torch, name))]
+        assert calls == [TensorSpec((256,), getattr(torch, name))]
         for gradient in gradients.values():
             assert gradient.dtype is torch.float32
             assert torch.equal(gradient, torch.full((8, 8), 3.0))

@@ -1,50 +1,54 @@
 """State dictionaries on their way to the host."""
 
 from collections import OrderedDict, namedtuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
 from mpxla.errors import CheckpointError
 from mpxla.parallel.state_dicts import HELD_KEY, merge_optimizer_states, pick_optimizer_state
+from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
 Pair = namedtuple("Pair", "left right")
 
 
-def copy_to_host():
-    import torch_xla.debug.metrics as met
-
-    from mpxla.device.torch_xla.tensors import current_device, to_device
-    from mpxla.parallel.state_dicts import to_host
-
-    device = current_device()
-    ready = to_device([torch.arange(6.0).view(2, 3), torch.tensor([True, False])], device)
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16).to(device) * 3)
-    host = torch.zeros(2)
-    values = OrderedDict(
+def on_the_device(backend, host):
+    """A structure of tensors of the device, and one of the host."""
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor([True, False])]
+    ready = backend.publish(backend.put(tensors))
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16).to(backend.device) * 3)
+    scalar = torch.tensor(2.5).to(backend.device)
+    return OrderedDict(
         first=ready[0],
-        nested=Pair([ready[1], 7], {"scalar": torch.tensor(2.5).to(device), "none": None}),
+        nested=Pair([ready[1], 7], {"scalar": scalar, "none": None}),
         parameter=parameter,
         again=ready[0],
         host=host,
         text="adam",
     )
-    met.clear_all()
-    found = to_host(values, open_backend(read_environment()))
-    num_transfers = met.metric_data("TransferFromDeviceTime")[0]
+
+
+def copy_to_host():
+    from mpxla.parallel.state_dicts import to_host
+
+    backend, host = backend_here(), torch.zeros(2)
+    values = on_the_device(backend, host)
+    with mock.patch.object(backend, "get", wraps=backend.get) as get:
+        found = to_host(values, backend)
+    copied = [len(call.args[0]) for call in get.call_args_list]
     host += 1
-    ready[0].zero_()
-    return found, num_transfers, found["parameter"].requires_grad
+    values["first"].zero_()
+    is_on_device = backend.is_on_device(host)
+    return found, copied, is_on_device, found["parameter"].requires_grad
 
 
 @pytest.mark.ranks
 def test_all_tensors_come_to_the_host_at_once():
-    ((found, num_transfers, needs_grad),) = run_ranks(copy_to_host, 1)
-    assert num_transfers == 1
+    ((found, copied, is_on_device, needs_grad),) = run_ranks(copy_to_host, 1)
+    assert copied == [4 + is_on_device], "each tensor once"
     assert isinstance(found, OrderedDict)
     names = ["first", "nested", "parameter", "again", "host", "text"]
     assert list(found) == names
@@ -57,8 +61,28 @@ def test_all_tensors_come_to_the_host_at_once():
     assert found["nested"].right["none"] is None
     assert found["parameter"].equal(torch.full((3,), 3.0, dtype=torch.bfloat16))
     assert type(found["parameter"]) is torch.Tensor and not needs_grad
-    assert found["host"].tolist() == [1.0, 1.0], "host tensors share memory, as in torch"
+    if is_on_device:
+        assert found["host"].tolist() == [0.0, 0.0], "a state to load again stays as it was"
+    else:
+        assert found["host"].tolist() == [1.0, 1.0], "host tensors share memory, as in torch"
     assert found["text"] == "adam"
+
+
+def count_transfers():
+    import torch_xla.debug.metrics as met
+
+    from mpxla.parallel.state_dicts import to_host
+
+    values = on_the_device(backend_here(), torch.zeros(2))
+    met.clear_all()
+    to_host(values, backend_here())
+    return met.metric_data("TransferFromDeviceTime")[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.torch_xla
+def test_torch_xla_moves_them_in_one_transfer():
+    assert run_ranks(count_transfers, 1) == [1]
 
 
 @pytest.mark.ranks
@@ -69,7 +93,7 @@ def test_a_structure_without_tensors_is_left_alone():
 def copy_nothing():
     from mpxla.parallel.state_dicts import to_host
 
-    return to_host({"lr": 0.1, "betas": (0.9, 0.99)}, open_backend(read_environment()))
+    return to_host({"lr": 0.1, "betas": (0.9, 0.99)}, backend_here())
 
 
 @pytest.mark.unit

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
 from mpxla.parallel.update_python import NotTraceableError, described
+from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
 NUM_STEPS = 5
@@ -241,41 +240,34 @@ REASONS = {
 }
 
 
-def train(kind, device):
+def train(kind, compiled):
     """Values after some steps, and why updates are not compiled."""
-    from mpxla.device.torch_xla.tensors import flush, make_ready
     from mpxla.parallel.update import CompiledUpdate
 
+    backend = backend_here()
+    device = backend.device if compiled else "cpu"
     generator = torch.Generator().manual_seed(0)
     parameters = [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
         for shape in ((4, 3), (3,))
     ]
     optimizer = kind(parameters)
-    update = (
-        CompiledUpdate(optimizer, open_backend(read_environment()))
-        if device != "cpu"
-        else optimizer
-    )
+    update = CompiledUpdate(optimizer, backend) if compiled else optimizer
     for step in range(NUM_STEPS):
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
         if kind is Set:
             optimizer.divisor = 1.0 + step
-        if device != "cpu":
-            make_ready(p.grad for p in parameters)
+        if compiled:
+            backend.adopt([p.grad for p in parameters])
         update.step()
-        if device != "cpu":
-            flush()
+        backend.flush()
     values = [p.detach().cpu() for p in parameters]
     return values, getattr(update, "reason", None)
 
 
 def train_all():
-    from mpxla.device.torch_xla.tensors import current_device
-
-    device = current_device()
-    return {kind.__name__: (train(kind, "cpu")[0], *train(kind, device)) for kind in KINDS}
+    return {kind.__name__: (train(kind, False)[0], *train(kind, True)) for kind in KINDS}
 
 
 @pytest.mark.ranks

@@ -25,12 +25,12 @@ def hold_and_predict(pipeline):
     step(model, tokens(8))
     sizes: dict[int, list[int]] = defaultdict(list)
     save = LiveValues.save
-    fixed = {id(p) for p in model.local_parameters()} | {id(b) for b in model.local_buffers()}
+    held = current().backend.adopt([*model.local_parameters(), *model.local_buffers()])
     (plan,) = (known.runner for known in model._engine.calls.plans)
-    fixed |= {id(t) for t in (*plan._constants.values(), plan._objective_seed[1])}
+    fixed = {id(t) for t in (*held, *plan._constants.values(), plan._objective_seed[1])}
 
     def counting_save(values, stage, microbatch, saved, own):
-        unique = {id(t): t.numel() * t.itemsize for t in saved if id(t) not in fixed}
+        unique = {id(t): t.nbytes for t in saved if id(t) not in fixed}
         sizes[stage].append(sum(unique.values()))
         save(values, stage, microbatch, saved, own)
 

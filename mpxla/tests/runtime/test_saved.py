@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
-from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.tests.backends import backend_here
 from mpxla.tests.models import (
     LENGTH,
     WIDTH,
@@ -64,13 +64,13 @@ def attributed_and_lowered(name, window):
     if window is not None:
         saved.LARGEST_WINDOW, saved.SMALLEST_MODULE = window
     try:
-        step = captured(name)
-        tensors = saved.saved_tensors(step, make_lowering(True))
+        step, lowering = captured(name), backend_here().lowering
+        tensors = saved.saved_tensors(step, lowering)
         found = []
         for stages in (1, 2, 4):
             config = Config(pipeline_parallel_degree=stages, microbatches=4, memory_weight=0.5)
-            cut = cut_step(step, config, make_lowering(True), {}, None, saved=tensors)
-            lowered = [lower_stage(s, True, make_lowering(True)) for s in cut.stages]
+            cut = cut_step(step, config, lowering, {}, None, saved=tensors)
+            lowered = [lower_stage(s, True, lowering) for s in cut.stages]
             seen = [load.activation_bytes for load in cut.partition.loads]
             found.append((seen, [saved.saved_bytes(stage) for stage in lowered]))
         return found
@@ -108,11 +108,11 @@ def windows_of_a_deep_gpt():
         calls.append(sum(node.op == "call_function" for node in spec.graph.nodes))
         return lower(spec, is_training, device)
 
-    step = captured_deep()
+    step, lowering = captured_deep(), backend_here().lowering
     saved.lower_stage = counting
     try:
-        first = saved.saved_tensors(step, make_lowering(True))
-        return calls, first == saved.saved_tensors(step, make_lowering(True)), len(step.graph.nodes)
+        first = saved.saved_tensors(step, lowering)
+        return calls, first == saved.saved_tensors(step, lowering), len(step.graph.nodes)
     finally:
         saved.lower_stage = lower
 
@@ -138,14 +138,14 @@ def kept_by_gpts():
     from mpxla.runtime.saved import saved_bytes
     from mpxla.stage.lower import lower_stage
 
-    found = []
+    found, lowering = [], backend_here().lowering
     for num_blocks, is_marked in ((0, False), (8, False), (8, True)):
         model = Gpt(num_blocks)
         for block in model.blocks if is_marked else ():
             smp.set_activation_checkpointing(block)
         step = capture_factory(model, (tokens(4),), predict_tokens)
-        cut = cut_step(step, Config(), make_lowering(True), {}, None)
-        found.append(saved_bytes(lower_stage(cut.stages[0], True, make_lowering(True))))
+        cut = cut_step(step, Config(), lowering, {}, None)
+        found.append(saved_bytes(lower_stage(cut.stages[0], True, lowering)))
     return found
 
 
@@ -170,7 +170,7 @@ def cuts_by_schedule(choices):
     for pipeline, memory_weight in choices:
         keys = {"pipeline_parallel_degree": 2, "microbatches": 8, "pipeline": pipeline}
         config = Config(**keys, memory_weight=memory_weight)
-        cut = cut_step(step, config, make_lowering(True), {}, None)
+        cut = cut_step(step, config, backend_here().lowering, {}, None)
         found.append((cut.in_flight, [load.activation_bytes for load in cut.partition.loads]))
     return found
 

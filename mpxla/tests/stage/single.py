@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import backend_here
 
 __all__ = ["differences"]
 
@@ -29,7 +28,6 @@ def differences(
         How far loss and gradient of the weight are off, relative to their largest element, and the
         operators that ran on the host.
     """
-    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.runtime.activations import PlannedStage
     from mpxla.runtime.plan import _compile_stage
 
@@ -40,20 +38,21 @@ def differences(
     loss = model(x).float().sum()
     loss.backward()
     known = {"linear.weight": model.linear.weight, "linear.bias": model.linear.bias, **constants}
-    backend = open_backend(read_environment())
+    backend = backend_here()
     stage = _compile_stage(PlannedStage(lowered), backend.lowering, backend.compile)
     spec = lowered.spec
     values = [known[n].detach() for n in (*spec.parameters, *spec.constants)]
     values += [x for _ in spec.inputs]
     zeros = [torch.zeros(s.shape) for s in lowered.backward_inputs[: lowered.num_accumulators]]
-    *arguments, one = to_device([*values, *zeros, torch.ones(())], current_device())
+    *arguments, one = backend.put([*values, *zeros, torch.ones(())])
     arguments, accumulators = arguments[: len(values)], arguments[len(values) :]
     outputs = stage.forward(arguments)
     kept = outputs[len(outputs) - lowered.num_saved :]
     saved = [arguments[s.argument] if s.output is None else kept[s.output] for s in lowered.saved]
     gradients = stage.backward([*accumulators, *saved, one])
-    weight = gradients[spec.trained.index("linear.weight")].cpu()
-    pairs = ((outputs[0].cpu(), loss.detach()), (weight, model.linear.weight.grad))
+    weight = gradients[spec.trained.index("linear.weight")]
+    found = backend.get([outputs[0], weight])
+    pairs = zip(found, (loss.detach(), model.linear.weight.grad), strict=True)
     errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).item() for a, b in pairs]
     return errors, (*stage.forward.host_operators, *stage.backward.host_operators)
 
@@ -72,7 +71,6 @@ def _lowered(model, x):
     names = {name: name for name, _ in model.named_parameters()}
     graph = capture_step(step, model, [x], names)
     config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
-    cut = cut_step(graph, config, open_backend(read_environment()).lowering, {}, None)
-    return lower_stage(
-        cut.stages[0], True, open_backend(read_environment()).lowering
-    ), graph.constants
+    lowering = backend_here().lowering
+    cut = cut_step(graph, config, lowering, {}, None)
+    return lower_stage(cut.stages[0], True, lowering), graph.constants

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpxla.tests.backends import backend_here
 from mpxla.tests.models import conv_net
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.stage.middle import middle_stage
@@ -29,25 +30,24 @@ class Block(nn.Module):
 
 
 def compare_parts(kind):
-    from mpxla.device.torch_xla.compile import compile_graph
-    from mpxla.device.torch_xla.tensors import current_device, to_device
     from mpxla.stage.split_backward import split_backward
 
     torch.manual_seed(1)
-    device = current_device()
+    backend = backend_here()
+    device = backend.lowering.device
     module, shape = (conv_net(), (4, 3, 8, 8)) if kind == "conv" else (Block(), (2, 4, 16))
     lowered = middle_stage(module, shape)
     split = split_backward(lowered, device)
     values = [torch.rand(s.shape).to(s.dtype) + 0.5 for s in lowered.backward_inputs]
-    on_device = to_device(values, device)
+    on_device = backend.put(values)
     inputs = lowered.backward_inputs
     graph = lowered.backward.flat(inputs, device)
-    whole = compile_graph("whole", graph, inputs, device)(on_device)
+    whole = backend.compile("whole", graph, inputs)(on_device)
     tail = on_device[lowered.num_accumulators :]
-    first = compile_graph("I", split.input_part.graph, split.input_part.inputs, device)(
+    first = backend.compile("I", split.input_part.graph, split.input_part.inputs)(
         [tail[i] for i in split.input_part.arguments]
     )
-    second = compile_graph("W", split.weight_part.graph, split.weight_part.inputs, device)(
+    second = backend.compile("W", split.weight_part.graph, split.weight_part.inputs)(
         [
             *on_device[: lowered.num_accumulators],
             *(tail[i] for i in split.weight_part.arguments),
@@ -65,12 +65,12 @@ def compare_parts(kind):
     ]
     kept = sum(spec.num_bytes for spec in split.weight_part.inputs[lowered.num_accumulators :])
     return (
-        [v.cpu() for v in whole],
-        [v.cpu() for v in parts],
+        backend.get(whole),
+        backend.get(parts),
         counts,
         (len(split.crossing), split.crossing_bytes, kept),
         [
-            tuple(v.shape) == s.shape
+            backend.spec(v).shape == s.shape
             for v, s in zip(first[split.num_input_grads :], split.crossing, strict=True)
         ],
     )
