@@ -28,17 +28,18 @@ test: $(INSTALLED) ## run the test suite
 
 # A part of the slow tests, another one for every commit: make test-slow PART=3. A test stays in its
 # part. What may take longer than the limit is left to `test-all`.
-PARTS ?= 8
+PARTS ?= 16
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || date +%j)
 test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "slow and not long and not device" \
 	--part=$(PART)/$(PARTS) --timeout 600 $(ARGS)
 
 # The backend's own tests, and on it the tests of parity, replicas, messages, checkpoints, scripts and
-# ordinary models.
+# ordinary models; of what goes by torch's version, capture, lowering and recomputation too.
 PJRT_TESTS := $(addprefix mpxla/tests/,test_parity.py test_parity_modes.py test_parity_replicas.py \
 	test_late_delivery.py test_client_training.py test_parity_scripts.py test_ordinary_models.py \
-	parallel/test_zero.py checkpoint/test_save_and_resume.py checkpoint/test_full.py)
+	parallel/test_creation.py parallel/test_zero.py checkpoint/test_save_and_resume.py \
+	checkpoint/test_full.py graph stage test_changed_model.py test_recomputation.py)
 test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parity on it
 	MPXLA_DEVICE=pjrt $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	-m "not slow and not device" mpxla/tests/device/pjrt $(PJRT_TESTS) $(ARGS)
