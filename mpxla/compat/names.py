@@ -177,6 +177,10 @@ _CUDA_STREAM = "it wraps a stream of CUDA's runtime; use torch.cuda.Stream and t
 _RANGE = "NVIDIA's profiler, which shows such ranges, does not see XLA devices"
 _MEMORY = "bytes that the device's runtime counts; on the CPU, resident bytes of the process"
 _GRAPHS = "step functions are captured and compiled anyway; remove it"
+_RANDOM = (
+    "random numbers of step functions, and of the device; on jax on the CPU, what is drawn outside "
+    "of steps comes from the host's generator, which `torch.manual_seed` seeds"
+)
 _ALLOCATOR = "XLA's runtime has its own allocator, which scripts cannot steer"
 BACKEND_FLAG = Name(Fate.IDLE, "a flag of CUDA's libraries")
 """Everything in `torch.backends.cuda` and `torch.backends.cudnn`."""
@@ -198,7 +202,7 @@ CUDA_NAMES: dict[str, Name] = {
     "get_device_properties": _supported("name and total_memory"),
     "synchronize": _supported("runs pending work and waits for it"),
     **{
-        name: _supported("random numbers of the device and of step functions")
+        name: _supported(_RANDOM)
         for name in (
             *("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed"),
             *("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
