@@ -10,8 +10,9 @@ import torch
 
 __all__ = ["GRADIENT", "LOSS", "OUTPUT", "PARAMETER", "ROUNDING", "assert_close_by_norm"]
 
-LOSS = 1e-5
-"""Relative, for each of 10 AdamW steps."""
+LOSS = 3e-5
+"""Relative, for each of 10 AdamW steps. They divide by the root of squared gradients, some of which
+are rounding themselves: a ViT reaches 0.98e-5 on Intel's processors, and 1.01e-5 now and then."""
 
 GRADIENT = 1e-5
 """Of one step: largest difference in units of the largest gradient of that parameter."""
