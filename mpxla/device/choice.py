@@ -51,7 +51,9 @@ def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:
     """
     name = env.device or key
     if name == "auto":
-        name = _decided.setdefault("auto", _default(env.asks_for_cuda, env.asks_for_torch_xla))
+        if not _decided:
+            _decided.append(_default(env.asks_for_cuda, env.asks_for_torch_xla))
+        name = _decided[0]
     if name not in BACKENDS:
         raise ConfigError(
             f"MPXLA_DEVICE={name} is not a backend; choose one of {', '.join(BACKENDS)}, or auto."
@@ -64,8 +66,8 @@ def name_of_backend(env: LaunchEnv, key: str = "auto") -> str:
     return name
 
 
-_decided: dict[str, str] = {}
-"""What "auto" means in this process, once it has been asked: a script may import torch_xla later,
+_decided: list[str] = []
+"""What "auto" means in this process, once that has been asked: a script may import torch_xla later,
 which sets PJRT_DEVICE, too."""
 
 

@@ -3,9 +3,12 @@
 import contextlib
 import logging
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from mpxla.errors import MpxlaError
 
 BATCH = 4
 REPLICAS = {"pipeline_parallel_degree": 1, "ddp": True}
@@ -114,3 +117,20 @@ def logged():
         yield lines.lines
     finally:
         get_logger().removeHandler(lines)
+
+
+def refused_in_a_step(reduce):
+    """What every rank raises where a step function calls a collective; `reduce(loss)` does."""
+    smp = start(pipeline_parallel_degree=1, ddp=True)
+    model = smp.DistributedModel(nn.Linear(3, 1))
+
+    @smp.step
+    def step(model, x):
+        loss = reduce(model(x).mean())
+        model.backward(loss)
+        return loss
+
+    # The rank that is first tells the others, which may hear of it before they are as far.
+    with pytest.raises(MpxlaError, match="return the value, and call the collective") as caught:
+        step(model, torch.ones(4, 3))
+    return str(caught.value)

@@ -6,8 +6,7 @@ import zlib
 import pytest
 from hypothesis import HealthCheck, settings
 
-from mpxla.device.choice import name_of_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import name_here
 
 # Tests run on torch_xla where it is installed, unless MPXLA_DEVICE names another backend: a process
 # that has imported jax starts slower, and what is tested does not depend on it.
@@ -18,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tests compile; those of the cache turn it on.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 
-_ON_TORCH_XLA = name_of_backend(read_environment()) == "torch_xla"
+_ON_TORCH_XLA = name_here() == "torch_xla"
 # These are about torch_xla, and some import it.
 _OF_TORCH_XLA = [
     *("comm/test_xla_programs.py", "device/test_convolution.py", "device/torch_xla"),
@@ -43,13 +42,13 @@ def pytest_collection_modifyitems(config, items):
 
     Tests of torch_xla are left out where ranks run on another backend.
     """
+
+    def leave_out(is_other):
+        config.hook.pytest_deselected(items=[item for item in items if is_other(item)])
+        items[:] = [item for item in items if not is_other(item)]
+
     if not _ON_TORCH_XLA:
-        others = [i for i in items if i.get_closest_marker("torch_xla") is not None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [i for i in items if i not in others]
-    if config.option.part is None:
-        return
-    part, count = map(int, config.option.part.split("/"))
-    others = [i for i in items if (zlib.crc32(i.nodeid.encode()) - part) % count]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [i for i in items if i not in others]
+        leave_out(lambda item: item.get_closest_marker("torch_xla") is not None)
+    if config.option.part is not None:
+        part, count = map(int, config.option.part.split("/"))
+        leave_out(lambda item: (zlib.crc32(item.nodeid.encode()) - part) % count)

@@ -13,9 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from mpxla.device.backend import Backend
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import backend_here
 
 __all__ = ["Outcome", "differences", "rounding_errors", "run_in_stages", "run_plainly"]
 
@@ -74,7 +72,7 @@ def run_in_stages(
 
     graph = capture_factory(model, (dict(batch),), step)
     keys = {"pipeline_parallel_degree": num_stages, "memory_weight": memory_weight}
-    cut = cut_step(graph, Config(**keys), _backend().lowering, {}, None)
+    cut = cut_step(graph, Config(**keys), backend_here().lowering, {}, None)
     run = _Run(model, cut, [v for v in pytree.tree_leaves(batch) if isinstance(v, torch.Tensor)])
     for stage in cut.stages:
         run.forward(stage)
@@ -196,7 +194,7 @@ class _Run:
     def forward(self, spec: Any) -> None:
         from mpxla.stage.lower import lower_stage
 
-        lowered = lower_stage(spec, True, _backend().lowering)
+        lowered = lower_stage(spec, True, backend_here().lowering)
         held = [self.state[n] for n in (*spec.parameters, *spec.buffers, *spec.constants)]
         read = [self.values[p.name] if p.leaf < 0 else self.leaves[p.leaf] for p in spec.inputs]
         arguments = [*held, *read]
@@ -222,7 +220,7 @@ class _Run:
         sums = [torch.zeros_like(self.state[name]) for name in spec.trained]
         arguments = [*sums, *saved, *grads, torch.tensor(1.0)]
         inputs = lowered.backward_inputs
-        graph = lowered.backward.flat(inputs, _backend().lowering.device)
+        graph = lowered.backward.flat(inputs, backend_here().lowering.device)
         found = _call("backward", graph, inputs, arguments)
         for name, grad in zip(spec.trained, found, strict=False):
             self.gradients[name] = self.gradients.get(name, 0) + grad
@@ -235,14 +233,9 @@ def _call(
     name: str, graph: fx.GraphModule, inputs: Sequence[Any], arguments: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Compiles a program, runs it once, and brings its results to the host."""
-    backend = _backend()
+    backend = backend_here()
     for spec, given in zip(inputs, arguments, strict=True):
         assert (spec.shape, spec.dtype) == (tuple(given.shape), given.dtype), name
     program = backend.compile(name, graph, inputs)
     (seed,) = backend.put([torch.tensor(7)])
     return backend.get(program(backend.put(arguments), seed))
-
-
-def _backend() -> Backend:
-    """The one that the environment names, as a session would have it."""
-    return open_backend(read_environment())

@@ -75,13 +75,6 @@ def check_training(results):
 # 5, 6
 
 
-def let_warnings_fail():
-    warnings.simplefilter("error")
-    # torch 2.13 warns of what it uses itself, in torch.export.
-    own = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
-    warnings.filterwarnings("ignore", own, FutureWarning)
-
-
 def schedule_wrapped():
     from transformers import get_scheduler
 
@@ -91,7 +84,7 @@ def schedule_wrapped():
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     step = smp.step(train_step)
     with warnings.catch_warnings():
-        let_warnings_fail()
+        warnings.simplefilter("error")
         steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         rates = train_with_scheduler(model, optimizer, step, steps)
         linear = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=4)
@@ -104,7 +97,7 @@ def schedule_inner():
     raw = raw_model()
     inner = torch.optim.SGD(raw.parameters(), lr=0.5)
     with warnings.catch_warnings():
-        let_warnings_fail()
+        warnings.simplefilter("error")
         scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
         model = smp.DistributedModel(raw)
         optimizer = smp.DistributedOptimizer(inner)

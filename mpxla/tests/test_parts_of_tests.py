@@ -1,5 +1,6 @@
 """The parts of the slow tests that CI runs in turn."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +10,10 @@ from mpxla.tests.conftest import pytest_collection_modifyitems
 pytestmark = pytest.mark.unit
 
 
-def has_none(marker):
-    return None
-
-
 def part(names, option):
     """What is left of the tests, and what is reported as left out."""
-    items, left_out = (
-        [SimpleNamespace(nodeid=name, get_closest_marker=has_none) for name in names],
-        [],
-    )
+    unmarked = partial(SimpleNamespace, get_closest_marker=lambda marker: None)
+    items, left_out = [unmarked(nodeid=name) for name in names], []
     hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
     pytest_collection_modifyitems(
         SimpleNamespace(option=SimpleNamespace(part=option), hook=hook), items

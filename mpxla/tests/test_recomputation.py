@@ -13,8 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import mpxla as smp
-from mpxla.device.choice import name_of_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import name_here
 from mpxla.tests.models import Gpt, predict_tokens, tokens
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import GRADIENT, LOSS, ROUNDING, assert_close_by_norm
@@ -26,7 +25,7 @@ _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 EXACT = {} if _UNOPTIMIZED in _FLAGS else {"XLA_FLAGS": f"{_FLAGS} {_UNOPTIMIZED}"}
 """For the environment of ranks; most runs of the tests have it anyway."""
-IS_EXACT = name_of_backend(read_environment()) == "torch_xla"
+IS_EXACT = name_here() == "torch_xla"
 
 
 def as_it_is(model):

@@ -6,20 +6,14 @@ Every function above a test runs on every rank and returns what it saw.
 import re
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as all_reduce_by_name
 
-from mpxla.errors import MpxlaError
-from mpxla.tests.backends import backend_here
-from mpxla.tests.clients import start
+from mpxla.tests.backends import on_device
+from mpxla.tests.clients import refused_in_a_step, start
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-
-def on_device(*values):
-    return torch.tensor([float(v) for v in values]).to(backend_here().device)
 
 
 def collectives_of_torch():
@@ -76,20 +70,11 @@ def test_collectives_of_torch_take_device_tensors():
 
 
 def collective_in_a_step():
-    smp = start(pipeline_parallel_degree=1, ddp=True)
-    model = smp.DistributedModel(torch.nn.Linear(3, 1))
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).mean()
+    def reduce(loss):
         dist.all_reduce(loss)
-        model.backward(loss)
         return loss
 
-    # The rank that is first tells the others, which may hear of it before they are as far.
-    with pytest.raises(MpxlaError, match="return the value, and call the collective") as caught:
-        step(model, torch.ones(4, 3))
-    return str(caught.value)
+    return refused_in_a_step(reduce)
 
 
 def test_a_collective_inside_a_step_is_refused():

@@ -12,17 +12,13 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.core.xla_model import all_reduce as xm_all_reduce_by_name
 
-from mpxla.errors import MpxlaError
-from mpxla.tests.clients import start
+from mpxla.tests.backends import on_device
+from mpxla.tests.clients import refused_in_a_step, start
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.torch_xla]
 
 GROUPS = [[0, 2], [1, 3]]
-
-
-def on_device(*values):
-    return torch.tensor([float(v) for v in values]).to("xla")
 
 
 def names_of_torch_xla():
@@ -141,19 +137,7 @@ def test_groups_of_torch_xla():
 
 
 def collective_in_a_step():
-    smp = start(pipeline_parallel_degree=1, ddp=True)
-    model = smp.DistributedModel(torch.nn.Linear(3, 1))
-
-    @smp.step
-    def step(model, x):
-        loss = xm.all_reduce("sum", model(x).mean())
-        model.backward(loss)
-        return loss
-
-    # The rank that is first tells the others, which may hear of it before they are as far.
-    with pytest.raises(MpxlaError, match="return the value, and call the collective") as caught:
-        step(model, torch.ones(4, 3))
-    return str(caught.value)
+    return refused_in_a_step(lambda loss: xm.all_reduce("sum", loss))
 
 
 def test_a_collective_inside_a_step_is_refused():

@@ -134,6 +134,27 @@ class _Known(NamedTuple):
         return is_same and not self.array.is_deleted()
 
 
+class _Notes(dict[int, _Known]):
+    """Arrays by a key of what owns their memory, for as long as the owner is there."""
+
+    def note(
+        self,
+        key: int,
+        owner: torch.Tensor | torch.UntypedStorage,
+        tensor: torch.Tensor,
+        array: jax.Array,
+    ) -> None:
+        """Takes note of the array of a tensor."""
+        place = _Owner(owner, self._drop)
+        place.key = key
+        self[key] = _Known(place, tensor._version, _layout(tensor), array)
+
+    def _drop(self, gone: "_Owner") -> None:
+        known = self.get(gone.key)
+        if known is not None and known.owner is gone:
+            del self[gone.key]
+
+
 class ImportCache:
     """Arrays of tensors that come again, such as parameters.
 
@@ -154,8 +175,8 @@ class ImportCache:
         self._device = device
         self._shares_memory = shares_memory
         self._import = import_tensor if shares_memory else copy_to_device
-        self._imported: dict[int, _Known] = {}  # by id of the tensor
-        self._published: dict[int, _Known] = {}  # by address
+        self._imported = _Notes()  # by id of the tensor
+        self._published = _Notes()  # by address
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """The array of a tensor, which it may share memory with."""
@@ -168,15 +189,14 @@ class ImportCache:
             return known.array
         array = self._import(tensor, self._device)
         if self._is_shared(tensor, array):
-            self._note(self._imported, id(tensor), tensor, tensor, array)
+            self._imported.note(id(tensor), tensor, tensor, array)
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
         """Takes note of a tensor that was made of an array, if they share memory."""
         if self._is_shared(tensor, array):
             self.forget([tensor])
-            pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
-            self._note(self._published, pointer, storage, tensor, array)
+            self._published.note(tensor.data_ptr(), tensor.untyped_storage(), tensor, array)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refers no longer to tensors."""
@@ -189,23 +209,6 @@ class ImportCache:
             return False
         return array.unsafe_buffer_pointer() == tensor.data_ptr() != 0
 
-    def _note(
-        self,
-        table: dict[int, _Known],
-        key: int,
-        owner: torch.Tensor | torch.UntypedStorage,
-        tensor: torch.Tensor,
-        array: jax.Array,
-    ) -> None:
-        def forget(gone: _Owner) -> None:
-            known = table.get(gone.key)
-            if known is not None and known.owner is gone:
-                del table[gone.key]
-
-        place = _Owner(owner, forget)
-        place.key = key
-        table[key] = _Known(place, tensor._version, _layout(tensor), array)
-
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where the numbers of a tensor are, and how they are to be read."""
@@ -214,7 +217,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Owner(weakref.ref[Any]):
-    """A weak reference that knows its key."""
+    """A weak reference that knows its key, which costs less than a closure for each."""
 
     __slots__ = ("key",)
     key: int

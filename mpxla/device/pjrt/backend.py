@@ -227,9 +227,7 @@ class PjrtBackend:
 
     def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""
-        arrays = [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]
-        shared = iter(self._shared(arrays))
-        found = [b if isinstance(b, torch.Tensor) else next(shared) for b in buffers]
+        found = self._shared(buffers)
         for tensor, buffer in zip(found, buffers, strict=True):
             if tensor is not buffer:
                 self._imports.remember(tensor, buffer)
@@ -237,14 +235,17 @@ class PjrtBackend:
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[jax.Array]) -> None:
         """Waits; what `adopt` gives for the tensors are these buffers then."""
-        for tensor, buffer, value in zip(tensors, buffers, self.publish(buffers), strict=True):
+        for tensor, buffer, value in zip(tensors, buffers, self._shared(buffers), strict=True):
             tensor.data = value
             if value is not buffer:
                 self._imports.remember(tensor, buffer)
 
-    def _shared(self, arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+    def _shared(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+        """Waits; arrays as tensors, and tensors as they are."""
+        arrays = [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]
         with explained(_WAITED, self._device):
-            return shared_tensors(arrays, self.device, self._device.platform)
+            made = iter(shared_tensors(arrays, self.device, self._device.platform))
+        return [b if isinstance(b, torch.Tensor) else next(made) for b in buffers]
 
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""
@@ -293,7 +294,7 @@ class PjrtBackend:
         return WorldRunner(host, address)
 
     def tell_rank(self, rank: int, is_joined: Callable[[], bool]) -> Callable[[], None]:
-        """Libraries take the launcher's word for it."""
+        """Libraries take the rank from the launcher's variables then."""
         return _without_torch_xla()
 
     def join_world(

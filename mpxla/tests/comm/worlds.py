@@ -12,8 +12,7 @@ from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.xla import XlaTransport
-from mpxla.device.choice import name_of_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import name_here
 from mpxla.tests.comm.recorder import Recorder
 from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
@@ -93,9 +92,7 @@ def run_host(body, world_size, *args, timeout_s=120, **options):
 def on_xla(body, options, args):
     """The same over the `xla` transport, with the backend and the pipelines that options name."""
     host = open_transport()
-    runner = RUNNERS[options.get("backend") or name_of_backend(read_environment())]()(
-        host, host.watch.address
-    )
+    runner = RUNNERS[options.get("backend", name_here())]()(host, host.watch.address)
     recorder = Recorder(runner, host.rank)
     transport = XlaTransport(host, recorder, options.get("pipelines", ()))
     transport.events = recorder.events

@@ -8,7 +8,11 @@ from torch import nn
 
 from mpxla.graph.functional import functionalize
 
-pytestmark = pytest.mark.unit
+pytestmark = [
+    pytest.mark.unit,
+    # torch 2.13 warns of what export uses itself.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+]
 
 
 class Mixed(nn.Module):

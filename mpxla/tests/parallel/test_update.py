@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import backend_here
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -75,7 +74,7 @@ def train(name, device, num_steps, compiled):
     """Values after some steps; the second group has its own rate, its last parameter rests once."""
     from mpxla.parallel.update import CompiledUpdate
 
-    backend = open_backend(read_environment())
+    backend = backend_here()
     parameters = make(device)
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}]
     optimizer = OPTIMIZERS[name](groups)
@@ -99,7 +98,7 @@ def train(name, device, num_steps, compiled):
 
 
 def train_both(names):
-    device = open_backend(read_environment()).device
+    device = backend_here().device
     return {
         name: (train(name, "cpu", 6, False)[0], *train(name, device, 6, True)) for name in names
     }
@@ -131,7 +130,7 @@ def test_updates_equal_those_on_the_host_whatever_the_optimizer(names):
 def train_with_hooks():
     from mpxla.parallel.update import CompiledUpdate
 
-    backend = open_backend(read_environment())
+    backend = backend_here()
     parameters = make(backend.device)
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
     seen = []
@@ -169,7 +168,7 @@ def test_hooks_see_gradients_and_only_the_first_step_compiles():
 def cycle_momentum():
     from mpxla.parallel.update import CompiledUpdate
 
-    backend = open_backend(read_environment())
+    backend = backend_here()
     (parameter,) = parameters = make(backend.device)[:1]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     update = CompiledUpdate(optimizer, backend)
@@ -198,7 +197,7 @@ def train_after_loading(compiled):
     """Loads the state of one parameter in another order than AdamW's own."""
     from mpxla.parallel.update import CompiledUpdate
 
-    backend = open_backend(read_environment())
+    backend = backend_here()
     device = backend.device if compiled else "cpu"
     weight = torch.nn.Parameter(torch.tensor([0.5, 1.0, -1.0]).to(device))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
@@ -223,7 +222,7 @@ def step_with_rate_zero(name):
     """An embedding of which one row is never read, warmed up from 0."""
     from mpxla.parallel.update import CompiledUpdate
 
-    backend = open_backend(read_environment())
+    backend = backend_here()
     values = []
     for compiled in (False, True):
         device = backend.device if compiled else "cpu"

@@ -44,13 +44,6 @@ class RankError(MpxlaError):
     """
 
 
-def _require_backend(env: Mapping[str, str]) -> None:
-    """Skips the test if the backend that it asks for is not installed."""
-    package = BACKENDS.get(env.get("MPXLA_DEVICE", ""), ("torch",))[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-
-
 @dataclass(frozen=True)
 class RankResult:
     """How a process of `run_ranks_unpooled` ended."""
@@ -146,6 +139,13 @@ def run_ranks_unpooled(
     if any(outcome.exit_code is None for outcome in outcomes):
         raise RankError(_failure_text(fn.__qualname__, outcomes, timeout_s))
     return [_result(outcome) for outcome in outcomes]
+
+
+def _require_backend(env: Mapping[str, str]) -> None:
+    """Skips the test if the backend that it asks for is not installed."""
+    package = BACKENDS.get(env.get("MPXLA_DEVICE", ""), ("torch",))[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 def _result(outcome: Outcome) -> RankResult:

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from mpxla.device.choice import open_backend
-from mpxla.env import read_environment
+from mpxla.tests.backends import backend_here
 
 
 def middle_stage(module, shape, for_speed=False):
@@ -38,5 +37,5 @@ def middle_stage(module, shape, for_speed=False):
     graph = capture_step(step, model, [leaf], objects | {n: n for n, _ in model.named_buffers()})
     pins = {"model.first": 0, "model.middle": 1, "model.last": 2}
     config = Config(pipeline_parallel_degree=3, auto_partition=False, default_partition=0)
-    cut = cut_step(graph, config, open_backend(read_environment()).lowering, pins, None)
-    return lower_stage(cut.stages[1], True, open_backend(read_environment()).lowering, for_speed)
+    cut = cut_step(graph, config, backend_here().lowering, pins, None)
+    return lower_stage(cut.stages[1], True, backend_here().lowering, for_speed)

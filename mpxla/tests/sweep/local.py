@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from mpxla.config import Config
-from mpxla.device.choice import open_backend
 from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
-from mpxla.env import read_environment
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.plan import CutStep, compile_stages, constant_tensors, cut_step, schedule_step
 from mpxla.schedule.action import Action, Op
+from mpxla.tests.backends import backend_here
 
 __all__ = ["LocalStep", "StepValues"]
 
@@ -68,15 +67,11 @@ class LocalStep:
             microbatches=1,
         )
         pins = {f"model.{path}": stage for path, stage in (pins or {}).items()}
-        self.cut: CutStep = cut_step(
-            graph, config, open_backend(read_environment()).lowering, pins, None
-        )
+        self.cut: CutStep = cut_step(graph, config, backend_here().lowering, pins, None)
         schedule = schedule_step(self.cut, config)
         self.programs = {}
         for rank in range(num_stages):
-            self.programs.update(
-                compile_stages(self.cut, schedule, rank, open_backend(read_environment())).programs
-            )
+            self.programs.update(compile_stages(self.cut, schedule, rank, backend_here()).programs)
 
     def run(self, seed: int = 0) -> StepValues:
         """Runs the step for one microbatch."""
@@ -91,7 +86,7 @@ class LocalStep:
                 for stage in stages
             },
             objective_seed=to_device([torch.tensor(1.0)], device)[0],
-            zeros=open_backend(read_environment()).zeros,
+            zeros=backend_here().zeros,
         )
         leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in stages}
         executor = Executor(self.programs, (), (), None, lambda stage, run: None, leaves)
