@@ -30,7 +30,7 @@ LAYERS = (
     ("stage", "planning"),
     ("device.relay",),
     ("device.cpu_world", "device.fused", "device.convolution"),
-    ("device.torch_xla", "device.pjrt", "device.eager", "device.null"),
+    ("device.torch_xla", "device.pjrt", "device.eager"),
     ("device.choice", "device"),
     ("session",),
     ("runtime",),

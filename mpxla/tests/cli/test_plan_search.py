@@ -10,11 +10,11 @@ from mpxla.cli import plan_search
 from mpxla.cli.factory import capture_factory
 from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
 from mpxla.config import Config
-from mpxla.device.null import plain_lowering
 from mpxla.errors import ScheduleError
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.forecast import forecast
 from mpxla.runtime.plan import cut_step
+from mpxla.tests.device.null import plain_lowering
 
 pytestmark = pytest.mark.unit
 

@@ -8,12 +8,12 @@ import torch
 
 from mpxla.cli.tensor import capture_part
 from mpxla.config import Config
-from mpxla.device.null import plain_lowering
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel
 from mpxla.parallel.models import cut_report
 from mpxla.runtime.forecast import forecast
 from mpxla.runtime.plan import cut_step
+from mpxla.tests.device.null import plain_lowering
 from mpxla.tests.nn.test_split_models import llama, words
 
 pytestmark = pytest.mark.unit

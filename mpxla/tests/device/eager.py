@@ -1,6 +1,6 @@
 """A backend whose programs compute at once, by PyTorch on the host: for tests of values."""
 
-from mpxla.device.null import NullBackend, NullExecutable
+from mpxla.tests.device.null import NullBackend, NullExecutable
 
 
 class EagerExecutable(NullExecutable):

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from mpxla.config import Config
-from mpxla.device.null import NullBackend
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.runtime.plan import StepPlan, compile_stages, cut_step, schedule_step
+from mpxla.tests.device.null import NullBackend
 
 NUM_MICROBATCHES = 3
 

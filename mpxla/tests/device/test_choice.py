@@ -10,9 +10,9 @@ from mpxla import session
 from mpxla.config import Config
 from mpxla.device import choice
 from mpxla.device.choice import open_backend
-from mpxla.device.null import NullBackend
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import ConfigError
+from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
 
@@ -106,7 +106,7 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
 
 
 def test_a_process_has_one_backend_which_the_environment_names(monkeypatch):
-    null = ("torch", "mpxla.device.null", "NullBackend")
+    null = ("torch", "mpxla.tests.device.null", "NullBackend")
     monkeypatch.setitem(choice.BACKENDS, "null", null)
     assert open_backend(LaunchEnv(), "null") is open_backend(LaunchEnv(), "null")
     assert read_environment({}).device is None

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mpxla.device.null import NullBackend
 from mpxla.errors import MpxlaError
 from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 
 from mpxla.comm.transport import Members
-from mpxla.device.null import plain_lowering
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
 from mpxla.graph.sequence import divide_sequences
@@ -30,6 +29,7 @@ from mpxla.stage.lower import LoweredStage, lower_stage
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.tests.comm.threads import threads_world
+from mpxla.tests.device.null import plain_lowering
 
 __all__ = ["Rank", "cut_in_pieces", "distributed", "execute", "in_threads", "lower", "train_once"]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mpxla.device.null import NullBackend
 from mpxla.parallel import programs as module
 from mpxla.parallel.programs import Programs
+from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
 

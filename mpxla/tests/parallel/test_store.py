@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import mpxla
-from mpxla.device.null import NullBackend
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
 from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.store import ParameterStore
@@ -20,6 +19,7 @@ from mpxla.runtime.state import ModelState
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.comm.threads import threads_world
 from mpxla.tests.device.eager import EagerBackend
+from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
 BF16, F32 = torch.bfloat16, torch.float32

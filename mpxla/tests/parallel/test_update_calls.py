@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpxla.device.null import NullBackend
 from mpxla.parallel.update import CompiledUpdate
+from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
 

@@ -259,9 +259,9 @@ def _warm_up() -> None:
     from torch import nn
 
     from mpxla.cli.factory import capture_factory
-    from mpxla.device.null import plain_lowering
     from mpxla.graph.split import split_stages
     from mpxla.stage.lower import lower_stage
+    from mpxla.tests.device.null import plain_lowering
 
     tqdm.tqdm.monitor_interval = 0  # torch has progress bars, whose thread could not be forked
     state = torch.random.get_rng_state()

@@ -8,13 +8,13 @@ from torch import nn
 
 from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
-from mpxla.device.null import plain_lowering
 from mpxla.errors import ConfigError
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.activations import plan_stages, stage_bytes
 from mpxla.runtime.forecast import forecast
 from mpxla.runtime.plan import cut_step, schedule_step
 from mpxla.schedule.analysis import peak_bytes
+from mpxla.tests.device.null import plain_lowering
 
 pytestmark = pytest.mark.unit
 

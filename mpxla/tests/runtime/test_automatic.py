@@ -8,7 +8,6 @@ from torch import nn
 
 from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
-from mpxla.device.null import plain_lowering
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.automatic import (
     bytes_of_divided,
@@ -23,6 +22,7 @@ from mpxla.runtime.plan import cut_step, schedule_step, stage_costs
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.simulate import simulate
 from mpxla.stage.flat import FlatShard
+from mpxla.tests.device.null import plain_lowering
 
 pytestmark = pytest.mark.unit
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from mpxla.device.null import NullBackend
 from mpxla.errors import MpxlaError
 from mpxla.runtime.executor import Executor, StepRun
+from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
 
 pytestmark = pytest.mark.unit

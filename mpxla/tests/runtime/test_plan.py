@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpxla.device.null import NullBackend
+from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import plan_of
 
 pytestmark = pytest.mark.unit

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mpxla.comm.stall import Progress
-from mpxla.device.null import NullBackend
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.runner import PlanRunner
+from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
 
 pytestmark = pytest.mark.unit

@@ -10,13 +10,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
-from mpxla.device.null import plain_lowering
 from mpxla.graph.stepgraph import is_random
 from mpxla.parallel.checkpointing import set_activation_checkpointing
 from mpxla.runtime.activations import recomputed_nodes
 from mpxla.runtime.plan import cut_step
 from mpxla.runtime.saved import saved_bytes
 from mpxla.stage.lower import TracedStage
+from mpxla.tests.device.null import plain_lowering
 
 pytestmark = pytest.mark.unit
 
