@@ -105,6 +105,17 @@ def test_overloads_without_samples():
     assert not wrong(by_hand())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gelu_is_rounded_once(dtype):
+    x = torch.linspace(-8, 8, 2001, dtype=torch.float64).to(dtype)
+    expected = torch.nn.functional.gelu(x)
+    found = FUNCTIONS[aten.gelu.default](
+        jax.numpy.asarray(x.float().numpy()).astype(str(dtype)[6:])
+    )
+    off = (torch.tensor(found.astype("float32").tolist()) - expected.float()).abs()
+    assert (off <= torch.finfo(dtype).eps * expected.float().abs() + 1e-6).all()
+
+
 def test_a_wrong_function_is_found(monkeypatch):
     (call,) = [c for c in some_calls() if c.operator is aten.addmm.default]
     monkeypatch.setitem(FUNCTIONS, call.operator, lambda c, a, b, **_: c + a @ b * 1.01)
