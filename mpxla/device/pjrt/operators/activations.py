@@ -1,30 +1,47 @@
-"""Activation functions and their derivatives."""
+"""Activation functions and their derivatives.
 
+Those of several operations compute in float32 where the values are of low precision, and round the
+result once, as PyTorch's kernels do.
+"""
+
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mpxla.device.pjrt.dtypes import cast
+from mpxla.device.pjrt.dtypes import cast, compute_dtype
 from mpxla.device.pjrt.table import implements
+
+
+def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the function wide values; who calls it casts the result."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wide = [a.astype(compute_dtype(a.dtype)) if isinstance(a, jax.Array) else a for a in args]
+        return function(*wide, **kwargs)
+
+    return call
 
 
 def _gelu(x: jax.Array, approximate: str) -> jax.Array:
     if approximate == "tanh":
         return jax.nn.gelu(x, approximate=True)
     # PyTorch's formula. jax's is written with erfc, which takes XLA's CPU twice as long.
-    wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
-    return (wide * (0.5 + 0.5 * jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+    return x * (0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5)))
 
 
 @implements("gelu")
+@_rounded_once
 def _gelu_forward(x: jax.Array, *, approximate: str = "none") -> jax.Array:
     return _gelu(x, approximate)
 
 
 @implements("gelu_backward")
+@_rounded_once
 def _gelu_backward(gradient: jax.Array, x: jax.Array, *, approximate: str = "none") -> jax.Array:
     return jax.vjp(lambda y: _gelu(y, approximate), x)[1](gradient.astype(x.dtype))[0]
 
@@ -35,22 +52,26 @@ def _relu(x: jax.Array) -> jax.Array:
 
 
 @implements("silu")
+@_rounded_once
 def _silu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(x)
 
 
 @implements("silu_backward")
+@_rounded_once
 def _silu_backward(gradient: jax.Array, x: jax.Array) -> jax.Array:
     slope = jax.nn.sigmoid(x)
     return gradient * slope * (1 + x * (1 - slope))
 
 
 @implements("tanh_backward")
+@_rounded_once
 def _tanh_backward(gradient: jax.Array, result: jax.Array) -> jax.Array:
     return gradient * (1 - result * result).conj()
 
 
 @implements("sigmoid_backward")
+@_rounded_once
 def _sigmoid_backward(gradient: jax.Array, result: jax.Array) -> jax.Array:
     return gradient * ((1 - result) * result).conj()
 
@@ -82,6 +103,7 @@ def _hardtanh(x: jax.Array, low: Any = -1, high: Any = 1) -> jax.Array:
 
 
 @implements("softplus")
+@_rounded_once
 def _softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
     scaled = x * beta
     is_linear = scaled > threshold
@@ -89,6 +111,7 @@ def _softplus(x: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
 
 
 @implements("log_sigmoid_forward")
+@_rounded_once
 def _log_sigmoid(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The logarithm, and a buffer that PyTorch's CPU kernel keeps for its derivative."""
     rest = jnp.exp(-jnp.abs(x))
@@ -96,6 +119,7 @@ def _log_sigmoid(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @implements("log_sigmoid_backward")
+@_rounded_once
 def _log_sigmoid_backward(gradient: jax.Array, x: jax.Array, _: jax.Array) -> jax.Array:
     return gradient * jax.nn.sigmoid(-x)
 

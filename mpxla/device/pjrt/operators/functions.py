@@ -9,13 +9,20 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from mpxla.device.pjrt.dtypes import as_float, cast
+from mpxla.device.pjrt.dtypes import as_float, cast, compute_dtype
 from mpxla.device.pjrt.table import implements
 
 
 def _digamma(x: jax.Array) -> jax.Array:
     """In float64: next to a pole, float32 leaves nothing of the distance to it."""
-    return special.digamma(x.astype(np.float64)).astype(x.dtype)
+    found = special.digamma(x.astype(np.float64)).astype(x.dtype)
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), found)  # jax has NaN there
+
+
+def _as_wide_float(x: jax.Array) -> jax.Array:
+    """PyTorch computes functions of low precision in float32; the result is rounded once."""
+    (value,) = as_float(x)
+    return value.astype(compute_dtype(value.dtype))
 
 
 # Integers become numbers of the default dtype first.
@@ -60,7 +67,7 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
 }
 for _name, _function in _OF_FLOATS.items():
-    implements(_name)(lambda x, f=_function: f(*as_float(x)))
+    implements(_name)(lambda x, f=_function: f(_as_wide_float(x)))
 
 
 def _unless_integer(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:

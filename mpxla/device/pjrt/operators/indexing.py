@@ -59,6 +59,14 @@ def places_of(indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
+def add_at(x: jax.Array, places: tuple[Any, ...], values: jax.Array) -> jax.Array:
+    """Adds values where they belong; a sum of booleans, which jax does not add, is their `or`."""
+    if x.dtype.kind == "b":
+        counts = x.astype(np.int32).at[places].add(values.astype(np.int32))
+        return counts.astype(bool)
+    return x.at[places].add(values)
+
+
 def refuse_masks(indices: Sequence[jax.Array | None]) -> None:
     """Masks give shapes that depend on values, which no program of XLA has."""
     if any(i is not None and i.dtype.kind in "b" for i in indices):
@@ -91,7 +99,7 @@ def _masked_index_add(
     x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array
 ) -> jax.Array:
     added = jnp.where(mask, values, 0).astype(x.dtype)
-    return x.at[places_of(_clip(x, indices))].add(added)
+    return add_at(x, places_of(_clip(x, indices)), added)
 
 
 def _clip(x: jax.Array, indices: Sequence[jax.Array | None]) -> list[jax.Array | None]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpxla.device.pjrt.dtypes import cast
-from mpxla.device.pjrt.operators.indexing import along, places_of
+from mpxla.device.pjrt.operators.indexing import add_at, along, places_of
 from mpxla.device.pjrt.table import implements
 
 
@@ -22,9 +22,8 @@ def _index_put(
     mask = indices[0]
     if mask is not None and mask.dtype.kind == "b":
         return _masked_put(x, indices, values, accumulate)
-    where = x.at[places_of(indices)]
-    values = values.astype(x.dtype)
-    return where.add(values) if accumulate else where.set(values)
+    places, values = places_of(indices), values.astype(x.dtype)
+    return add_at(x, places, values) if accumulate else x.at[places].set(values)
 
 
 def _masked_put(
@@ -49,10 +48,6 @@ def _sized(source: Any, index: jax.Array, dtype: np.dtype) -> jax.Array:
     return source[tuple(slice(size) for size in index.shape)].astype(dtype)
 
 
-def _at(x: jax.Array, dim: int, index: jax.Array) -> Any:
-    return x.at[along(x, dim, index)]
-
-
 def _with_a_dimension(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Also for tensors without dimensions."""
 
@@ -70,7 +65,7 @@ def _with_a_dimension(function: Callable[..., jax.Array]) -> Callable[..., jax.A
 @implements("scatter.value", "scatter.src")
 @_with_a_dimension
 def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array:
-    return _at(x, dim, index).set(_sized(source, index, x.dtype))
+    return x.at[along(x, dim, index)].set(_sized(source, index, x.dtype))
 
 
 @implements("scatter.reduce", "scatter.value_reduce")
@@ -78,14 +73,14 @@ def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array
 def _scatter_with(
     x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str
 ) -> jax.Array:
-    where, values = _at(x, dim, index), _sized(source, index, x.dtype)
-    return where.add(values) if reduce == "add" else where.multiply(values)
+    places, values = along(x, dim, index), _sized(source, index, x.dtype)
+    return add_at(x, places, values) if reduce == "add" else x.at[places].multiply(values)
 
 
 @implements("scatter_add")
 @_with_a_dimension
 def _scatter_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
-    return _at(x, dim, index).add(_sized(source, index, x.dtype))
+    return add_at(x, along(x, dim, index), _sized(source, index, x.dtype))
 
 
 _STARTS: dict[str, Callable[[np.dtype], Any]] = {
@@ -188,6 +183,8 @@ def _index_reduce(
 
 @implements("masked_scatter")
 def _masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    if not source.size:  # then the mask picks nothing
+        return x
     mask = jnp.broadcast_to(mask, x.shape)
     order = jnp.cumsum(mask.reshape(-1)) - 1
     values = jnp.take(source.reshape(-1), jnp.maximum(order, 0), mode="clip")
@@ -208,8 +205,9 @@ def _masked_scatter_backward(
 
 @implements("put")
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
-    where = x.reshape(-1).at[index]
-    return (where.add(source) if accumulate else where.set(source)).reshape(x.shape)
+    flat = x.reshape(-1)
+    found = add_at(flat, (index,), source) if accumulate else flat.at[index].set(source)
+    return found.reshape(x.shape)
 
 
 @implements("embedding_dense_backward")
