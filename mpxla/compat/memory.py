@@ -12,10 +12,35 @@ from mpxla.compat import CompatError
 from mpxla.compat.devices import device_backend
 from mpxla.user_lines import at_script_line
 
-__all__ = ["MEMORY_FUNCTIONS", "total_bytes"]
+__all__ = ["MEMORY_FUNCTIONS", "ResidentPeak", "total_bytes"]
 
 _RESET_PEAK = "5"
 """Written to `clear_refs`, it sets the peak of resident memory to its present value (proc(5))."""
+
+
+class ResidentPeak:
+    """The highest resident memory of the process, in bytes.
+
+    Linux counts pages per processor and adds the counts up roughly, so that its own peak (VmHWM)
+    may be some pages lower when it is read again. A script that reads CUDA's peak twice expects it
+    to have grown, or stayed.
+    """
+
+    def __init__(self):
+        self._highest = 0
+
+    def read(self, counted: int) -> int:
+        """The highest peak that Linux has counted, this time included."""
+        self._highest = max(self._highest, counted)
+        return self._highest
+
+    def reset(self) -> None:
+        """Starts anew with what is resident now."""
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+        self._highest = 0
+
+
+_resident_peak = ResidentPeak()
 
 
 def _counters() -> tuple[int, int, int]:
@@ -27,7 +52,8 @@ def _counters() -> tuple[int, int, int]:
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
     used, peak = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
-    return used, peak, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return used, _resident_peak.read(peak), total
 
 
 def _used(device: Any = None) -> int:
@@ -75,7 +101,7 @@ def _summary(device: Any = None, abbreviated: bool = False) -> str:
 def _reset_peak(device: Any = None) -> None:
     """Starts the peak anew where the system can; XLA's own peaks cannot be reset."""
     if device_backend().memory_counters() is None:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+        _resident_peak.reset()
 
 
 MEMORY_FUNCTIONS = {
