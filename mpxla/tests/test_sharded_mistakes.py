@@ -1,0 +1,127 @@
+"""Sharded data parallelism: mistakes that would change numbers in silence are errors."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CONFIG = {
+    "ddp": True,
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 16,
+    "sdp_gradient_clipping": 1e9,
+}
+JAX = {"MPXLA_DEVICE": "pjrt"}
+
+
+class Sides(nn.Module):
+    """Two layers of one shape, of which a call takes one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, side):
+        return self.left(x) if side == "left" else self.right(x)
+
+
+def take_other_sides():
+    """Runs on every rank: texts of errors, and losses of a call after them."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    model, x = smp.DistributedModel(Sides()), torch.ones(2, 4)
+    own = ("left", "right")[smp.rank()]
+
+    @smp.step
+    def evaluate(model, x, side):
+        return model(x, side).square().mean()
+
+    texts = []
+    for known in ((), ("left",), ("right",)):  # with no plan, one on the first rank, one on both
+        for side in known:
+            evaluate(model, x, side)
+        with pytest.raises(smp.RankMismatch) as error:
+            evaluate(model, x, own)
+        texts.append(str(error.value))
+    return texts, [evaluate(model, x, side).reduce_mean().item() for side in ("left", "right")]
+
+
+def test_ranks_that_gather_other_parameters():
+    model, x = Sides(), torch.ones(2, 4)
+    expected = [model(x, side).square().mean().item() for side in ("left", "right")]
+    for texts, losses in run_ranks(take_other_sides, 2, env=JAX):
+        for text in texts:
+            assert "ranks [1] gather or scatter other parameters in this call than rank 0" in text
+            assert "gathers left.weight on rank 0\n" in text
+            assert "gathers right.weight on rank 1\n" in text
+            assert "arguments that lead to the same layers" in text
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def write_where_nothing_is():
+    """Runs on every rank: texts of errors by what was done, and whether training goes on."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    raw = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model = smp.DistributedModel(raw)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    weight, values = raw[0].weight, nn.Linear(4, 4, bias=False).state_dict()
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def run():
+        step(model, torch.ones(2, 4))
+        optimizer.step()
+
+    def in_place():
+        with torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+
+    mistakes = {
+        "in place": in_place,
+        "data": lambda: weight.data.clamp_(-0.1, 0.1),
+        "detached": lambda: weight.detach().mul_(2),
+        "other data": lambda: setattr(weight, "data", torch.empty(4, 4, device="meta")),
+        "module": lambda: raw[0].load_state_dict(values),
+        "backward": lambda: weight.square().sum().backward(),
+        "gradient": lambda: setattr(weight, "grad", torch.ones_like(weight)),
+    }
+    whole, texts = model.state_dict(), {}
+    for what, mistake in mistakes.items():
+        run()
+        with pytest.warns(UserWarning) if what == "module" else _nothing():
+            mistake()
+        for use in (run, optimizer.step, model.state_dict):
+            with pytest.raises(smp.StepError) as error:
+                use()
+            texts.setdefault(what, set()).add(str(error.value))
+        weight.grad = None
+        model.load_state_dict(whole)
+    run()
+    return texts
+
+
+def _nothing():
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def test_what_is_lost_is_an_error():
+    for texts in run_ranks(write_where_nothing_is, 2, env=JAX):
+        assert len(texts) == 7
+        for what, (text,) in texts.items():
+            is_gradient = what in ("backward", "gradient")
+            start = "has a gradient from outside" if is_gradient else "was written to after"
+            assert text.startswith(f"the parameter 0.weight {start}"), what
+            assert "model.load_state_dict" in text or "loss in the step function" in text
