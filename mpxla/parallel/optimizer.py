@@ -206,6 +206,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        for model in self._models:
+            model.tensors.check_divided()
         self._notice_groups()
         self._pieces.collect_gradients()
         if self._scale is not None:
