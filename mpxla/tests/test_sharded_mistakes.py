@@ -1,4 +1,7 @@
-"""Sharded data parallelism: mistakes that would change numbers in silence are errors."""
+"""Sharded data parallelism: mistakes that would change numbers in silence are told."""
+
+import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -99,7 +102,7 @@ def write_where_nothing_is():
     whole, texts = model.state_dict(), {}
     for what, mistake in mistakes.items():
         run()
-        with pytest.warns(UserWarning) if what == "module" else _nothing():
+        with pytest.warns(UserWarning) if what == "module" else contextlib.nullcontext():
             mistake()
         for use in (run, optimizer.step, model.state_dict):
             with pytest.raises(smp.StepError) as error:
@@ -111,12 +114,6 @@ def write_where_nothing_is():
     return texts
 
 
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def test_what_is_lost_is_an_error():
     for texts in run_ranks(write_where_nothing_is, 2, env=JAX):
         assert len(texts) == 7
@@ -125,3 +122,55 @@ def test_what_is_lost_is_an_error():
             start = "has a gradient from outside" if is_gradient else "was written to after"
             assert text.startswith(f"the parameter 0.weight {start}"), what
             assert "model.load_state_dict" in text or "loss in the step function" in text
+
+
+def leave_gradients():
+    """Runs on every rank: by key that divides updates, an error's text and warnings."""
+    import mpxla as smp
+    from mpxla.parallel import store
+
+    found = {}
+    for key in ("shard_gradients", "shard_optimizer_state", "sharded_data_parallel_degree"):
+        smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
+        model = smp.DistributedModel(nn.Linear(4, 4, bias=False))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+        @smp.step
+        def step(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        def run(clear, step=step, model=model, optimizer=optimizer):
+            with mock.patch.object(store, "warn_once") as warned:
+                clear()
+                step(model, torch.ones(2, 4))
+                optimizer.step()
+            return [call.args[1] for call in warned.mock_calls]
+
+        def clear_by_hand(model=model):
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        inner = optimizer.optimizer
+        clearings = [optimizer.zero_grad, model.zero_grad, inner.zero_grad]
+        clearings += [lambda o=optimizer: o.zero_grad(set_to_none=False)]
+        warnings = [run(clear) for clear in clearings]
+        warnings.append(run(clear_by_hand))
+        (parameter,) = model.module.parameters()
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(smp.StepError) as error:
+            optimizer.step()
+        found[key] = str(error.value), warnings
+        smp.shutdown()
+    return found
+
+
+def test_gradients_of_parameters_that_optimizers_do_not_hold():
+    for found in run_ranks(leave_gradients, 2, env=JAX):
+        for text, warnings in found.values():
+            assert text.startswith("the parameter weight has a gradient from outside of step")
+            *none, (warning,) = warnings
+            assert none == [[]] * 4
+            assert "a step adds to gradients that an optimizer step has used" in warning
+            assert "param.grad = None" in warning
