@@ -1,4 +1,7 @@
-"""Sharded data parallelism: mistakes that would change numbers in silence are told."""
+"""Sharded data parallelism: mistakes that would change numbers in silence are told.
+
+And habits that are none.
+"""
 
 import contextlib
 from unittest import mock
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
@@ -174,3 +178,40 @@ def test_gradients_of_parameters_that_optimizers_do_not_hold():
             assert none == [[]] * 4
             assert "a step adds to gradients that an optimizer step has used" in warning
             assert "param.grad = None" in warning
+
+
+def train_by_adagrad():
+    """Runs on every rank: whole weights and state of an optimizer that makes state at once."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    torch.manual_seed(5)
+    model = smp.DistributedModel(nn.Linear(4, 5))
+    inner = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5)
+    optimizer = smp.DistributedOptimizer(inner)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        step(model, torch.ones(2, 4))
+        optimizer.step()
+    return model.state_dict(), optimizer.state_dict()["state"]
+
+
+def test_an_optimizer_that_makes_its_state_at_once():
+    torch.manual_seed(5)
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    for weights, state in run_ranks(train_by_adagrad, 2, env=JAX):
+        assert_close_by_norm(weights, model.state_dict(), 1e-5)
+        for position, entry in optimizer.state_dict()["state"].items():
+            assert_close_by_norm(state[position], entry, 1e-5)
