@@ -119,6 +119,19 @@ class Calls:
         first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
         raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
 
+    def meet_replicas(self, what: str, line: str) -> None:
+        """The same for what all ranks do together, where replicas compare every step call.
+
+        Args:
+            what: the call.
+            line: the user's.
+
+        Raises:
+            RankMismatch: another replica does something else.
+        """
+        if self._pp_rank == 0:
+            self._sharded.compare(what, None, line)
+
     def agree(
         self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call:

@@ -25,7 +25,9 @@ class DividedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        vars(self)["_mpxla_seen"] = [value, -1, self._version]
+        seen, _, own_version = self._seen()
+        if value is not seen and value is not self:  # `.float()` of what is so already
+            vars(self)["_mpxla_seen"] = [value, -1, own_version]
 
     def _seen(self) -> list[Any]:
         """What `.data` gives, the version of that without writes, and that of the parameter."""
@@ -53,11 +55,12 @@ class DividedParameter(nn.Parameter):
         if (value._version, self._version) != (version, own_version):
             raise StepError(
                 f"the parameter {name} was written to after smp.DistributedModel (in place, by "
-                f".data, or by load_state_dict of a module in it), and what was written is lost: "
-                f"values are divided over ranks (sharded_data_parallel_degree), and the module's "
-                f"own tensor is empty. Write before smp.DistributedModel, or give whole values to "
-                f"model.load_state_dict; what treats every element alike, as a clamp does, may "
-                f"write to the parts in optimizer.param_groups."
+                f".data or a change of dtype, or by load_state_dict of a module in it), and "
+                f"nothing came of it: values are divided over ranks "
+                f"(sharded_data_parallel_degree), and the module's own tensor is empty. Write "
+                f"before smp.DistributedModel, or give whole values to model.load_state_dict; what "
+                f"treats every element alike, as a clamp does, may write to the parts in "
+                f"optimizer.param_groups."
             )
         if self.grad is not None:
             raise StepError(

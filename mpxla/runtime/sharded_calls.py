@@ -37,30 +37,34 @@ class ShardedCalls:
         self._objects = objects
         self._ranks = ranks
 
-    def compare(self, text: str, plan: Plan | None) -> None:
+    def compare(self, text: str, plan: Plan | None, line: str = "") -> None:
         """Checks that all ranks make one call. All of them call it.
 
         Args:
             text: the call, or the error that it ended in.
-            plan: what runs it; None if there is none yet, so that `settle` has to follow.
+            plan: what runs it; None if there is none yet, so that `settle` has to follow, and for
+                what is no call of a step function.
+            line: the user's, for the text.
 
         Raises:
             RankMismatch: another rank makes another call; on all of them.
         """
         if len(self._ranks) == 1:
             return
-        own = text, None if plan is None else plan.digest
+        own = text, None if plan is None else plan.digest, line
         everyone = self._objects.allgather(own, self._ranks)
-        (first, digest), *_ = everyone
-        for rank, (other, _) in zip(self._ranks, everyone, strict=True):
+        (first, digest, first_line), *_ = everyone
+        for rank, (other, _, other_line) in zip(self._ranks, everyone, strict=True):
             if other != first:
                 raise RankMismatch(
                     f"the ranks {list(self._ranks)} hold the parameters of a model together "
-                    f"(sharded_data_parallel_degree), and have to call the same step functions in "
-                    f"the same order: rank {self._ranks[0]} came with {first}, and rank "
-                    f"{rank} with {other}. Evaluate and log on all of them, or on none."
+                    f"(sharded_data_parallel_degree), and have to call the same step functions, "
+                    f"and what gathers parameters or norms, in the same order: rank "
+                    f"{self._ranks[0]} came with {first}{first_line}, and rank {rank} with "
+                    f"{other}{other_line}. Evaluate, save and log on all of them, or on none; what "
+                    f"is for one rank alone goes into `if smp.rank() == 0:` after such a call."
                 )
-        if plan is not None and any(other is None or other != digest for _, other in everyone):
+        if plan is not None and any(d is None or d != digest for _, d, _ in everyone):
             self.settle(plan.exchanges)
 
     def settle(self, exchanges: Sequence[str]) -> None:

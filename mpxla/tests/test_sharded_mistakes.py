@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.ranks.run import RankError, run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
@@ -98,12 +98,14 @@ def write_where_nothing_is():
         "in place": in_place,
         "data": lambda: weight.data.clamp_(-0.1, 0.1),
         "detached": lambda: weight.detach().mul_(2),
+        "dtype": model.half,
         "other data": lambda: setattr(weight, "data", torch.empty(4, 4, device="meta")),
         "module": lambda: raw[0].load_state_dict(values),
         "backward": lambda: weight.square().sum().backward(),
         "gradient": lambda: setattr(weight, "grad", torch.ones_like(weight)),
     }
     whole, texts = model.state_dict(), {}
+    model.float()  # changes nothing
     for what, mistake in mistakes.items():
         run()
         with pytest.warns(UserWarning) if what == "module" else contextlib.nullcontext():
@@ -120,7 +122,7 @@ def write_where_nothing_is():
 
 def test_what_is_lost_is_an_error():
     for texts in run_ranks(write_where_nothing_is, 2, env=JAX):
-        assert len(texts) == 7
+        assert len(texts) == 8
         for what, (text,) in texts.items():
             is_gradient = what in ("backward", "gradient")
             start = "has a gradient from outside" if is_gradient else "was written to after"
@@ -215,3 +217,31 @@ def test_an_optimizer_that_makes_its_state_at_once():
         assert_close_by_norm(weights, model.state_dict(), 1e-5)
         for position, entry in optimizer.state_dict()["state"].items():
             assert_close_by_norm(state[position], entry, 1e-5)
+
+
+def gather_alone():
+    """Runs on every rank: the first one gathers what the others hold, who go on training."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    model = smp.DistributedModel(nn.Linear(4, 4, bias=False))
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(model, torch.ones(2, 4))
+    if smp.rank() == 0:
+        model.state_dict()
+    step(model, torch.ones(2, 4))
+
+
+def test_one_rank_that_gathers_alone_is_told_at_once():
+    with pytest.raises(RankError) as error:
+        run_ranks(gather_alone, 2, timeout_s=60, env=JAX)
+    text = str(error.value)
+    assert "timed out" not in text
+    assert "rank 0 came with model.state_dict() at " in text
+    assert "gather_alone.<locals>.step. Evaluate, save and log on all of them" in text
