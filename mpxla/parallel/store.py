@@ -430,6 +430,11 @@ class ParameterStore:
         self._waiting.clear()
         self._spent.clear()
 
+    def has_gradient(self, name: str) -> bool:
+        """Whether this rank holds a gradient of a parameter from earlier passes."""
+        owner = self.owner(name)
+        return name in self._waiting or (owner is not None and owner.grad is not None)
+
     def clear_waiting(self, names: Iterable[str]) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""
         for name in names:
