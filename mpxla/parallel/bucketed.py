@@ -187,6 +187,8 @@ class BucketedReduction:
     def begin(self) -> bool:
         """Counts the pass of a model that is trained; whether replicas reduce in this call."""
         self._reduces = not self._flow.trained or self._reducer.next_pass_reduces()
+        if self._flow.trained and self._reduces:
+            self._check_left_out()
         self.source = 0
         self._under_way.clear()
         self._waiting = {
@@ -194,6 +196,19 @@ class BucketedReduction:
             for index, bucket in enumerate(self._buckets)
         }
         return self._reduces
+
+    def _check_left_out(self) -> None:
+        """Checks that this pass reduces all that earlier ones have added up on this rank alone."""
+        earlier, self._reducer.unreduced = self._reducer.unreduced - set(self._sources), set()
+        for name in sorted(earlier):
+            if self._store.has_gradient(name):
+                count = self._reducer.options.backward_passes_per_step
+                raise StepError(
+                    f"the last of {count} passes (backward_passes_per_step) does not train the "
+                    f"parameter {name}, and an earlier one did: only what the last one trains is "
+                    f"averaged over replicas, so they would drift apart. Train the same parameters "
+                    f"in all passes, or set backward_passes_per_step=1, which averages every pass."
+                )
 
     def settings(self) -> str:
         """Those of the model's optimizers, in words that are equal on all replicas."""
@@ -228,6 +243,7 @@ class BucketedReduction:
         """Leaves all gradients with the store, and the first replica's buffers everywhere."""
         if not self._reduces:
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
+            self._reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
             return
         for index in range(len(self._buckets)):
             if index not in self._under_way:

@@ -173,6 +173,7 @@ class PartitionedModule(nn.Module):
     def _local_values(self) -> dict[str, Any]:
         """As `local_state_dict`; of divided parameters all ranks of the group call it."""
         held = self._require_partition("local_state_dict")
+        self._state.check_divided()
         names = self._state.canonical_names
         local = {
             name: value

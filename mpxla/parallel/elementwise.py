@@ -36,8 +36,12 @@ _SCALES = (1.0, 100.0, 0.01)
 """Of the gradients of a trial's steps: on both sides of any limit that somebody clips at."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, key: str) -> None:
     """Checks that an optimizer gives the same numbers on parts of flattened parameters.
+
+    Args:
+        optimizer: to be tried.
+        key: of the configuration, that wants it.
 
     Raises:
         ConfigError: it does not, or cannot be tried.
@@ -47,10 +51,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
     raise ConfigError(
-        f"shard_optimizer_state: True divides parameters over replicas, and {kind.__name__} needs "
-        f"whole tensors: a trial on flat parts gave other numbers, or failed. Use an optimizer "
-        f"that updates every element by itself ({names}, or one of your own), or remove "
-        f"shard_optimizer_state."
+        f"{key} divides parameters over replicas, and {kind.__name__} needs whole tensors: a trial "
+        f"on flat parts gave other numbers, or failed. Use an optimizer that updates every element "
+        f"by itself ({names}, or one of your own), or remove {key}."
     )
 
 

@@ -316,6 +316,7 @@ class DistributedModel(PartitionedModule):
         finally:
             accept_changes()
         self.store.load_beside(values)
+        self._state.forget_writes()
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
             self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
@@ -414,6 +415,7 @@ class DistributedModel(PartitionedModule):
 
     def begin_step(self) -> None:
         """Called before every step call of the session."""
+        self._state.check_divided()
         if self._is_single and self._partition_hooks:
             self._run_partition_hooks()
 

@@ -211,6 +211,7 @@ class Models:
         try:
             self.engine.calls.meet(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
+                self.engine.calls.meet_replicas(what, line)
                 self._rounds.attendance.meet(what, line)
             yield
         except RankMismatch as error:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpxla.checkpoint.single import load, save
+from mpxla.config import Config
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
@@ -104,7 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if any(model.divides_updates and model.partitioned for model in self._models):
             equalize_beside(session, tensors_beside(optimizer))
         if any(model.divides_updates for model in self._models):
-            check_elementwise(optimizer)
+            check_elementwise(optimizer, _dividing_key(session.config))
         elif session.topology.pp_size > 1 and mixes_parameters(optimizer):
             kind = type(optimizer).__name__
             warn_once(
@@ -206,6 +207,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise MpxlaError(
                 "DistributedOptimizer.step takes no closure: call the step function, then step()."
             )
+        for model in self._models:
+            model.tensors.check_divided()
         self._notice_groups()
         self._pieces.collect_gradients()
         if self._scale is not None:
@@ -461,6 +464,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             session = current()
             world = session.topology.world_group()
             self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]
+
+
+def _dividing_key(config: Config) -> str:
+    """The key that lets replicas divide updates."""
+    if config.sharded_data_parallel_degree > 1:
+        return "sharded_data_parallel_degree"
+    return "shard_gradients" if config.shard_gradients else "shard_optimizer_state"
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpxla.errors import CheckpointError
+from mpxla.errors import CheckpointError, MpxlaError
 from mpxla.parallel.state_dicts import HELD_KEY
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.update_copy import Range, UpdateCopy
@@ -56,10 +56,12 @@ class OptimizerPieces:
                     kept.append(parameter)
                 else:
                     self._names.setdefault(store, []).append(name)
-                    kept += self._exchange(store.copy_of(name), parameter)
+                    kept += self._exchange(store.copy_of(name), parameter, group)
             group["params"] = kept
 
-    def _exchange(self, copy: UpdateCopy | None, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def _exchange(
+        self, copy: UpdateCopy | None, parameter: nn.Parameter, group: Mapping[str, Any]
+    ) -> list[nn.Parameter]:
         self._exchanged[id(parameter)] = copy
         state = self._optimizer.state.pop(parameter, None)
         if copy is None:
@@ -72,12 +74,27 @@ class OptimizerPieces:
         self._positions[id(copy.parameter)] = position
         if copy.extent is not None:
             self._ranges[position] = copy.extent, copy.shape
-        if state:
+        if state and any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
+            self._optimizer.state[copy.parameter] = self._made_anew(copy.parameter, group)
+        elif state:
             cut = state if copy.extent is None else cut_state(state, copy.shape, *copy.extent)
             self._optimizer.state[copy.parameter] = {
                 key: _widened(value, copy.parameter) for key, value in cut.items()
             }
         return [copy.parameter]
+
+    def _made_anew(self, piece: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
+        """State that an optimizer makes at once, as Adagrad does; it was given empty parameters."""
+        kind: Any = type(self._optimizer)
+        settings = {key: group[key] for key in self._optimizer.defaults if key in group}
+        try:
+            return dict(kind([piece], **settings).state.get(piece, {}))
+        except Exception as error:  # an optimizer of the user may take other arguments
+            raise MpxlaError(
+                f"{kind.__name__} makes state for its parameters when it is created, and those are "
+                f"empty where ranks hold parts (sharded_data_parallel_degree). Create it from the "
+                f"parameters of the plain model, before smp.DistributedModel."
+            ) from error
 
     def heir(self, parameter: nn.Parameter) -> tuple[bool, UpdateCopy | None]:
         """Whether a parameter was exchanged, and this rank's copy of it, if it has one."""

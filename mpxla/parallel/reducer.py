@@ -85,6 +85,7 @@ class GradientReducer:
         self.names = names
         self.hook: CommHook | None = None
         self.is_prepared = False
+        self.unreduced: set[str] = set()
         self._pass = 0
 
     def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:

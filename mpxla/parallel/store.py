@@ -23,6 +23,8 @@ from torch import nn
 
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
+from mpxla.errors import StepError
+from mpxla.log import warn_once
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
@@ -90,6 +92,7 @@ class ParameterStore:
         self._parts: list[Shard | Masters | Parts | Pieces] = []
         self._part_of: dict[str, Shard | Masters | Parts | Pieces] = {}
         self._waiting: dict[str, Buffer] = {}
+        self._spent: set[str] = set()
 
     # --- entries --------------------------------------------------------------------------------
 
@@ -255,6 +258,8 @@ class ParameterStore:
 
     def publish(self, names: Iterable[str]) -> None:
         """The parameters named take the values of their update copies. Collective if divided."""
+        names = list(names)
+        self._spent.update(names)
         started = [(part, part.publish()) for part in self._concerned(names)]
         for part, values in started:
             if isinstance(part, Parts):
@@ -327,6 +332,7 @@ class ParameterStore:
     def add_gradients(self, names: Sequence[str], values: Sequence[Buffer]) -> None:
         """Adds to the gradients of parameters; of divided ones they wait for their reduction."""
         whole = [(n, v) for n, v in zip(names, values, strict=True) if self._is_whole(n)]
+        self._notice_spent(names)
         owners = [owner for n, _ in whole if (owner := self.owner(n)) is not None]
         self._add_to(owners, [value for _, value in whole])
         for name, value in zip(names, values, strict=True):
@@ -336,8 +342,25 @@ class ParameterStore:
                 (self._waiting[name],) = self.gradients.sums([terms], [dtype])
 
     def collect_gradients(self) -> None:
-        """Masters take gradients that autograd or the user has put on their parameters."""
+        """Masters take gradients that autograd or the user has put on their parameters.
+
+        Raises:
+            StepError: there are some that belong to pieces.
+        """
         parameters = self.state.parameters
+        divided = (
+            name for part in self._parts if not isinstance(part, Masters) for name in part.names
+        )
+        for name in divided:
+            if parameters[name].grad is not None:
+                raise StepError(
+                    f"the parameter {name} has a gradient from outside of step functions (a "
+                    f"backward there, or an assignment), which no optimizer sees: replicas divide "
+                    f"updates (shard_optimizer_state, shard_gradients or "
+                    f"sharded_data_parallel_degree), and each holds a piece. Add the term to the "
+                    f"loss in the step function, or change the gradients of the pieces in "
+                    f"optimizer.param_groups."
+                )
         names = [
             name
             for part in self._parts
@@ -356,7 +379,23 @@ class ParameterStore:
             flat: [num_elements / replicas], on the host or on the device.
             trained: parameters that the step trains; the others get no gradient.
         """
+        self._notice_spent(bucket.names)
         self._add_to(*self.shards[bucket].parts_of(flat, trained))
+
+    def _notice_spent(self, names: Iterable[str]) -> None:
+        """Says so where an update copy still has a gradient that it was updated by."""
+        for name in names:
+            copy = self.copy_of(name) if name in self._spent else None
+            if copy is not None and copy.parameter.grad is not None:
+                warn_once(
+                    "spent gradients",
+                    f"a step adds to gradients that an optimizer step has used, as that of {name}: "
+                    f"nothing has cleared them since. Call optimizer.zero_grad() or "
+                    f"model.zero_grad(): where replicas divide updates, optimizers hold pieces in "
+                    f"the place of the model's parameters, and param.grad = None on those clears "
+                    f"nothing.",
+                )
+                return
 
     def _add_to(self, owners: Sequence[nn.Parameter], values: Sequence[Buffer]) -> None:
         held = iter(self.backend.adopt([p.grad for p in owners if p.grad is not None]))
@@ -389,8 +428,15 @@ class ParameterStore:
                 zeros = None if set_to_none else torch.zeros_like(gradient)
                 set_gradients([copy.parameter], [zeros])
         self._waiting.clear()
+        self._spent.clear()
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether this rank holds a gradient of a parameter from earlier passes."""
+        owner = self.owner(name)
+        return name in self._waiting or (owner is not None and owner.grad is not None)
 
     def clear_waiting(self, names: Iterable[str]) -> None:
         """Forgets gradients of earlier passes that wait for their reduction."""
         for name in names:
             self._waiting.pop(name, None)
+            self._spent.discard(name)

@@ -17,10 +17,15 @@ from mpxla.errors import PeerFailure, RankMismatch
 __all__ = ["check_agreement"]
 
 _LONGEST = 300
+_ADVICE = "Start the same script with the same arguments, model and configuration on all ranks."
 
 
 def check_agreement(
-    objects: Objects, group: Sequence[int], description: Sequence[str], what: str
+    objects: Objects,
+    group: Sequence[int],
+    description: Sequence[str],
+    what: str,
+    advice: str = _ADVICE,
 ) -> None:
     """Raises on every rank of the group if the descriptions differ; all of them must call.
 
@@ -29,6 +34,7 @@ def check_agreement(
         group: global ranks.
         description: what this rank has, in lines.
         what: completes "ranks [1] ... than rank 0".
+        advice: what to do.
 
     Raises:
         RankMismatch: with the first line that differs.
@@ -50,7 +56,7 @@ def check_agreement(
         f"ranks {[ranks[position] for position in different]} {what} than rank {ranks[0]}:\n"
         f"  {line} on rank {ranks[0]}\n"
         f"  {other_line} on rank {ranks[other]}\n"
-        f"Start the same script with the same arguments, model and configuration on all ranks."
+        f"{advice}"
     )
 
 

@@ -119,6 +119,19 @@ class Calls:
         first = f"{announced}{rest[0]}" if kind == _MEETING else f"the step function {announced}"
         raise RankMismatch(_apart(first, self._session.rank, self._pp_rank, f"{what}{line}", what))
 
+    def meet_replicas(self, what: str, line: str) -> None:
+        """The same for what all ranks do together, where replicas compare every step call.
+
+        Args:
+            what: the call.
+            line: the user's.
+
+        Raises:
+            RankMismatch: another replica does something else.
+        """
+        if self._pp_rank == 0:
+            self._sharded.compare(what, None, line)
+
     def agree(
         self, name: str, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call:
@@ -134,12 +147,12 @@ class Calls:
         except AnnouncedError:
             raise
         except MpxlaError as error:
-            self._compare(f"{name}, which fails: {error}", (), None)
+            self._compare(f"{name}, which fails: {error}", None, (), None)
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
         # Where ranks that share tensors have samples of their own, they have been compared.
         shared = (call.tensors, portable(call.signature)) if self._sharing.is_prescaled else ()
-        self._compare(name, *shared)
+        self._compare(name, call.plan, *shared)
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -164,15 +177,29 @@ class Calls:
             raise as_announced(error) from None
         return replace(signature, num_microbatches=len(everyone)), everyone
 
-    def _compare(self, text: str, *shared: Any) -> None:
+    def settle(self, exchanges: Sequence[str]) -> None:
+        """What ranks that hold parameters together compare where a plan has just been made.
+
+        The first rank of the pipeline calls it.
+
+        Args:
+            exchanges: what the plan gathers and scatters, on all ranks of the pipeline.
+
+        Raises:
+            RankMismatch: the plan of another replica gathers or scatters something else.
+        """
+        self._sharded.settle(exchanges)
+
+    def _compare(self, text: str, plan: Plan | None, *shared: Any) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ.
 
         Args:
             text: the call, or the error that it ended in.
+            plan: what runs it, if there is one.
             *shared: tensors and signature, if ranks that share tensors are to compare theirs.
         """
         try:
-            self._sharded.compare(text)
+            self._sharded.compare(text, plan)
             if shared:
                 self._sharing.compare(text, *shared)
         except RankMismatch as error:
@@ -268,16 +295,24 @@ class Calls:
         if problem is not None:
             raise as_announced(StepError(problem))
 
-    def keep(self, signature: Signature, reads: Sequence[Read], runner: PlanRunner) -> Plan:
+    def keep(
+        self,
+        signature: Signature,
+        reads: Sequence[Read],
+        runner: PlanRunner,
+        exchanges: Sequence[str],
+    ) -> Plan:
         """Keeps a plan, as that of such calls with the model as it is now.
 
         Args:
             signature: of the calls.
             reads: what the step function read of the model.
             runner: runs the plan.
+            exchanges: what ranks that hold parameters together have to do alike.
         """
         view = self._watch.look().captured(self._model(), reads)
-        plan = self.plans.add(signature, view, runner, runner.plan.cut.step.decisions)
+        decisions = runner.plan.cut.step.decisions
+        plan = self.plans.add(signature, view, runner, decisions, exchanges)
         self._forget_unused()
         return plan
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.comm.transport import Members
-from mpxla.errors import PeerFailure, StepError
+from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.user_code import at_user_line
@@ -280,14 +280,15 @@ class StepEngine:
         if name not in self._compared:
             self._compare_messages(plan)
             self._compared.add(name)
-        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
-        reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
-        checks = IndexChecks(config.check_indices, cut.step, backend)
-        states, link, models = self._states, self._link, tuple(used)
         gathering = None
         if gathers_once:
             read = {n for p in plan.programs.values() for n in p.lowered.spec.parameters}
             gathering = Gathering(read, shards, self._groups[SHARDING_GROUP], backend)
+        exchanges = self._settle_exchanges(plan, gathering)
+        self._link.prepare((*cut.forward, *cut.backward), cut.placement)
+        reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
+        checks = IndexChecks(config.check_indices, cut.step, backend)
+        states, link, models = self._states, self._link, tuple(used)
         runner = PlanRunner(
             plan, states, link, self._pp_rank, backend, reduction, models, checks, gathering
         )
@@ -299,17 +300,36 @@ class StepEngine:
             reason,
             sum(len(p.programs) for p in plan.programs.values()),
         )
-        return self.calls.keep(signature, reads, runner)
+        return self.calls.keep(signature, reads, runner, exchanges)
 
     def _compare_messages(self, plan: StepPlan) -> None:
-        """Checks that ranks which share tensors or parameters exchange the same in their programs.
+        """Checks that ranks which share tensors exchange the same in their programs.
 
         Only with the first plan of a step function, which all of them build in the same call. Later
         ones need not: a replica with another length of sequences builds one by itself.
         """
-        for group, (ranks, _) in self._groups.items():
-            what = "have other collectives in their programs"
-            check_agreement(self._session.objects, ranks, plan.messages(group), what)
+        what, ranks = "have other collectives in their programs", self._groups[TENSOR_GROUP].ranks
+        check_agreement(self._session.objects, ranks, plan.messages(TENSOR_GROUP), what)
+
+    def _settle_exchanges(self, plan: StepPlan, gathering: Gathering | None) -> list[str]:
+        """What all ranks of the pipeline gather and scatter, compared with other replicas."""
+        if len(self._groups[SHARDING_GROUP].ranks) == 1:
+            return []
+        once = gathering.names if gathering is not None else ()
+        own = [*(f"the begin of the step gathers {name}" for name in once), *plan.exchanges()]
+        everyone = self._session.objects.allgather(own, self._group)
+        exchanges = [line for lines in everyone for line in lines]
+
+        def settle() -> None:
+            if self._pp_rank > 0:
+                return
+            try:
+                self.calls.settle(exchanges)
+            except RankMismatch as error:  # as the other replicas know
+                raise as_announced(error) from None
+
+        self._together(self._group, "what ranks gather", settle)
+        return exchanges
 
     def _cut_together(
         self, call: Call, function: Callable[..., Any]

@@ -36,6 +36,11 @@ class Gathering:
         self._members = members
         self._backend = backend
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it makes whole, in order."""
+        return tuple(self._shards)
+
     def __call__(self, held: Mapping[str, Buffer]) -> dict[str, Buffer]:
         """Whole parameters by name. All ranks of the group call it.
 

@@ -41,12 +41,12 @@ from mpxla.schedule.dataflow import Edge
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.schedule.timeline import Timeline
-from mpxla.stage.flat import FlatShard
+from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.layout import transpose
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.program import trace_program
-from mpxla.stage.sharded import divide_stage
+from mpxla.stage.sharded import divide_stage, exchanges
 from mpxla.stage.spec import StageSpec, TensorSpec, Transfer
 from mpxla.stage.split_backward import SplitBackward
 
@@ -167,6 +167,18 @@ class StepPlan:
         programs = (p for stage in self.programs.values() for p in stage.programs)
         in_pieces = (p for p in programs if isinstance(p, PiecewiseExecutable))
         return [f"{p.name}: {line}" for p in in_pieces for line in p.plan.messages(group)]
+
+    def exchanges(self) -> list[str]:
+        """What this rank's programs gather of parameters and scatter of gradients, in order."""
+        lines: list[str] = []
+        for index, stage in self.programs.items():
+            backward = stage.lowered.backward
+            graphs = {"forward": stage.lowered.forward.graph}
+            if backward is not None:
+                graphs["backward"] = backward.derivative.graph
+            for which, graph in graphs.items():
+                lines += [f"stage {index} {which} {line}" for line in exchanges(graph)]
+        return [*lines, *self.messages(SHARDING_GROUP)]
 
 
 def cut_step(

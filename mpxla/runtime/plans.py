@@ -4,9 +4,11 @@ Every rank keeps the same plans under the same numbers, since all of them see th
 This module must not know how a plan is made or run.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Plan:
         runner: runs it.
         to_host: gives tensors of any device on the host.
         decisions: what Python has read of the inputs when the step was captured.
+        exchanges: what ranks that hold parameters together have to do alike in it, in lines.
     """
 
     number: int
@@ -41,6 +44,12 @@ class Plan:
     runner: Any
     to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     decisions: Decisions | None = None
+    exchanges: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the exchanges."""
+        return hashlib.blake2b("\n".join(self.exchanges).encode(), digest_size=16).hexdigest()
 
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing.
@@ -118,9 +127,11 @@ class Plans:
         view: ModelView,
         runner: Any,
         decisions: Decisions | None = None,
+        exchanges: Sequence[str] = (),
     ) -> Plan:
         """Keeps a plan under the next number; may drop another one."""
-        plan = Plan(self._count, signature, view, runner, self._to_host, decisions)
+        number, lines = self._count, tuple(exchanges)
+        plan = Plan(number, signature, view, runner, self._to_host, decisions, lines)
         self._by_number[plan.number] = plan
         self._by_key.setdefault(signature.key, []).append(plan)
         self._count += 1

@@ -1,15 +1,28 @@
 """How the ranks that hold parameters together agree on a call of a step function.
 
-Each of them gathers the others' parts while it runs, so that all have to run the same function; one
-that runs another, or none, would leave the rest waiting. They compare before every call. Batches
-may differ, as those of other replicas may. This module must not know how parameters are divided.
+Each of them gathers the others' parts while it runs, so that all have to run the same function, and
+go the same way through it: one that gathers something else would get a mixture of two parameters,
+and one that runs nothing would leave the rest waiting. They compare before every call. Where one
+has to make a plan first, all compare once more when it is there. Batches may differ, as those of
+other replicas may. This module must not know how parameters are divided.
 """
+
+from collections.abc import Sequence
 
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Group
 from mpxla.errors import RankMismatch
+from mpxla.runtime.agreement import check_agreement
+from mpxla.runtime.plans import Plan
 
 __all__ = ["ShardedCalls"]
+
+_ADVICE = (
+    "They hold the parameters of a model together (sharded_data_parallel_degree), and have to go "
+    "the same way through its layers. Give the step function arguments that lead to the same "
+    "layers on all of them, freeze the same parameters, and draw numbers that choose layers from "
+    "equal seeds."
+)
 
 
 class ShardedCalls:
@@ -24,23 +37,44 @@ class ShardedCalls:
         self._objects = objects
         self._ranks = ranks
 
-    def compare(self, text: str) -> None:
+    def compare(self, text: str, plan: Plan | None, line: str = "") -> None:
         """Checks that all ranks make one call. All of them call it.
 
         Args:
             text: the call, or the error that it ended in.
+            plan: what runs it; None if there is none yet, so that `settle` has to follow, and for
+                what is no call of a step function.
+            line: the user's, for the text.
 
         Raises:
             RankMismatch: another rank makes another call; on all of them.
         """
         if len(self._ranks) == 1:
             return
-        everyone = self._objects.allgather(text, self._ranks)
-        for rank, other in zip(self._ranks, everyone, strict=True):
-            if other != everyone[0]:
+        own = text, None if plan is None else plan.digest, line
+        everyone = self._objects.allgather(own, self._ranks)
+        (first, digest, first_line), *_ = everyone
+        for rank, (other, _, other_line) in zip(self._ranks, everyone, strict=True):
+            if other != first:
                 raise RankMismatch(
                     f"the ranks {list(self._ranks)} hold the parameters of a model together "
-                    f"(sharded_data_parallel_degree), and have to call the same step functions in "
-                    f"the same order: rank {self._ranks[0]} came with {everyone[0]}, and rank "
-                    f"{rank} with {other}. Evaluate and log on all of them, or on none."
+                    f"(sharded_data_parallel_degree), and have to call the same step functions, "
+                    f"and what gathers parameters or norms, in the same order: rank "
+                    f"{self._ranks[0]} came with {first}{first_line}, and rank {rank} with "
+                    f"{other}{other_line}. Evaluate, save and log on all of them, or on none; what "
+                    f"is for one rank alone goes into `if smp.rank() == 0:` after such a call."
                 )
+        if plan is not None and any(d is None or d != digest for _, d, _ in everyone):
+            self.settle(plan.exchanges)
+
+    def settle(self, exchanges: Sequence[str]) -> None:
+        """Checks that all ranks gather and scatter the same. All of them call it, or none.
+
+        Args:
+            exchanges: what this rank's pipeline does, in lines.
+
+        Raises:
+            RankMismatch: another rank does something else; on all of them.
+        """
+        what = "gather or scatter other parameters in this call"
+        check_agreement(self._objects, self._ranks, exchanges, what, _ADVICE)

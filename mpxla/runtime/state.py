@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpxla.comm.packing import describe
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
+from mpxla.runtime.divided import DividedParameter
 from mpxla.stage.delayed import forget, materialize
 from mpxla.stage.flat import FlatShard
 
@@ -138,7 +139,26 @@ class ModelState:
         """Holds a part of a parameter in the place of all of it."""
         self.parts[name] = part
         with _without_weak_references(self.module):
-            _exchange(name, self.parameters[name], torch.device("meta"))
+            _exchange(name, self.parameters[name], torch.device("meta"), DividedParameter)
+
+    def check_divided(self) -> None:
+        """Checks that nobody has written to what is divided, where it would be lost.
+
+        Raises:
+            StepError: somebody has.
+        """
+        for name in self.parts:
+            self._divided(name).check(name)
+
+    def forget_writes(self) -> None:
+        """Takes what was written to divided parameters as known; parts have the values."""
+        for name in self.parts:
+            self._divided(name).forget_writes()
+
+    def _divided(self, name: str) -> DividedParameter:
+        parameter = self.parameters[name]
+        assert isinstance(parameter, DividedParameter), "it was made one with its part"
+        return parameter
 
     def end_dividing(self) -> None:
         """Called when all parts are there: nobody needs the model's initializers any more."""
@@ -274,13 +294,18 @@ def _without_weak_references(module: nn.Module) -> Generator[None]:
             layer._init_flat_weights()
 
 
-def _exchange(name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    if parameter.device == device:
+def _exchange(
+    name: str,
+    parameter: nn.Parameter,
+    device: torch.device,
+    kind: type[nn.Parameter] = nn.Parameter,
+) -> None:
+    if parameter.device == device and isinstance(parameter, kind):
         return
     gradient = parameter.grad
     parameter.grad = None
     value = parameter.detach() if device.type == "meta" else materialize(name, parameter)
-    moved = nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
+    moved = kind(value.to(device), requires_grad=parameter.requires_grad)
     if gradient is not None and device.type != "meta":
         moved.grad = gradient.to(device)
     try:

@@ -63,10 +63,12 @@ class Turn:
         is_alone: whether those readers must also have ended; else those of the turn before them,
             so that the collectives of one turn overlap with the computation of another. What leaves
             does so before the next turn computes.
+        of: name of the parameter, for comparison and messages.
     """
 
     number: int
     is_alone: bool = False
+    of: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from mpxla.stage.lower import LoweredStage
 from mpxla.stage.pieces import DEPARTURE, TURN, Turn
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["block_of", "divide_stage"]
+__all__ = ["block_of", "divide_stage", "exchanges"]
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -53,23 +53,28 @@ def divide_stage(
     names = lowered.spec.parameters
     divided = {i: shards[name] for i, name in enumerate(names) if name in shards}
     scattered = {i: gradient_shards[n] for i, n in enumerate(names) if n in gradient_shards}
-    blocks = {i: block_of(name) for i, name in enumerate(names)}
     if divided:
         arguments = list(lowered.forward_inputs)
         for i, shard in divided.items():
             arguments[i] = shard.spec(arguments[i].dtype)
-        _gather(lowered.forward, divided, blocks, max_live)
+        _gather(lowered.forward, divided, dict(enumerate(names)), max_live)
         lowered = replace(lowered, forward_inputs=tuple(arguments))
     if lowered.backward is None or not scattered:
         return lowered
-    return _divide_backward(lowered, divided, scattered, blocks, max_live)
+    return _divide_backward(lowered, divided, scattered, max_live)
+
+
+def exchanges(graph: fx.Graph) -> list[str]:
+    """What a program gathers and scatters, in order; a line for each, for comparison."""
+    kinds = {TURN: "gathers", DEPARTURE: "scatters the gradient of"}
+    found = [(node, key) for node in graph.nodes for key in kinds if key in node.meta]
+    return [f"{kinds[key]} {node.meta[key].of}" for node, key in found]
 
 
 def _divide_backward(
     lowered: LoweredStage,
     divided: Mapping[int, FlatShard],
     scattered: Mapping[int, FlatShard],
-    blocks: Mapping[int, str],
     max_live: int,
 ) -> LoweredStage:
     spec, derivative = lowered.spec, lowered.backward.derivative
@@ -85,10 +90,11 @@ def _divide_backward(
     for place in saved:
         arguments[len(spec.trained) + place] = lowered.forward_inputs[lowered.saved[place].argument]
     if saved:
-        blocks_of_saved = {place: blocks[lowered.saved[place].argument] for place in saved}
-        _gather(derivative, saved, blocks_of_saved, max_live)
+        names = {place: spec.parameters[lowered.saved[place].argument] for place in saved}
+        _gather(derivative, saved, names, max_live)
     dtypes = {i: lowered.backward_inputs[position].dtype for i, position in results.items()}
-    _scatter(derivative, {i: scattered[i] for i in results}, dtypes, blocks, max_live)
+    names = dict(enumerate(spec.parameters))
+    _scatter(derivative, {i: scattered[i] for i in results}, dtypes, names, max_live)
     return replace(lowered, backward_inputs=tuple(arguments))
 
 
@@ -121,7 +127,7 @@ class _Use:
 def _gather(
     module: fx.GraphModule,
     shards: Mapping[int, FlatShard],
-    blocks: Mapping[int, str],
+    names: Mapping[int, str],
     max_live: int,
 ) -> None:
     """Makes arguments parts, with a gather before the uses of each in every turn."""
@@ -131,7 +137,8 @@ def _gather(
     uses = [use for i in shards for use in _uses_of(i, placeholders[i])]
     uses.sort(key=lambda use: position[use.node])
     turns: dict[int, list[_Use]] = {}
-    for use, number in zip(uses, _turns([blocks[use.argument] for use in uses]), strict=True):
+    numbers = _turns([block_of(names[use.argument]) for use in uses])
+    for use, number in zip(uses, numbers, strict=True):
         turns.setdefault(number, []).append(use)
     live = [sum(shards[i].num_elements for i in {u.argument for u in t}) for t in turns.values()]
     wholes = {i: placeholders[i].meta["val"] for i in shards}
@@ -140,12 +147,12 @@ def _gather(
         placeholders[i].meta = {**placeholders[i].meta, "val": _fake(wholes[i], spec)}
     for number, turn in turns.items():
         together = live[number] + (live[number - 1] if number else 0)
-        meta = Turn(number, is_alone=together > max_live)
         whole: dict[int, fx.Node] = {}
         first = min((use.node for use in turn), key=position.__getitem__)
         for use in turn:
             i = use.argument
             if i not in whole:
+                meta = Turn(number, together > max_live, names[i])
                 with graph.inserting_before(first):
                     whole[i] = _gathered(graph, placeholders[i], shards[i], wholes[i], meta)
             _rewire(graph, use, placeholders[i], whole[i])
@@ -221,7 +228,7 @@ def _scatter(
     module: fx.GraphModule,
     shards: Mapping[int, FlatShard],
     dtypes: Mapping[int, torch.dtype],
-    blocks: Mapping[int, str],
+    names: Mapping[int, str],
     max_live: int,
 ) -> None:
     """Makes gradients the means of their parts over the group, as soon as they are there.
@@ -230,7 +237,7 @@ def _scatter(
         module: gives the gradient of every argument, or None.
         shards: of arguments.
         dtypes: in which their gradients are summed.
-        blocks: of arguments.
+        names: of arguments.
         max_live: most elements of gradients that are to be whole at a time.
     """
     graph = module.graph
@@ -240,13 +247,13 @@ def _scatter(
     first = next(node for node in graph.nodes if node.op != "placeholder")
     order = [i for i in shards if results[i] is not None]
     order.sort(key=lambda i: position[results[i]])
-    turns = _turns([blocks[i] for i in order])
+    turns = _turns([block_of(names[i]) for i in order])
     live = [0] * (max(turns, default=0) + 2)
     for i, turn in zip(order, turns, strict=True):
         live[turn] += shards[i].num_elements
     for i, turn in zip(order, turns, strict=True):
         gradient = results[i]
-        meta = Turn(turn, is_alone=live[turn] + live[turn + 1] > max_live)
+        meta = Turn(turn, live[turn] + live[turn + 1] > max_live, names[i])
         # Where it comes in the graph says which computation a turn has to wait for.
         with graph.inserting_before(first if gradient.op == "placeholder" else gradient.next):
             results[i] = _scattered(graph, gradient, shards[i], dtypes[i], meta)
