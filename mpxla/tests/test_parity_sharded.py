@@ -225,6 +225,8 @@ SWEEP = (
     Case(4, hosts=2, keys=(("sdp_gather", "step"),)),
     Case(2, stages=2, hosts=2),
     Case(2, groups=2, passes=2),
+    Case(2, stages=2, groups=2),
+    Case(2, stages=2, groups=2, backend="torch_xla", passes=2),
     Case(2, passes=2),
     Case(3),
     Case(2, stages=2, keys=(("pipeline", "zero_bubble"),)),
@@ -246,6 +248,8 @@ NARROW = (
     Case(2, keys=(("bf16", True),)),
     Case(2, passes=2, keys=(("fp16", True),)),
     Case(2, stages=2, groups=2, keys=(("bf16", True),)),
+    Case(2, stages=2, groups=2, backend="torch_xla", keys=(("bf16", True),)),
+    Case(2, backend="torch_xla", keys=(("fp16", True),)),
     Case(2, keys=(("bf16", True),), keeps_whole=True),
 )
 """Rounded: only a wrong factor shows."""
