@@ -20,6 +20,7 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_programs import GraphProgram, Operand
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["FusedExecutable", "fuse"]
@@ -144,10 +145,9 @@ def _in_mesh(table: Mapping[Any, Callable[..., Any]], target: Any, mesh: Mesh) -
 def _results_of(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[int]]]:
     """Nodes that the program computes, and where each result of the graph is found."""
     place = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    (output,) = [n for n in graph.nodes if n.op == "output"]
     number: dict[fx.Node, int] = {}
     results: list[int | tuple[int]] = []
-    for node in output.args[0]:
+    for node in outputs_of(graph):
         if node in place:
             results.append((place[node],))
         else:

@@ -30,6 +30,7 @@ from mpxla.graph.collectives import (
     VARY,
 )
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.typed import arguments_of, input_of
 from mpxla.graph.varying import VARYING
 
 __all__ = ["divide_sequences"]
@@ -74,9 +75,9 @@ def _is_stream(node: fx.Node, size: int) -> bool:
 def _move_crossings(graph: fx.Graph) -> None:
     """Views of [samples, positions, width] as rows come after crossings, not before them."""
     for node in list(graph.nodes):
-        while node.target is VARY and node.args[0].target in _VIEWS:
-            view = node.args[0]
-            source = view.args[0]
+        while node.target is VARY and input_of(node).target in _VIEWS:
+            view = input_of(node)
+            source = input_of(view)
             with graph.inserting_before(node):
                 crossing = graph.call_function(VARY, (source, *node.args[1:]))
                 crossing.meta = {**node.meta, "val": source.meta["val"]}
@@ -102,7 +103,7 @@ def _move_sums(graph: fx.Graph) -> None:
         (view,) = node.users
         if view.target not in _VIEWS or view.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
             continue
-        part = node.args[0]
+        part = input_of(node)
         with graph.inserting_before(view):
             moved = graph.call_function(view.target, (part, *view.args[1:]))
             moved.meta = _varying(view, part)
@@ -144,21 +145,22 @@ def _fits(node: fx.Node, result: torch.Tensor) -> bool:
 def _is_by_position(node: fx.Node) -> bool:
     """Whether an operator computes each position by itself."""
     target: Any = node.target
+    arguments = arguments_of(node)
     if target in _PLAIN:
         return True
     if target is _aten.layer_norm.default or target is _aten.rms_norm.default:
-        return len(node.args[1]) == 1
+        return len(arguments[1]) == 1
     if target in _ALONG_WIDTH:
         return True
     if target is _aten.mean.dim:
-        return list(node.args[1]) in ([-1], [2]) and len(node.args) > 2 and bool(node.args[2])
+        return list(arguments[1]) in ([-1], [2]) and len(arguments) > 2 and bool(arguments[2])
     if target is _aten.slice.Tensor:  # of everything, as models cut the last positions for heads
-        return node.meta["val"].shape == node.args[0].meta["val"].shape and _is_open(node)
+        return node.meta["val"].shape == input_of(node).meta["val"].shape and _is_open(node)
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _is_open(node: fx.Node) -> bool:
-    dim, start, end = (*node.args[1:4], 0, None, None)[:3]
+    dim, start, end = (*arguments_of(node)[1:4], 0, None, None)[:3]
     return dim != _POSITIONS or (not start and (end is None or end > 2**62))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of, input_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
@@ -85,7 +86,7 @@ def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tup
         Positions in `results` of those that are transposed now.
     """
     (output,) = [n for n in backward.graph.nodes if n.op == "output"]
-    values = list(output.args[0])
+    values = list(arguments_of(output)[0])
     found: list[int] = []
     for position, index in enumerate(results):
         node = values[index]
@@ -109,7 +110,7 @@ def _is_tall_product(node: fx.Node) -> bool:
     """Whether it is `A.T @ B` with more rows than columns, of which nothing else is made."""
     return (
         node.target is _aten.mm.default
-        and node.args[0].target is _aten.t.default
+        and input_of(node).target is _aten.t.default
         and len(node.users) == 1
         and node.meta["val"].shape[0] > node.meta["val"].shape[1]
     )

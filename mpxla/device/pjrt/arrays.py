@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 

@@ -337,7 +337,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     if is_known(node.target):
         return ComputePiece
     name = node.target.name() if isinstance(node.target, OpOverload) else ""
-    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):  # pyright: ignore[reportPrivateUsage]
         raise LoweringError(
             f"{program}: {describe(node)} can run neither on the device nor on the host: it has "
             f"no jax function, PyTorch does not write it with other operators, and has no kernel "

@@ -18,6 +18,7 @@ from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.spec import TensorSpec
 
 Started = collections.deque[weakref.ref[jax.Array]]
@@ -154,11 +155,10 @@ def compile_flat(
 def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:
     """Which results the program computes, and where each of the graph's results is found."""
     place = {n: i for i, n in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
     computed: list[int] = []
     number: dict[fx.Node, int] = {}
     results: list[int | tuple[int]] = []
-    for i, node in enumerate(output.args[0]):
+    for i, node in enumerate(outputs_of(module.graph)):
         if node in place:
             results.append((place[node],))
             continue

@@ -1,7 +1,7 @@
 """How stages are lowered for jax: on fake tensors of the processor, in plain operators."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ def make_lowering(is_host: bool) -> Lowering:
 
 
 @contextlib.contextmanager
-def _plain_operators(is_differentiated: bool) -> Iterator[None]:
+def _plain_operators(is_differentiated: bool) -> Generator[None]:
     """Attention as products and softmax, and none of the processor's own fused kernels."""
     # Not `mkldnn.flags`: it sets what only Intel's GPUs have, too, and warns of that.
     was_enabled, *_ = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
