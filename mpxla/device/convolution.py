@@ -146,7 +146,7 @@ class _Layer(NamedTuple):
     ) -> "_Layer":
         """From the arguments that the operator and its derivative share."""
         stride, padding, dilation, is_transposed, _, groups = options
-        tensors = [node.meta["val"] for node in (image, weight, result)]
+        tensors = image.meta["val"], weight.meta["val"], result.meta["val"]
         dims = tensors[0].dim() - 2
         window = Window(*(list(v) * (dims // len(v)) for v in (stride, padding, dilation)))
         return cls(*tensors, window, is_transposed, groups)

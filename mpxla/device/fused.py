@@ -63,7 +63,7 @@ class FusedExecutable:
         found = self._transport.run_program(self._program, arguments).result()
         pairs = zip(found, self._program.results, strict=True)
         computed = self._put([value.to(s.dtype).reshape(s.shape) for value, s in pairs])
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+        return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
     def text(self) -> str:
         """The program's StableHLO."""

@@ -121,7 +121,7 @@ class Constants:
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Computes the result's value, unless it is random or large."""
         leaves = pytree.tree_leaves(result)
-        sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes: list[Any] = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(not isinstance(size, int) or size > LARGEST_CONSTANT for size in sizes):
             return
         if any(isinstance(v, torch.Generator) for v in pytree.tree_leaves((args, kwargs))):

@@ -30,7 +30,7 @@ from mpxla.graph.collectives import (
     VARY,
 )
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.typed import arguments_of, input_of
+from mpxla.graph.typed import arguments_of, input_of, target_of
 from mpxla.graph.varying import VARYING
 
 __all__ = ["divide_sequences"]
@@ -68,8 +68,9 @@ def divide_sequences(step: StepGraph, index: int, size: int) -> StepGraph:
 
 def _is_stream(node: fx.Node, size: int) -> bool:
     value = node.meta.get("val")
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_float and value.dim() == 3 and value.shape[_POSITIONS] % size == 0
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.dim() == 3 and value.shape[_POSITIONS] % size == 0
 
 
 def _move_crossings(graph: fx.Graph) -> None:
@@ -81,7 +82,7 @@ def _move_crossings(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 crossing = graph.call_function(VARY, (source, *node.args[1:]))
                 crossing.meta = {**node.meta, "val": source.meta["val"]}
-                moved = graph.call_function(view.target, (crossing, *view.args[1:]))
+                moved = graph.call_function(target_of(view), (crossing, *view.args[1:]))
                 moved.meta = _varying(view, node)
             node.replace_all_uses_with(moved)
             graph.erase_node(node)
@@ -105,7 +106,7 @@ def _move_sums(graph: fx.Graph) -> None:
             continue
         part = input_of(node)
         with graph.inserting_before(view):
-            moved = graph.call_function(view.target, (part, *view.args[1:]))
+            moved = graph.call_function(target_of(view), (part, *view.args[1:]))
             moved.meta = _varying(view, part)
             total = graph.call_function(SUM, (moved, *node.args[1:]))
             total.meta = dict(view.meta)
@@ -128,8 +129,9 @@ def _follows(node: fx.Node, found: Collection[fx.Node]) -> bool:
     if not streams or node.op != "call_function" or not _is_by_position(node):
         return False
     value, first = node.meta.get("val"), streams[0].meta["val"]
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    if not is_float or value.dim() != 3 or value.shape[:2] != first.shape[:2]:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    if value.dim() != 3 or value.shape[:2] != first.shape[:2]:
         return False
     return all(n in found or _fits(n, value) for n in node.all_input_nodes)
 
@@ -144,8 +146,7 @@ def _fits(node: fx.Node, result: torch.Tensor) -> bool:
 
 def _is_by_position(node: fx.Node) -> bool:
     """Whether an operator computes each position by itself."""
-    target: Any = node.target
-    arguments = arguments_of(node)
+    target, arguments = target_of(node), arguments_of(node)
     if target in _PLAIN:
         return True
     if target is _aten.layer_norm.default or target is _aten.rms_norm.default:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["Function", "arguments_of", "input_of", "outputs_of", "schema_of"]
+__all__ = ["Function", "arguments_of", "input_of", "outputs_of", "schema_of", "target_of"]
 
 Function: Any = torch.autograd.Function
 """By torch's type `backward` takes any number of gradients, and `apply` may give None."""
@@ -33,4 +33,9 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema:
     """The schema of the operator that a node calls."""
-    return cast(Any, node.target)._schema
+    return target_of(node)._schema
+
+
+def target_of(node: fx.Node) -> Any:
+    """The operator or function that a node calls."""
+    return node.target

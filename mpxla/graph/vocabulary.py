@@ -17,7 +17,7 @@ from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.typed import arguments_of, input_of
+from mpxla.graph.typed import arguments_of, input_of, target_of
 
 __all__ = ["divide_losses"]
 
@@ -98,8 +98,8 @@ def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
     for node in chain[1:]:
         args = (part, *arguments_of(node)[1:])
         if node.target in _SHAPES:
-            args = (part, [*args[1][:-1], own])
-        copy = graph.call_function(node.target, args, dict(node.kwargs))
+            args = (part, [*arguments_of(node)[1][:-1], own])
+        copy = graph.call_function(target_of(node), args, dict(node.kwargs))
         copy.meta = dict(node.meta)
         copy.meta["val"] = _like(node.meta["val"], own, part.meta["val"].requires_grad)
         part = copy

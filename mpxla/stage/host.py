@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.stepgraph import describe, is_random
-from mpxla.graph.typed import schema_of
+from mpxla.graph.typed import schema_of, target_of
 from mpxla.log import warn_once
 from mpxla.stage.pieces import HostPiece
 from mpxla.stage.spec import TensorSpec
@@ -137,8 +137,9 @@ class _OnHost(fx.Interpreter):
         started = time.perf_counter()
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
+        call = _CALLS[n.target] if n.target in _CALLS else target_of(n)
         try:
-            result = _CALLS.get(n.target, n.target)(*args, **kwargs)
+            result = call(*args, **kwargs)
         except Exception as error:  # as in plain PyTorch: singular matrices, wrong lengths
             raise MpxlaError(
                 f"{self._title}: {describe(n)}, which runs on the host, failed: {error}"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mpxla.graph.typed import arguments_of, input_of
+from mpxla.graph.typed import arguments_of, input_of, target_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
@@ -55,7 +55,7 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
             for view in holder.users
             if view.target is _aten.t.default
             for user in view.users
-            if user.target in _RIGHT_FACTOR and user.args[_RIGHT_FACTOR[user.target]] is view
+            if user.target in _RIGHT_FACTOR and user.args[_RIGHT_FACTOR[target_of(user)]] is view
         ]
         if not products:
             continue
@@ -64,7 +64,7 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
             last = forward.graph.placeholder(f"{holder.name}_transposed")
         last.meta = dict(products[0][0].meta)
         for view, product in products:
-            position = _RIGHT_FACTOR[product.target]
+            position = _RIGHT_FACTOR[target_of(product)]
             arguments = list(product.args)
             arguments[position] = last
             product.args = tuple(arguments)

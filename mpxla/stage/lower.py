@@ -33,7 +33,7 @@ from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph import collectives
 from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import outputs_of, target_of
 from mpxla.graph.varying import VARYING, draws_for_part
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import simplify
@@ -233,7 +233,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     output = copy.graph_copy(graph, val_map={})
     copy.output(output)
 
-    def moved(value: object) -> object:
+    def moved(value: Any) -> Any:
         return lowering.device if isinstance(value, torch.device) else value
 
     for node in copy.nodes:
@@ -243,7 +243,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
             draws = draws_for_part(node)
             node.target = own or lowering.replacements.get(node.target, node.target)
             if draws:
-                node.target = drawing_own_part(node.target, *node.meta[VARYING])
+                node.target = drawing_own_part(target_of(node), *node.meta[VARYING])
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")

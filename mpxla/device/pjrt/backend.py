@@ -22,6 +22,7 @@ from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.fused import FusedExecutable, fuse
 from mpxla.device.pjrt.arrays import (
+    Device,
     ImportCache,
     copy_to_device,
     host_copies,
@@ -346,7 +347,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     return HostPiece
 
 
-def _find_device(platform: str | None, index: int | None) -> jax.Device:
+def _find_device(platform: str | None, index: int | None) -> Device:
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     try:

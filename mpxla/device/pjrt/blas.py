@@ -39,10 +39,11 @@ def has_blas() -> bool:
     if importlib.util.find_spec("llvmlite") is None or not library.exists():
         return False
     sgemm = getattr(ctypes.CDLL(str(library)), "sgemm_", None)
-    if sgemm is None:
+    address = None if sgemm is None else ctypes.cast(sgemm, ctypes.c_void_p).value
+    if address is None:
         return False
-    address = _handler(ctypes.cast(sgemm, ctypes.c_void_p).value)
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
+    handler = jax.ffi.pycapsule(_handler(address))
+    jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
     return True
 
 
@@ -84,7 +85,7 @@ def _handler(sgemm: int) -> int:
     start, version, multiply, loop, end = map(
         function.append_basic_block, ("start", "version", "multiply", "loop", "end")
     )
-    build = ir.IRBuilder(start)
+    build: Any = ir.IRBuilder(start)  # llvmlite has no types
 
     def place(address: ir.Value, index: int) -> ir.Value:
         return build.inttoptr(build.add(address, word(8 * index)), word.as_pointer())
@@ -170,13 +171,13 @@ def use_blas(module: fx.GraphModule) -> None:
                 else next(n for n in arguments_of(total) if n.op == "placeholder")
             )
             arguments = (left, right, is_left, is_right, start)
-            if bias is not None:
-                product = graph.call_function(_product, arguments)
-                product.meta = dict(node.meta)
         if bias is None:
             replace_call(last, _product, arguments)
-        else:
-            replace_call(node, _aten.add.Tensor, (product, bias))
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(_product, arguments)
+        product.meta = dict(node.meta)
+        replace_call(node, _aten.add.Tensor, (product, bias))
     graph.eliminate_dead_code()
 
 

@@ -103,13 +103,14 @@ class Executable:
             computed = self._run_in_order(arguments, seed)
         else:
             computed = _xla._run_cached_graph(self._hash, self._buffers(arguments, seed))
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+        return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
     def _buffers(
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
         return [
-            arguments[s] if type(s) is int else (seed if s is None else s) for s in self._sources
+            arguments[s] if isinstance(s, int) else (seed if s is None else s)
+            for s in self._sources
         ]
 
     def _run_in_order(

@@ -87,7 +87,7 @@ def _cholesky_ex(
 
 
 def _cholesky(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    found = _cholesky_ex(a, upper)
+    found: Any = _cholesky_ex(a, upper)
     return found if found is NotImplemented else found[0]
 
 

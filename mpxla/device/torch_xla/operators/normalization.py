@@ -155,6 +155,7 @@ class _LayerNorm(Function):
                 x.dtype
             )
         if ctx.needs_input_grad[1]:
+            assert weight is not None
             d_weight = _sum(wide * normal, rows).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             d_bias = _sum(wide, rows).to(ctx.bias_dtype)
