@@ -218,9 +218,10 @@ class PjrtBackend:
 
     def is_ready(self, buffer: Any) -> bool:
         """Whether an array is computed; a tensor of the host's is."""
-        if isinstance(buffer, jax.Array):
-            return buffer.is_ready()
-        return buffer.device.type == "cpu"
+        if not isinstance(buffer, jax.Array):
+            return buffer.device.type == "cpu"
+        array: Any = buffer  # `is_ready` is missing in jax's type of arrays
+        return array.is_ready()
 
     def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
