@@ -67,8 +67,10 @@ class UncaughtErrors:
         else:
             # What follows from it on other ranks is of less interest.
             keys = ["PeerFailure", f"{type(error).__name__} at {script_place_of(error)}"]
+        if self.claim is None:
+            return None
         found = self.rank
-        for key in keys if self.claim is not None else ():
+        for key in keys:
             try:
                 found = self.claim(key)
             except Exception:  # who could have been asked is gone; better twice than never

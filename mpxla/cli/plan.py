@@ -291,7 +291,7 @@ def _divided(found: "Forecast", config: Config, size: int, limit: int | None) ->
     lines = [f"Divided over {size} replicas (sharded_data_parallel_degree), on the fullest rank:"]
     lines += [f"  sdp_gather: {how:<12}{format_size(held)}" for how, held in sizes.items()]
     fitting = [how for how, held in sizes.items() if limit is None or held <= limit]
-    if not fitting:
+    if limit is not None and not fitting:
         raise MpxlaError(
             f"divided over {size} replicas, a rank needs {min(sizes.values()) / 2**30:.3g} GiB, "
             f"more than the {limit / 2**30:.3g} GiB of --memory-limit. Try more replicas or "

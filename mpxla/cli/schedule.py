@@ -1,6 +1,7 @@
 """`python -m mpxla schedule`: a schedule as actions, as a grid, or as a drawing."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
 def timeline_of(
     config: Config, costs: Costs, rendezvous: bool
-) -> tuple[list[list[Action]], Timeline]:
+) -> tuple[Sequence[Sequence[Action]], Timeline]:
     """The schedule of a configuration for stages in a chain, and when it runs."""
     placement = placement_of(config)
     edges = {(s, s + 1) for s in range(len(placement) - 1)}

@@ -86,7 +86,9 @@ def where_time_went(group: Sequence[Mapping[str, Any]], number: int) -> str:
     steps = [rank["steps"][number] for rank in group]
     begin, end = min(s["begin"] for s in steps), max(s["end"] for s in steps)
     placement = steps[0]["plan"]["placement"]
-    rows = [("rank", "compute", "dispatch", "transfer", "waiting", "rest", "waited for")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "compute", "dispatch", "transfer", "waiting", "rest", "waited for")
+    ]
     for rank, step in zip(group, steps, strict=True):
         spent = _spent(step)
         waited: dict[int, float] = {}

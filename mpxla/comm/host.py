@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -331,7 +331,7 @@ class HostTransport:
         def fetch() -> torch.Tensor:
             if self.rank != src:
                 return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
-            return self._own_copy(tensor)
+            return self._own_copy(cast(torch.Tensor, tensor))
 
         def run(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
             if group is not None and value.numel():

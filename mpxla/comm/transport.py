@@ -57,8 +57,6 @@ class Use(NamedTuple):
 class Transport(Protocol):
     """Moves tensors between ranks in the background."""
 
-    bytes_sent: int
-    """Of messages, and of this rank's operands of collectives, so far."""
     rank: int
     """Global rank of the caller."""
     world_size: int
@@ -67,6 +65,11 @@ class Transport(Protocol):
     """Ends waits when a rank fails."""
     seal: Seal
     """Tells messages of this job's ranks from others; for whoever unpickles or believes them."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of messages, and of this rank's operands of collectives, so far."""
+        ...
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
         """Sends one tensor.
@@ -259,7 +262,7 @@ def check_parts(tensor: torch.Tensor, ranks: Group) -> None:
         )
 
 
-def check_summable(tensor: torch.Tensor) -> None:
+def check_summable(tensor: Spec) -> None:
     """Checks the operand of a sum.
 
     Raises:

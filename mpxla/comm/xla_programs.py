@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import fx
 
 from mpxla.comm.codec import register
 from mpxla.comm.mesh import Mesh
@@ -69,7 +70,7 @@ class GraphProgram:
     """The group that its collectives join."""
     operands: tuple[Operand, ...]
     """Arguments, of any number of dims."""
-    module: torch.nn.Module
+    module: fx.GraphModule
     """Takes the arguments on the device; returns a list of tensors there."""
     results: tuple[Operand, ...]
     """Their shapes and dtypes."""

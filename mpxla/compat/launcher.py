@@ -101,7 +101,7 @@ def _torch_on_device() -> Generator[None]:
     def autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         make_autocast(self, "xla" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    def enter(self: torch.autocast) -> Any:
+    def enter(self: Any) -> Any:
         entered, kind = enter_autocast(self), device_backend().device.type
         if self.device == "xla" and kind != "xla" and current_recorder() is None:
             # Operators outside of steps see tensors of this kind. In steps the region's kind is

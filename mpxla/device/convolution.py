@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of
 from mpxla.stage.cleanup import replace_call
 
 __all__ = ["Window", "contract", "expand_convolutions", "spread", "weight_gradient"]
@@ -104,7 +105,7 @@ def expand_convolutions(module: fx.GraphModule) -> None:
 
 
 def _expand_forward(node: fx.Node) -> None:
-    image, weight, bias, *options = node.args
+    image, weight, bias, *options = arguments_of(node)
     layer = _Layer.of(image, weight, options, node)
     if layer.is_faster:
         replace_call(node, *layer.forward(image, weight, bias))
@@ -112,7 +113,7 @@ def _expand_forward(node: fx.Node) -> None:
 
 def _expand_backward(node: fx.Node) -> None:
     """Makes a node of its own of every gradient."""
-    grad, image, weight, _, *options, _ = node.args
+    grad, image, weight, _, *options, _ = arguments_of(node)
     layer = _Layer.of(image, weight, options, grad)
     if not layer.is_faster:
         return
@@ -123,7 +124,7 @@ def _expand_backward(node: fx.Node) -> None:
         (_aten.sum.dim_IntList, (grad, [0, *spatial])),
     )
     for element in list(node.users):
-        replace_call(element, *calls[element.args[1]])
+        replace_call(element, *calls[arguments_of(element)[1]])
 
 
 _Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
@@ -145,7 +146,7 @@ class _Layer(NamedTuple):
     ) -> "_Layer":
         """From the arguments that the operator and its derivative share."""
         stride, padding, dilation, is_transposed, _, groups = options
-        tensors = [node.meta["val"] for node in (image, weight, result)]
+        tensors = image.meta["val"], weight.meta["val"], result.meta["val"]
         dims = tensors[0].dim() - 2
         window = Window(*(list(v) * (dims // len(v)) for v in (stride, padding, dilation)))
         return cls(*tensors, window, is_transposed, groups)

@@ -20,6 +20,7 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_programs import GraphProgram, Operand
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["FusedExecutable", "fuse"]
@@ -62,7 +63,7 @@ class FusedExecutable:
         found = self._transport.run_program(self._program, arguments).result()
         pairs = zip(found, self._program.results, strict=True)
         computed = self._put([value.to(s.dtype).reshape(s.shape) for value, s in pairs])
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+        return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
     def text(self) -> str:
         """The program's StableHLO."""
@@ -144,10 +145,9 @@ def _in_mesh(table: Mapping[Any, Callable[..., Any]], target: Any, mesh: Mesh) -
 def _results_of(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[int]]]:
     """Nodes that the program computes, and where each result of the graph is found."""
     place = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    (output,) = [n for n in graph.nodes if n.op == "output"]
     number: dict[fx.Node, int] = {}
     results: list[int | tuple[int]] = []
-    for node in output.args[0]:
+    for node in outputs_of(graph):
         if node in place:
             results.append((place[node],))
         else:

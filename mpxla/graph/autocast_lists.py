@@ -117,7 +117,8 @@ LISTS: dict[str, dict[str, Policy]] = {
     "cpu": _flat(_CPU),
 }
 """Kind of device -> operator of `aten`, with its overload -> policy."""
-if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):  # torch 2.13
+_has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
+if _has_kernel("aten::rms_norm", "AutocastCUDA"):  # torch 2.13
     LISTS["cuda"]["rms_norm"] = Policy.WIDE
 
 

@@ -71,6 +71,7 @@ from mpxla.graph.stepgraph import (
     StepGraph,
     describe,
 )
+from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
 
 __all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
@@ -369,8 +370,7 @@ def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
 
     Each required a gradient when `model.backward` was called with it.
     """
-    (output,) = [n for n in graph.nodes if n.op == "output"]
-    for node, role in zip(cast(Any, output.args[0]), outputs, strict=True):
+    for node, role in zip(outputs_of(graph), outputs, strict=True):
         if role.kind is OutputKind.OBJECTIVE and not node.meta["val"].requires_grad:
             raise CaptureError(
                 f"The value that model.backward was called with has lost its gradient while the "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C import DispatchKey, DispatchKeySet
 from torch.amp import autocast_mode
 
 from mpxla.errors import CaptureError
@@ -23,7 +24,7 @@ __all__ = ["host_autocast"]
 
 _DEVICES = ("xla", "cuda")
 """Kinds of devices that the host's fakes stand for."""
-_HOST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_HOST_KEY = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 class _Regions:
@@ -70,7 +71,7 @@ def _kernels(policy_of: Callable[[str], Policy | None]) -> Generator[None]:
                     library.impl(operator, kernel, "AutocastCPU", allow_override=True)
         yield
     finally:
-        library._destroy()
+        library._destroy()  # pyright: ignore[reportPrivateUsage]
 
 
 def _operator(name: str) -> Any:
@@ -88,7 +89,7 @@ def _call(
             f"16 bits it overflows. Use binary_cross_entropy_with_logits without the sigmoid, or "
             f"call it under torch.autocast(..., enabled=False) on float32 values."
         )
-    with torch._C._ExcludeDispatchKeyGuard(_HOST_KEY):
+    with torch._C._ExcludeDispatchKeyGuard(_HOST_KEY):  # pyright: ignore[reportPrivateUsage]
         if policy is not None:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             leaves = cast_arguments(policy, leaves, torch.get_autocast_dtype("cpu"))
@@ -99,9 +100,10 @@ def _call(
 @contextlib.contextmanager
 def host_autocast() -> Generator[None]:
     """Makes autocast regions of devices apply to the host's fakes, also one around the step."""
-    kind = torch.autocast
+    kind: Any = torch.autocast
+    module: Any = autocast_mode
     make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
-    cast = autocast_mode._cast
+    plain_cast = module._cast
     outer: list[tuple[bool, torch.dtype]] = []
     with contextlib.ExitStack() as stack:
         regions = _Regions(stack)
@@ -119,7 +121,7 @@ def host_autocast() -> Generator[None]:
             make(self, known, own, enabled, cache_enabled)
             self.device = device_type
 
-        def enter_on_host(self: torch.autocast) -> Any:
+        def enter_on_host(self: Any) -> Any:
             outer.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
             regions.enter(self.device)
             # Under its own name, by which it is recorded, and which user code asks for.
@@ -136,16 +138,16 @@ def host_autocast() -> Generator[None]:
                 _set_host(*outer.pop())
 
         def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-            return cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
+            return plain_cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
 
         kind.__init__, kind.__enter__, kind.__exit__ = make_enabled, enter_on_host, leave_on_host
-        autocast_mode._cast = cast_on_host  # of `custom_fwd`
+        module._cast = cast_on_host  # of `custom_fwd`
         try:
             with _region_around():
                 yield
         finally:
             kind.__init__, kind.__enter__, kind.__exit__ = make, enter, leave
-            autocast_mode._cast = cast
+            module._cast = plain_cast
 
 
 def _set_host(is_enabled: bool, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
 from mpxla.graph.functions import TracedFunction, operator_of
@@ -76,7 +76,7 @@ class _Traced:
             functional = dispatch_functionalize(self._joint)
             module = self._trace(stand_ins, functional, is_composed=False)
         self.graph = module.graph
-        for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:
+        for node in [n for n in self.graph.nodes if n.target is torch._C._set_grad_enabled]:  # pyright: ignore[reportPrivateUsage]
             self.graph.erase_node(node)
         self.outside = _lifted(module, self._forward_names)
 
@@ -219,12 +219,13 @@ def _fake_mode(tensors: Sequence[torch.Tensor]) -> FakeTensorMode:
 @contextlib.contextmanager
 def _outer_modes_off(allows_autograd: bool = False) -> Generator[None]:
     """Leaves of the modes that see calls of torch those of mpxla: export's write another graph."""
-    modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
+    stack: Any = overrides
+    modes = [stack._pop_mode() for _ in range(stack._len_torch_function_stack())]
     own: Any = [mode for mode in modes if type(mode).__module__.startswith("mpxla.")]
     told = [mode for mode in own if hasattr(mode, "of_function")]  # the launcher's is not asked
     outside = [mode.of_function for mode in told]
     for mode in reversed(own):
-        overrides._push_mode(mode)
+        stack._push_mode(mode)
     for mode in told:
         mode.of_function = (True, allows_autograd)
     try:
@@ -233,9 +234,9 @@ def _outer_modes_off(allows_autograd: bool = False) -> Generator[None]:
         for mode, before in zip(told, outside, strict=True):
             mode.of_function = before
         for _ in own:
-            overrides._pop_mode()
+            stack._pop_mode()
         for mode in reversed(modes):
-            overrides._push_mode(mode)
+            stack._push_mode(mode)
 
 
 def _has_writes(graph: fx.Graph) -> bool:

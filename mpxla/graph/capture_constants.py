@@ -17,9 +17,10 @@ from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.decisions import Tape
@@ -120,7 +121,7 @@ class Constants:
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Computes the result's value, unless it is random or large."""
         leaves = pytree.tree_leaves(result)
-        sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes: list[Any] = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(not isinstance(size, int) or size > LARGEST_CONSTANT for size in sizes):
             return
         if any(isinstance(v, torch.Generator) for v in pytree.tree_leaves((args, kwargs))):
@@ -136,7 +137,7 @@ class Constants:
     def _run(self, func: Any, args: Any, kwargs: Any, is_read: bool = False) -> Any:
         """The value of a call, or None: it fails, or depends on random numbers."""
         # Modes for functions are off as well: export would record what no_grad does.
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             before = torch.get_rng_state()
             try:
                 args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))

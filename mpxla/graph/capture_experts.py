@@ -118,6 +118,7 @@ def _run_list(
         share = torch.where(mask[..., number] > 0, weights, torch.zeros_like(weights)).sum(dim=-1)
         part = expert(tokens) * share.unsqueeze(-1)
         if drop > 0:
-            part = experts.token_dropout(part) if experts.training else part * (1 - drop)
+            dropout: Any = experts.token_dropout
+            part = dropout(part) if experts.training else part * (1 - drop)
         result = result + part.to(tokens.dtype)
     return result

@@ -104,7 +104,7 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 @contextlib.contextmanager
 def cumulative_batch_norms() -> Generator[None]:
     """`BatchNorm(momentum=None)`: torch reads the number of batches so far as a Python number."""
-    kind: Any = nn.modules.batchnorm._BatchNorm
+    kind: Any = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
     original = kind.forward
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:

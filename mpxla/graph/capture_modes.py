@@ -242,7 +242,7 @@ def registration_hooks_kept() -> Generator[None]:
 
     It holds the step's function, and so the model and the session.
     """
-    hooks: Any = nn_module._global_buffer_registration_hooks
+    hooks: Any = nn_module._global_buffer_registration_hooks  # pyright: ignore[reportPrivateUsage]
     before = dict(hooks)
     try:
         yield

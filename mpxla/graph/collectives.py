@@ -33,6 +33,7 @@ import torch
 from torch import fx
 
 from mpxla.errors import StepError
+from mpxla.graph.typed import Function
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -97,7 +98,7 @@ def _reduce_scatter(value: torch.Tensor, dim: int, size: int, group: str) -> tor
     return _collective.wait_tensor.default(started).movedim(0, dim)
 
 
-class _SumOfPositions(torch.autograd.Function):
+class _SumOfPositions(Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
@@ -110,7 +111,7 @@ class _SumOfPositions(torch.autograd.Function):
         return _all_gather(gradient, *ctx.place), None, None, None, None
 
 
-class _JoinPositions(torch.autograd.Function):
+class _JoinPositions(Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
@@ -123,7 +124,7 @@ class _JoinPositions(torch.autograd.Function):
         return _reduce_scatter(gradient, *ctx.place), None, None, None, None
 
 
-class _OwnPositions(torch.autograd.Function):
+class _OwnPositions(Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
@@ -138,7 +139,7 @@ class _OwnPositions(torch.autograd.Function):
         return _all_gather(gradient, *ctx.place), None, None, None, None
 
 
-class _Vary(torch.autograd.Function):
+class _Vary(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
@@ -149,7 +150,7 @@ class _Vary(torch.autograd.Function):
         return _all_reduce(gradient, ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
         return _all_reduce(value, group)
@@ -159,7 +160,7 @@ class _Sum(torch.autograd.Function):
         return gradient.clone(), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
@@ -247,10 +248,10 @@ def _define(
     _library.define(schema)
     operator = getattr(torch.ops.mpxla_tensor, name).default
 
-    class Flags(torch.autograd.Function):
+    class Flags(Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            with torch._C._AutoDispatchBelowAutograd():
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
                 return operator(*arguments)
 
         @staticmethod

@@ -16,7 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
 from mpxla.graph.shapes import static_shapes
-from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, is_random, module_path
+from mpxla.graph.stepgraph import (
+    InputKind,
+    InputRole,
+    OutputKind,
+    StepGraph,
+    is_random,
+    module_path,
+)
 
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
 
@@ -143,7 +150,7 @@ def build_problem(
 def _unit(
     group: list[fx.Node],
     units: Mapping[fx.Node, int],
-    roles: Mapping[fx.Node, object],
+    roles: Mapping[fx.Node, InputRole],
     owned: set[str],
     new_buffers: Mapping[fx.Node, str],
     times: "_Times",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C import DisableTorchFunction
 
 __all__ = ["Decisions", "Tape"]
 
@@ -85,7 +86,7 @@ class Decisions:
         """
         tensors = {slot: inputs[leaf].detach().clone() for slot, leaf in self.leaves.items()}
         tensors |= {slot: value.clone() for slot, value in self.constants.items()}
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for call in self.calls:
                 answer = call.again(tensors)
                 if call.where is not None and not _same(answer, call.answer):
@@ -180,7 +181,7 @@ class Tape:
 
 def _storages(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Memory of tensors; views share it."""
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)  # pyright: ignore[reportPrivateUsage]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,14 +7,15 @@ module and line the operators under `torch.autocast` and `torch.no_grad` are; he
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
 import torch.export.exported_program as exported_program
 from torch import fx
-from torch._export.utils import _is_preservable_cia_op
+from torch._export.utils import _is_preservable_cia_op  # pyright: ignore[reportPrivateUsage]
 from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
+from torch._ops import OpOverload
 
 __all__ = ["functionalize"]
 
@@ -35,26 +36,27 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
         return program.run_decompositions({})
 
 
-def _composites(module: fx.GraphModule) -> set[torch._ops.OpOverload]:
+def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes}
-    operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
+    operators = {target for target in targets if isinstance(target, OpOverload)}
     return {operator for operator in operators if _is_preservable_cia_op(operator)}
 
 
 @contextlib.contextmanager
-def _composites_limited_to(operators: set[torch._ops.OpOverload]) -> Iterator[None]:
-    found = exported_program._collect_all_valid_cia_ops
-    exported_program._collect_all_valid_cia_ops = lambda: operators
+def _composites_limited_to(operators: set[OpOverload]) -> Generator[None]:
+    module: Any = exported_program
+    found = module._collect_all_valid_cia_ops
+    module._collect_all_valid_cia_ops = lambda: operators
     try:
         yield
     finally:
-        exported_program._collect_all_valid_cia_ops = found
+        module._collect_all_valid_cia_ops = found
 
 
 @contextlib.contextmanager
-def _regions_with_origin() -> Iterator[None]:
+def _regions_with_origin() -> Generator[None]:
     """Lets the nodes of a region keep their own metadata while the region is inlined.
 
     Torch calls the body as a function, so that all of its operators get the metadata of the node

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
+
+from mpxla.graph.typed import Function
 
 __all__ = ["TracedFunction", "applied", "operator_of"]
 
@@ -98,10 +100,10 @@ def _with_gradient_flags(
 ) -> Callable[..., list[torch.Tensor]]:
     """Says which results have gradients; while a step is captured none are computed."""
 
-    class Flags(torch.autograd.Function):
+    class Flags(Function):
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with torch._C._AutoDispatchBelowAutograd():
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
                 results = tuple(operator(inputs))
             flags = zip(results, function.has_gradient, strict=True)
             ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
@@ -131,7 +133,7 @@ def applied(
     backward = _make_graph_module(torch.nn.Module(), prepared(function.backward))
     count = len(function.results)
 
-    class Applied(torch.autograd.Function):
+    class Applied(Function):
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = forward(*inputs)

@@ -19,6 +19,7 @@ from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
 from mpxla.graph.stepgraph import module_path as path_of
+from mpxla.graph.typed import schema_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["IndexUse", "InputIndices", "find_index_uses", "indices_of_inputs", "with_extremes"]
@@ -226,7 +227,7 @@ def _by_position(node: fx.Node) -> list[Any]:
 
 
 def _schema(node: fx.Node) -> Sequence[Any]:
-    return cast(Any, node.target)._schema.arguments
+    return schema_of(node).arguments
 
 
 def _ignored(node: fx.Node) -> int:

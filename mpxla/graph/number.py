@@ -30,7 +30,8 @@ class Number:
         self.tensor = tensor
 
     @property
-    def __class__(self) -> type:  # code that asks `isinstance(x, float)` goes on as before
+    # Code that asks `isinstance(x, float)` goes on as before.
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return float
 
     @classmethod

@@ -30,6 +30,7 @@ from mpxla.graph.collectives import (
     VARY,
 )
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.typed import arguments_of, input_of, target_of
 from mpxla.graph.varying import VARYING
 
 __all__ = ["divide_sequences"]
@@ -67,20 +68,21 @@ def divide_sequences(step: StepGraph, index: int, size: int) -> StepGraph:
 
 def _is_stream(node: fx.Node, size: int) -> bool:
     value = node.meta.get("val")
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_float and value.dim() == 3 and value.shape[_POSITIONS] % size == 0
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.dim() == 3 and value.shape[_POSITIONS] % size == 0
 
 
 def _move_crossings(graph: fx.Graph) -> None:
     """Views of [samples, positions, width] as rows come after crossings, not before them."""
     for node in list(graph.nodes):
-        while node.target is VARY and node.args[0].target in _VIEWS:
-            view = node.args[0]
-            source = view.args[0]
+        while node.target is VARY and input_of(node).target in _VIEWS:
+            view = input_of(node)
+            source = input_of(view)
             with graph.inserting_before(node):
                 crossing = graph.call_function(VARY, (source, *node.args[1:]))
                 crossing.meta = {**node.meta, "val": source.meta["val"]}
-                moved = graph.call_function(view.target, (crossing, *view.args[1:]))
+                moved = graph.call_function(target_of(view), (crossing, *view.args[1:]))
                 moved.meta = _varying(view, node)
             node.replace_all_uses_with(moved)
             graph.erase_node(node)
@@ -102,9 +104,9 @@ def _move_sums(graph: fx.Graph) -> None:
         (view,) = node.users
         if view.target not in _VIEWS or view.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
             continue
-        part = node.args[0]
+        part = input_of(node)
         with graph.inserting_before(view):
-            moved = graph.call_function(view.target, (part, *view.args[1:]))
+            moved = graph.call_function(target_of(view), (part, *view.args[1:]))
             moved.meta = _varying(view, part)
             total = graph.call_function(SUM, (moved, *node.args[1:]))
             total.meta = dict(view.meta)
@@ -127,8 +129,9 @@ def _follows(node: fx.Node, found: Collection[fx.Node]) -> bool:
     if not streams or node.op != "call_function" or not _is_by_position(node):
         return False
     value, first = node.meta.get("val"), streams[0].meta["val"]
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    if not is_float or value.dim() != 3 or value.shape[:2] != first.shape[:2]:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    if value.dim() != 3 or value.shape[:2] != first.shape[:2]:
         return False
     return all(n in found or _fits(n, value) for n in node.all_input_nodes)
 
@@ -143,22 +146,22 @@ def _fits(node: fx.Node, result: torch.Tensor) -> bool:
 
 def _is_by_position(node: fx.Node) -> bool:
     """Whether an operator computes each position by itself."""
-    target: Any = node.target
+    target, arguments = target_of(node), arguments_of(node)
     if target in _PLAIN:
         return True
     if target is _aten.layer_norm.default or target is _aten.rms_norm.default:
-        return len(node.args[1]) == 1
+        return len(arguments[1]) == 1
     if target in _ALONG_WIDTH:
         return True
     if target is _aten.mean.dim:
-        return list(node.args[1]) in ([-1], [2]) and len(node.args) > 2 and bool(node.args[2])
+        return list(arguments[1]) in ([-1], [2]) and len(arguments) > 2 and bool(arguments[2])
     if target is _aten.slice.Tensor:  # of everything, as models cut the last positions for heads
-        return node.meta["val"].shape == node.args[0].meta["val"].shape and _is_open(node)
+        return node.meta["val"].shape == input_of(node).meta["val"].shape and _is_open(node)
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _is_open(node: fx.Node) -> bool:
-    dim, start, end = (*node.args[1:4], 0, None, None)[:3]
+    dim, start, end = (*arguments_of(node)[1:4], 0, None, None)[:3]
     return dim != _POSITIONS or (not start and (end is None or end > 2**62))
 
 

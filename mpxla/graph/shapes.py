@@ -7,7 +7,7 @@ driver of the CPU they never are.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 @contextlib.contextmanager
-def static_shapes() -> Iterator[None]:
+def static_shapes() -> Generator[None]:
     """Gives fake tensors these shapes while a step is captured or traced.
 
     They are put into PyTorch's table of such rules, and taken out again: other code of the process

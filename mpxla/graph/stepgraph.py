@@ -6,15 +6,16 @@ knows how it was captured or how it will be cut.
 
 import enum
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from mpxla.graph.decisions import Decisions
+from mpxla.graph.typed import outputs_of
 
 __all__ = [
     "InputKind",
@@ -141,8 +142,7 @@ class StepGraph:
     @property
     def output_nodes(self) -> list[fx.Node]:
         """Nodes that the graph returns, in the order of `outputs`."""
-        (output,) = [node for node in self.graph.nodes if node.op == "output"]
-        return list(cast(Sequence[fx.Node], output.args[0]))
+        return outputs_of(self.graph)
 
 
 def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:

@@ -17,6 +17,7 @@ from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.typed import arguments_of, input_of, target_of
 
 __all__ = ["divide_losses"]
 
@@ -39,7 +40,7 @@ def divide_losses(step: StepGraph) -> StepGraph:
             continue
         given = dict(zip(("scores", "labels", *_DEFAULTS), node.args, strict=False))
         options = {**_DEFAULTS, **given, **node.kwargs}
-        scores, labels = node.args[:2]
+        scores, labels = arguments_of(node)[:2]
         chain = _way_from_gather(scores)
         if chain is None or not _is_plain(scores, labels, options):
             continue
@@ -92,13 +93,13 @@ def _dim_of(node: fx.Node) -> int:
 
 def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
     """What is done to gathered rows, done to the own part of each."""
-    part = chain[0].args[0]
+    part = input_of(chain[0])
     own = part.meta["val"].shape[-1]
     for node in chain[1:]:
-        args = (part, *node.args[1:])
+        args = (part, *arguments_of(node)[1:])
         if node.target in _SHAPES:
-            args = (part, [*node.args[1][:-1], own])
-        copy = graph.call_function(node.target, args, dict(node.kwargs))
+            args = (part, [*arguments_of(node)[1][:-1], own])
+        copy = graph.call_function(target_of(node), args, dict(node.kwargs))
         copy.meta = dict(node.meta)
         copy.meta["val"] = _like(node.meta["val"], own, part.meta["val"].requires_grad)
         part = copy

@@ -38,7 +38,7 @@ def initialize(module: nn.Module, initializer_range: float, is_normal: bool) -> 
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, 0.0, initializer_range)
-            if isinstance(part, nn.Linear) and part.bias is not None:
+            if isinstance(part, nn.Linear) and part.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 nn.init.zeros_(part.bias)
 
 
@@ -176,15 +176,15 @@ class DistributedAttentionLayer(_Block):
             later = torch.ones(count, num_keys, dtype=torch.bool, device=query.device).triu(1)
             parts.append(_dropped(later, query.dtype))
         if self.alibi_bias_max is not None:
-            parts.append(self._alibi(query, num_keys))
+            parts.append(self._alibi(query, num_keys, self.alibi_bias_max))
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _alibi(self, query: torch.Tensor, num_keys: int) -> torch.Tensor:
+    def _alibi(self, query: torch.Tensor, num_keys: int, bias_max: int) -> torch.Tensor:
         shard = shards_of(self.query).get("weight")
         first, size = (0, 1) if shard is None else (shard.index * self.num_heads, shard.size)
         count = self.num_heads * size
         steps = torch.arange(1 + first, 1 + first + self.num_heads, device=query.device)
-        slopes = torch.exp2(-self.alibi_bias_max * steps.to(query.dtype) / count)
+        slopes = torch.exp2(-bias_max * steps.to(query.dtype) / count)
         places = torch.arange(num_keys, device=query.device)
         own = torch.arange(query.shape[2], device=query.device)
         distances = (places[None, :] - own[:, None]).abs().to(query.dtype)

@@ -72,7 +72,8 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
     outputs = int(_is_conv1d(module))
     if style is Style.ROW:
         return {"weight": 1 - outputs}
-    return {"weight": outputs} | ({"bias": 0} if module.bias is not None else {})
+    has_bias = module.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    return {"weight": outputs} | ({"bias": 0} if has_bias else {})
 
 
 def _dims_of_experts(experts: Any) -> dict[str, int]:

@@ -39,7 +39,8 @@ class DistributedLinear(DistributedModule, nn.Linear):
         # First as a varying value: the gradient of each rank's channels is theirs alone.
         part = vary(input).narrow(-1, shard.index * own, own)
         total = sum_over(functional.linear(part, self.weight))
-        return total if self.bias is None else total + self.bias
+        has_bias = self.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+        return total + self.bias if has_bias else total
 
 
 class DistributedEmbedding(DistributedModule, nn.Embedding):

@@ -75,6 +75,10 @@ def tp_register(
     return register
 
 
+def _is_class_of(value: Any, kind: type) -> bool:
+    return isinstance(value, type) and issubclass(value, kind)
+
+
 def tp_register_with_module(
     module_cls: type[nn.Module],
     dist_module: type[DistributedModule],
@@ -94,9 +98,9 @@ def tp_register_with_module(
     Raises:
         ConfigError: the classes or hooks are none.
     """
-    if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
+    if not _is_class_of(module_cls, nn.Module):
         raise ConfigError(f"smp.tp_register: {module_cls!r} is no class of modules.")
-    if not (isinstance(dist_module, type) and issubclass(dist_module, DistributedModule)):
+    if not _is_class_of(dist_module, DistributedModule):
         raise ConfigError(
             f"smp.tp_register of {module_cls.__name__}: {dist_module!r} is no subclass of "
             f"smp.nn.DistributedModule; derive it from that."

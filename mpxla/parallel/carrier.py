@@ -142,4 +142,4 @@ def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.md5(flat.numpy()).hexdigest()}"
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.md5(flat.numpy().data).hexdigest()}"

@@ -91,7 +91,7 @@ def checkpoint_sequential(
     Raises:
         MpxlaError: it is no `nn.Sequential`, or there is no such strategy.
     """
-    if not isinstance(sequential_module, nn.Sequential):
+    if not isinstance(sequential_module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MpxlaError(
             f"{at_script_line()}: checkpoint_sequential takes an nn.Sequential, not a "
             f"{type(sequential_module).__name__}; use checkpoint for other modules."
@@ -115,7 +115,7 @@ def _checked(module: Any, call: str) -> nn.Module:
 
 
 def _mark(module: nn.Module, strategy: str, call: str) -> Checkpointed:
-    group = _GROUP.fullmatch(strategy) if isinstance(strategy, str) else None
+    group = _GROUP.fullmatch(strategy) if isinstance(strategy, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if strategy not in ("each", "contiguous") and group is None:
         raise MpxlaError(
             f"{at_script_line()}: {call}: there is no strategy {strategy!r}. Give each, contiguous "

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.config import Config
 from mpxla.errors import ConfigError
+from mpxla.graph.typed import Function
 from mpxla.stage.delayed import convert_delayed
 
 __all__ = ["compute_dtype", "convert", "in_dtype", "narrowed", "widened", "with_scaled_gradients"]
@@ -110,7 +111,7 @@ def widened(values: Any, dtype: torch.dtype) -> Any:
     )
 
 
-class _ScaledGradient(torch.autograd.Function):
+class _ScaledGradient(Function):
     """The identity, whose gradient is multiplied by a number."""
 
     @staticmethod

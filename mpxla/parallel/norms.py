@@ -57,7 +57,7 @@ def clip_grad_norm_(
     models = current().models
     norms = None if models is None else models.gradient_norm
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if norms is None or norms.is_too_early(given):
+    if models is None or norms is None or norms.is_too_early(given):
         raise MpxlaError(
             "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function "
             "that uses the model."

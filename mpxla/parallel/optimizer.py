@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "smp.DistributedOptimizer was called before smp.DistributedModel; wrap the model "
                 "first."
             )
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MpxlaError(
                 f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, not a "
                 f"{type(optimizer).__name__}."

@@ -227,7 +227,7 @@ def _joined(
     is_complete = [start for start, _ in states] == ends[:-1] and ends[-1] == prod(shape)
     joined: dict[str, Any] = {}
     for key, value in pieces[0][1].items():
-        values = [state.get(key) for state in states.values()]
+        values: list[Any] = [state.get(key) for state in states.values()]
         is_cut = [
             isinstance(v, torch.Tensor) and v.shape == (stop - start,)
             for v, (start, stop) in zip(values, states, strict=True)

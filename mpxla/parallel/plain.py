@@ -44,7 +44,8 @@ class PlainBackward:
                 self._watched.add(name)
                 parameter.register_post_accumulate_grad_hook(_Note(self, name))
 
-    def _note(self, name: str) -> None:
+    def note(self, name: str) -> None:
+        """Notes that a parameter has got its gradient."""
         if not self._touched:
             _engine.queue_callback(self._reduce)
         self._touched.add(name)
@@ -102,4 +103,4 @@ class _Note:
 
     def __call__(self, _parameter: nn.Parameter) -> None:
         if (owner := self._owner()) is not None:
-            owner._note(self._name)
+            owner.note(self._name)

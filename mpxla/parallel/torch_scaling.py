@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.capture import current_recorder
 from mpxla.parallel.grad_scaler import refuse_inside, refuse_with_keys, scaled
@@ -21,7 +22,7 @@ __all__ = ["see_all_overflows"]
 
 _CPU = torch.device("cpu")
 _NOT_INSIDE = ("unscale_", "update", "get_scale")
-_scale, _unscale = GradScaler.scale, GradScaler._unscale_grads_
+_scale, _unscale = GradScaler.scale, GradScaler._unscale_grads_  # pyright: ignore[reportPrivateUsage]
 
 
 def see_all_overflows() -> None:
@@ -62,7 +63,7 @@ def _scale_anywhere(self: Any, outputs: Any) -> Any:
         return _scale(self, outputs)
     refuse_with_keys()
     held: dict[str, Any] = vars(self)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), DisableTorchFunction():
         if held["_scale"] is None:
             self._lazy_init_scale_growth_tracker(_CPU)
         # Captured steps read tensors of the host anew, and torch changes these in place.

@@ -92,8 +92,9 @@ class CompiledUpdate:
 
         Hooks of the user see gradients, whether they were registered before or after this object.
         """
-        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
-        self._optimizer._optimizer_step_post_hooks.move_to_end(self._post_hook.id, last=False)
+        optimizer: Any = self._optimizer  # torch calls its ordered hooks a plain dict
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._post_hook.id, last=False)
         try:
             self._optimizer.step()
         finally:

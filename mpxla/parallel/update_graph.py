@@ -70,7 +70,7 @@ def update_graph(
             part = traced[kind].graph
             holders = part.find_nodes(op="placeholder")
             copies = {h: arguments[i] for h, i in zip(holders, taken, strict=True)}
-            values = graph.graph_copy(part, copies)
+            values: Any = graph.graph_copy(part, copies)
             for slot, value in zip(alone.changed, values, strict=True):
                 results.setdefault(slots[slot], value)  # a count of steps that many share
     graph.output([results[slot] for slot in arrangement.changed])
@@ -83,6 +83,6 @@ def _renamed_constants(module: fx.GraphModule, prefix: str) -> dict[str, torch.T
     found: dict[str, torch.Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         name = f"{prefix}_{node.target}"
-        found[name] = getattr(module, node.target)
+        found[name] = getattr(module, str(node.target))
         node.target = name
     return found

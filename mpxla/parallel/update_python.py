@@ -179,7 +179,8 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 def random_python() -> Any:
     """States of Python's and NumPy's generators, comparable."""
-    kind, key, *rest = np.random.get_state()
+    state: Any = np.random.get_state()  # of the old form, a tuple
+    kind, key, *rest = state
     return random.getstate(), (kind, key.tobytes(), *rest)
 
 

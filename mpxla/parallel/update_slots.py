@@ -117,7 +117,7 @@ class Slots:
         self.tensors: list[Any] = []
         index_of: dict[int, int] = {}
 
-        def slot(tensor: torch.Tensor) -> int:
+        def slot(tensor: torch.Tensor | None) -> int:
             if id(tensor) not in index_of:
                 index_of[id(tensor)] = len(self.tensors)
                 self.tensors.append(tensor)
@@ -174,6 +174,7 @@ class Slots:
         self._entries = [
             (state, key, place)
             for state, places in zip(self._states, flat, strict=True)
+            if state is not None
             for key, place in places.state.items()
         ]
         self._parameter_places = [places.parameter for places in flat]

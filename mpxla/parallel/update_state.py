@@ -154,12 +154,14 @@ def _tried(
         for group in optimizer.param_groups
     ]
     parameters = [torch.nn.Parameter(numbers(*_VALUES)) for _ in groups]
-    state = {p: {k: torch.zeros_like(v) for k, v in (zeros or {}).items()} for p in parameters}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    if zeros is not None:
+        state = {p: {k: torch.zeros_like(v) for k, v in zeros.items()} for p in parameters}
     with python_random_kept(), torch.random.fork_rng(devices=()):
         clone = clone_optimizer(
             optimizer,
             [{**g, "params": [p]} for g, p in zip(groups, parameters, strict=True)],
-            state if zeros is not None else {},
+            state,
         )
         for scale in (1.0, -0.4):
             for parameter in parameters:

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ class UpdateFunction:
 
 
 @contextlib.contextmanager
-def _capturable(kind: type) -> Iterator[None]:
+def _capturable(kind: type) -> Generator[None]:
     """Lets an optimizer compute with tensors for counts on any device, the processor too.
 
     torch allows it where kernels are launched, because only there it would pay in eager mode. Its

@@ -12,6 +12,7 @@ of trying everything.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
@@ -195,7 +196,7 @@ def _impossible(model: Transformer, num_devices: int, space: Space) -> str:
     )
 
 
-def _layout(stages: int, tensor: int, data: int, choice: tuple, space: Space) -> Layout:
+def _layout(stages: int, tensor: int, data: int, choice: tuple[Any, ...], space: Space) -> Layout:
     size, (pipeline, per_rank), recompute, shards = choice
     return Layout(
         stages=stages,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import fx
 from torch._functorch.partitioners import get_default_op_list
+from torch._ops import OpOverload
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import ConfigError
@@ -188,7 +188,7 @@ def recomputed_nodes(lowered: LoweredStage) -> set[str]:
     found: set[str] = set()
     for node in lowered.backward.derivative.graph.nodes:
         sources = node.meta.get("from_node")
-        is_operator = isinstance(node.target, torch._ops.OpOverload)
+        is_operator = isinstance(node.target, OpOverload)
         if sources and sources[0].name in names and is_operator and is_dear(node):
             found.add(sources[0].name)
     return found

@@ -34,7 +34,12 @@ __all__ = [
     "with_keys",
 ]
 
-_OPEN = ("pipeline", "virtual_pipeline_degree", "memory_weight", "active_microbatches")
+_OPEN: tuple[str, ...] = (
+    "pipeline",
+    "virtual_pipeline_degree",
+    "memory_weight",
+    "active_microbatches",
+)
 _PROGRAMS = (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 _DISPATCH_S = 5e-4
 """What starting a program takes a rank, beside the program."""
@@ -221,13 +226,13 @@ def _counted(config: Config, step_s: float, default_s: float) -> tuple[float, fl
 def _step_s(
     cut: CutStep, config: Config, machine: MachineModel, dispatch_s: float = _DISPATCH_S
 ) -> float:
-    costs = _with_dispatch(stage_costs(cut, machine), dispatch_s)
+    costs = _with_dispatch(stage_costs(cut, machine), len(cut.stages), dispatch_s)
     return simulate_step(cut, schedule_step(cut, config), costs).makespan
 
 
-def _with_dispatch(costs: Costs, dispatch_s: float) -> Costs:
+def _with_dispatch(costs: Costs, num_stages: int, dispatch_s: float) -> Costs:
     """Every program, also each part of a split backward, has to be started."""
-    stages = costs.per_stage(len(costs.forward))
+    stages = costs.per_stage(num_stages)
     return replace(
         costs,
         **{op.name.lower(): [seconds + dispatch_s for seconds in stages[op]] for op in _PROGRAMS},

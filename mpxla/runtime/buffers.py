@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mpxla.device.backend import Buffer
+
 __all__ = ["LiveValues"]
 
 Arrival = Callable[[], list[torch.Tensor]]
@@ -40,7 +42,7 @@ class LiveValues:
     def __init__(self) -> None:
         self._values: dict[tuple[str, int, int], torch.Tensor] = {}
         self._arrivals: dict[tuple[str, int, int], tuple[Arrival, tuple[str, ...]]] = {}
-        self._saved: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+        self._saved: dict[tuple[int, int], Sequence[Buffer]] = {}
         self._in_flight: defaultdict[int, int] = defaultdict(int)
         self.peak_in_flight: defaultdict[int, int] = defaultdict(int)
         self._own: dict[tuple[int, int], dict[int, tuple[Any, int]]] = {}
@@ -80,7 +82,7 @@ class LiveValues:
         self,
         stage: int,
         microbatch: int,
-        saved: Sequence[torch.Tensor],
+        saved: Sequence[Buffer],
         sizes: Sequence[int] = (),
     ) -> None:
         """Keeps what the backward of (stage, microbatch) needs.
@@ -98,7 +100,7 @@ class LiveValues:
         self._in_flight[stage] += 1
         self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
 
-    def restore(self, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
+    def restore(self, stage: int, microbatch: int) -> Sequence[Buffer]:
         """Hands out the saved values of (stage, microbatch) and forgets them.
 
         Their bytes count until `release`: they exist while the program that reads them runs.
@@ -110,6 +112,7 @@ class LiveValues:
             return saved
         away = self._away.pop(key)
         self.host_bytes -= away.num_bytes
+        assert away.arrival is not None, "it was loaded before"
         loaded = away.arrival()
         for value in loaded:
             self._own[key][id(value)] = value, value.nbytes

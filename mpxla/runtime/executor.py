@@ -8,7 +8,7 @@ for messages that have not arrived when a program needs them.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.host_copies import HostCopies
 from mpxla.runtime.link import Arrival, PipelineLink
 from mpxla.runtime.recorder import Recorder, Wait
-from mpxla.schedule.action import Action, Op
+from mpxla.schedule.action import Action, Op, microbatch_of, peer_of
 from mpxla.schedule.copies import has_copies, offloads_done
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
@@ -188,7 +188,7 @@ class Executor:
             step.progress.at(index)
             for offload in done.get(index, ()):
                 with _blame(offload):
-                    step.copies.complete(offload)
+                    _copies(step).complete(offload)
             with _blame(action):
                 if step.recorder is not None:
                     handler = functools.partial(self._handlers[action.op], action, step)
@@ -206,7 +206,7 @@ class Executor:
         step.num_tasks += 1
 
     def _run_forward(self, action: Action, step: StepRun) -> None:
-        stage, microbatch = self._stages[action.stage], action.microbatch
+        stage, microbatch = self._stages[action.stage], microbatch_of(action)
         spec = stage.lowered.spec
         arguments = [step.tensors[name] for name in spec.parameters]
         arguments += [step.tensors[name] for name in (*spec.buffers, *spec.constants)]
@@ -220,10 +220,7 @@ class Executor:
         self._deliver_outputs(stage, microbatch, outputs, step)
         if stage.lowered.backward is not None:
             saved_outputs = outputs[len(outputs) - stage.lowered.num_saved :]
-            saved = [
-                arguments[s.argument] if s.output is None else saved_outputs[s.output]
-                for s in stage.lowered.saved
-            ]
+            saved = [s.among(arguments, saved_outputs) for s in stage.lowered.saved]
             step.values.save(spec.index, microbatch, saved, stage.own_bytes[: len(saved)])
 
     def _prepared(self, stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
@@ -255,7 +252,7 @@ class Executor:
             step.tensors[name] = next(remaining)
 
     def _run_backward(self, action: Action, step: StepRun) -> None:
-        stage, microbatch = self._stages[action.stage], action.microbatch
+        stage, microbatch = self._stages[action.stage], microbatch_of(action)
         if stage.backward is None:
             return
         lowered = stage.lowered
@@ -267,13 +264,14 @@ class Executor:
 
     def _run_input_gradient(self, action: Action, step: StepRun) -> None:
         """Runs the first part; what the second one reads takes the place of the saved values."""
-        stage, microbatch = self._stages[action.stage], action.microbatch
+        stage, microbatch = self._stages[action.stage], microbatch_of(action)
         split = stage.split
         if split is None:
             return
         arguments = _backward_arguments(stage, microbatch, step)
         crossing: list[torch.Tensor] = []
         if stage.input_part is not None:
+            assert split.input_part is not None, "it is what was compiled"
             outputs = stage.input_part([arguments[i] for i in split.input_part.arguments])
             crossing = outputs[split.num_input_grads :]
             self._deliver_gradients(stage, microbatch, outputs[: split.num_input_grads], step)
@@ -286,12 +284,12 @@ class Executor:
         stage = self._stages[action.stage]
         if stage.split is None:
             return
-        kept = step.values.restore(action.stage, action.microbatch)
+        kept = step.values.restore(action.stage, microbatch_of(action))
         if stage.weight_part is not None:
             step.accumulators[action.stage] = stage.weight_part(
                 [*_accumulators(stage, step), *kept]
             )
-        step.values.release(action.stage, action.microbatch)
+        step.values.release(action.stage, microbatch_of(action))
 
     def _deliver_gradients(
         self,
@@ -304,43 +302,49 @@ class Executor:
         ports = [port for port in spec.inputs if port.has_grad]
         for port, grad in zip(ports, grads, strict=True):
             name = _grad_name(port.name, spec.index)
+            assert port.source is not None, "inputs of the step have no gradients"
             if port.source in self._stages:
                 step.values.put(name, port.source, microbatch, grad)
             else:
                 self._held[name, port.source, microbatch] = grad
 
     def _send_forward(self, action: Action, step: StepRun) -> None:
-        transfer = self._forward[action.stage, action.peer]
-        inputs = self._input_leaves[action.peer] if action.stage == 0 else {}
+        peer, microbatch = peer_of(action), microbatch_of(action)
+        transfer = self._forward[action.stage, peer]
+        inputs = self._input_leaves[peer] if action.stage == 0 else {}
         tensors = [
-            step.inputs[action.microbatch][inputs[name]]
+            step.inputs[microbatch][inputs[name]]
             if name in inputs
-            else self._held.pop((name, action.peer, action.microbatch))
+            else self._held.pop((name, peer, microbatch))
             for name in transfer.names
         ]
         self._link.send(tensors, transfer, "forward")
 
     def _receive_forward(self, action: Action, step: StepRun) -> None:
-        transfer = self._forward[action.peer, action.stage]
+        transfer = self._forward[peer_of(action), action.stage]
         arrival = _observed(self._link.receive(transfer, "forward"), action, step.recorder)
-        step.values.expect(transfer.names, action.stage, action.microbatch, arrival)
+        step.values.expect(transfer.names, action.stage, microbatch_of(action), arrival)
 
     def _send_backward(self, action: Action, step: StepRun) -> None:
-        transfer = self._backward[action.stage, action.peer]
+        peer, microbatch = peer_of(action), microbatch_of(action)
+        transfer = self._backward[action.stage, peer]
         tensors = [
-            self._held.pop((_grad_name(name, action.stage), action.peer, action.microbatch))
+            self._held.pop((_grad_name(name, action.stage), peer, microbatch))
             for name in transfer.names
         ]
         self._link.send(tensors, transfer, "backward")
 
     def _receive_backward(self, action: Action, step: StepRun) -> None:
-        transfer = self._backward[action.peer, action.stage]
+        peer = peer_of(action)
+        transfer = self._backward[peer, action.stage]
         arrival = _observed(self._link.receive(transfer, "backward"), action, step.recorder)
-        names = tuple(_grad_name(name, action.peer) for name in transfer.names)
-        step.values.expect(names, action.stage, action.microbatch, arrival)
+        names = tuple(_grad_name(name, peer) for name in transfer.names)
+        step.values.expect(names, action.stage, microbatch_of(action), arrival)
 
     def _describe(self, action: Action) -> str:
         """An action with the shapes of what it moves."""
+        if action.peer is None:
+            return str(action)
         edge, other = (action.stage, action.peer), (action.peer, action.stage)
         is_forward = action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
         transfers = self._forward if is_forward else self._backward
@@ -351,10 +355,11 @@ class Executor:
         return f"{action} {shapes}"
 
     def _offload(self, action: Action, step: StepRun) -> None:
-        step.copies.offload(action, step.inputs[action.microbatch] if step.inputs else ())
+        there_anyway = step.inputs[microbatch_of(action)] if step.inputs else ()
+        _copies(step).offload(action, there_anyway)
 
     def _load(self, action: Action, step: StepRun) -> None:
-        step.copies.load(action)
+        _copies(step).load(action)
 
     def _reduce(self, action: Action, step: StepRun) -> None:
         stage = self._stages[action.stage]
@@ -378,10 +383,15 @@ def _observed(
         begin = time.monotonic()
         arrived = arrival.when_arrived()
         values = arrival()
-        recorder.note_wait(Wait(action.peer, begin, arrived, time.monotonic()))
+        recorder.note_wait(Wait(peer_of(action), begin, arrived, time.monotonic()))
         return values
 
     return wait
+
+
+def _copies(step: StepRun) -> HostCopies:
+    assert step.copies is not None, "`run` makes them where a schedule has copies"
+    return step.copies
 
 
 def _accumulators(stage: CompiledStage, step: StepRun) -> list[torch.Tensor]:
@@ -412,7 +422,7 @@ def _grad_name(value: str, stage: int) -> str:
 
 
 @contextlib.contextmanager
-def _blame(action: Action) -> Iterator[None]:
+def _blame(action: Action) -> Generator[None]:
     try:
         yield
     except MpxlaError as error:

@@ -16,12 +16,13 @@ from mpxla.graph.cost import MachineModel
 from mpxla.runtime.activations import PlannedStage, plan_stages, recomputed_nodes
 from mpxla.runtime.plan import CutStep, schedule_step, simulate_step, stage_costs
 from mpxla.runtime.saved import held_bytes
-from mpxla.schedule.action import Action
+from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs
 from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, TracedStage
+from mpxla.stage.spec import TensorSpec
 from mpxla.stage.split_backward import SplitBackward, split_backward
 
 __all__ = ["Forecast", "Program", "forecast", "predict_costs"]
@@ -174,9 +175,10 @@ def _with_recomputation(costs: Costs, cut: CutStep, lowered: list[LoweredStage])
         for group, cost in zip(cut.problem.members, cut.problem.forward_s, strict=True)
     }
     again = [sum(seconds.get(name, 0.0) for name in recomputed_nodes(s)) for s in lowered]
+    stages = costs.per_stage(len(lowered))
     whole, first = (
-        [a + b for a, b in zip(times, again, strict=True)]
-        for times in (costs.backward, costs.input_gradient)
+        [a + b for a, b in zip(stages[op], again, strict=True)]
+        for op in (Op.BACKWARD, Op.INPUT_GRADIENT)
     )
     return replace(costs, backward=whole, input_gradient=first)
 
@@ -192,10 +194,10 @@ def _with_collectives(costs: Costs, machine: MachineModel, lowered: list[Lowered
         0.0 if stage.backward is None else seconds(stage.backward.derivative.graph)
         for stage in lowered
     ]
-    forward = [a + b for a, b in zip(costs.forward, there, strict=True)]
-    whole, first = (
-        [a + b for a, b in zip(times, back, strict=True)]
-        for times in (costs.backward, costs.input_gradient)
+    stages = costs.per_stage(len(lowered))
+    forward, whole, first = (
+        [a + b for a, b in zip(stages[op], more, strict=True)]
+        for op, more in ((Op.FORWARD, there), (Op.BACKWARD, back), (Op.INPUT_GRADIENT, back))
     )
     return replace(costs, forward=forward, backward=whole, input_gradient=first)
 
@@ -205,7 +207,9 @@ def _programs(
 ) -> list[Program]:
     found: list[Program] = []
 
-    def add(stage: LoweredStage, what: str, graph: torch.fx.Graph, inputs: tuple) -> None:
+    def add(
+        stage: LoweredStage, what: str, graph: torch.fx.Graph, inputs: Sequence[TensorSpec]
+    ) -> None:
         index = stage.spec.index
         count = sum(node.op == "call_function" for node in graph.nodes)
         size = sum(spec.num_bytes for spec in inputs)

@@ -14,7 +14,7 @@ import torch
 
 from mpxla.device.backend import Backend, Buffer
 from mpxla.runtime.buffers import LiveValues
-from mpxla.schedule.action import Action
+from mpxla.schedule.action import Action, microbatch_of
 
 __all__ = ["HostCopies"]
 
@@ -49,7 +49,7 @@ class HostCopies:
             there_anyway: values that stay on the device, such as the inputs of the step.
         """
         stays = set(map(id, there_anyway))
-        own = self._values.own(action.stage, action.microbatch)
+        own = self._values.own(action.stage, microbatch_of(action))
         moved = [value for value in own if id(value) not in stays]
         # The identities only: whoever holds a value keeps its memory on the device.
         names = [id(value) for value in moved]
@@ -58,13 +58,13 @@ class HostCopies:
     def complete(self, offload: Action) -> None:
         """Waits for an offload, and frees the device's memory."""
         names, copies = self._begun.pop(offload)
-        self._values.move_out(offload.stage, offload.microbatch, names, copies.result())
+        self._values.move_out(offload.stage, microbatch_of(offload), names, copies.result())
 
     def load(self, action: Action) -> None:
         """Begins to copy back what is on the host; the backward waits for it."""
-        copies = self._values.on_host(action.stage, action.microbatch)
+        copies = self._values.on_host(action.stage, microbatch_of(action))
         arrival = self._to_device.submit(self._timed, action, self._backend.put, copies)
-        self._values.move_in(action.stage, action.microbatch, arrival.result)
+        self._values.move_in(action.stage, microbatch_of(action), arrival.result)
 
     def close(self) -> None:
         """Waits for what still runs; copies that have not begun, after an error, never do."""

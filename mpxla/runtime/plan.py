@@ -317,6 +317,7 @@ def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[st
     cut, machine = plan.cut, MachineModel()
     forward, backward = cut.edges
     costs = stage_costs(cut, machine)
+    assert isinstance(costs.transfer, Mapping), "estimates are for each edge"
     held = [*stage_bytes(plan.programs), *([StageBytes()] * len(cut.stages))][: len(cut.stages)]
     return {
         "ranks": list(group),
@@ -439,21 +440,21 @@ def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) 
         inputs = lowered.backward_inputs
         graph = lowered.backward.flat(inputs, lowering.device)
         backward = compile_(f"{name} backward", graph, inputs, donated)
-    layout = _compile_layout(name, lowered, lowering, compile_)
-    return CompiledStage(lowered, forward, backward, **layout)
+    prepare, finish = _compile_layout(name, lowered, lowering, compile_)
+    return CompiledStage(lowered, forward, backward, prepare=prepare, finish=finish)
 
 
 def _compile_layout(
     name: str, lowered: LoweredStage, lowering: Lowering, compile_: _Compile
-) -> dict[str, Executable]:
-    """The programs at the ends of a step that change layouts, where there is something to do."""
+) -> list[Executable | None]:
+    """The programs at both ends of a step that change layouts; None for nothing to do."""
     weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
     gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
-    found: dict[str, Executable] = {}
+    found: list[Executable | None] = []
     for which, specs in (("prepare", weights), ("finish", gradients)):
-        if specs:
-            title = f"{name} {which}"
-            found[which] = compile_(title, trace_program(title, transpose, specs, lowering), specs)
+        title = f"{name} {which}"
+        graph = trace_program(title, transpose, specs, lowering) if specs else None
+        found.append(None if graph is None else compile_(title, graph, specs))
     return found
 
 
@@ -476,7 +477,7 @@ def _compile_split(
         )
     ]
     layout = _compile_layout(name, lowered, lowering, compile_)
-    return CompiledStage(lowered, forward, None, split, *parts, **layout)
+    return CompiledStage(lowered, forward, None, split, *parts, *layout)
 
 
 def constant_tensors(cut: CutStep) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from mpxla.graph.partition import SavedTensor
 from mpxla.graph.regions import Region, region_of
 from mpxla.graph.split import split_stages
 from mpxla.graph.stepgraph import StepGraph, module_path
+from mpxla.graph.typed import input_of, outputs_of
 from mpxla.schedule.analysis import StageBytes
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage, lower_stage
@@ -87,12 +88,12 @@ def held_bytes(lowered: LoweredStage, split: SplitBackward | None, has_inputs: b
         return StageBytes(saved, saved, 0, moved)
     if split.weight_part is None:
         return StageBytes(saved, 0, 0, moved)
-    own = [
-        lowered.saved_specs[s.output].num_bytes
-        if s.output is not None
-        else lowered.forward_inputs[s.argument].num_bytes * _is_activation(lowered, s.argument)
-        for s in lowered.saved
+    inputs = [
+        spec.num_bytes * _is_activation(lowered, argument)
+        for argument, spec in enumerate(lowered.forward_inputs)
     ]
+    outputs = [spec.num_bytes for spec in lowered.saved_specs]
+    own = [s.among(inputs, outputs) for s in lowered.saved]
     count = lowered.num_accumulators + len(own)
     grads = [spec.num_bytes for spec in lowered.backward_inputs[count:-1]]  # without the seed
     sizes = [*own, *grads, 0]
@@ -209,8 +210,7 @@ class _Saved:
 
 def _saved_by(lowered: LoweredStage) -> Iterator[_Saved]:
     spec, first_input = lowered.spec, lowered.spec.first_input
-    (returned,) = [n for n in lowered.forward.graph.nodes if n.op == "output"]
-    values = list(returned.args[0])
+    values = outputs_of(lowered.forward.graph)
     outputs = {_unviewed(value): i for i, value in enumerate(values[: len(spec.outputs)])}
     saved_values = values[len(values) - lowered.num_saved :]
     readers = _readers(lowered)
@@ -231,6 +231,7 @@ def _readers(lowered: LoweredStage) -> Mapping[object, tuple[int, ...]]:
     was traced, or part of a derivative, which has the number that autograd gave to that node. What
     is computed again is followed to the derivatives that it is for.
     """
+    assert lowered.backward is not None, "what is saved is for a backward"
     backward = lowered.backward.derivative
     position = {node.name: place for place, node in enumerate(lowered.spec.graph.nodes)}
     by_sequence: dict[int, int] = {}
@@ -271,6 +272,6 @@ def _derivatives_of(holder: fx.Node, again: set[fx.Node]) -> list[fx.Node]:
 
 def _unviewed(node: fx.Node) -> fx.Node:
     """The tensor of which a value is a rearrangement; a part of a tensor is another tensor."""
-    while is_view(node) and node.args[0].meta["val"].numel() == node.meta["val"].numel():
-        node = node.args[0]
+    while is_view(node) and input_of(node).meta["val"].numel() == node.meta["val"].numel():
+        node = input_of(node)
     return node

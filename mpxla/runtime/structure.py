@@ -93,7 +93,8 @@ def rebuild_structure(structure: Structure, own: pytree.TreeSpec | None) -> pytr
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """Its children; torch 2.9 has no method for them, and 2.13 warns of their old name."""
-    return spec.children() if hasattr(spec, "children") else spec.children_specs
+    tree: Any = spec
+    return tree.children() if hasattr(tree, "children") else tree.children_specs
 
 
 def _name_of(value: Any) -> _Named:

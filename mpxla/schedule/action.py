@@ -22,7 +22,16 @@ from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 
-__all__ = ["OTHER_END", "Action", "Op", "format_schedule", "parse_action", "parse_schedule"]
+__all__ = [
+    "OTHER_END",
+    "Action",
+    "Op",
+    "format_schedule",
+    "microbatch_of",
+    "parse_action",
+    "parse_schedule",
+    "peer_of",
+]
 
 
 class Op(StrEnum):
@@ -132,6 +141,18 @@ class Action(NamedTuple):
                 "sends and receives only."
             )
         return Action(self.peer, OTHER_END[self.op], self.microbatch, self.stage)
+
+
+def microbatch_of(action: Action) -> int:
+    """The microbatch of an action that has one: of all but `REDUCE`."""
+    assert action.microbatch is not None, action
+    return action.microbatch
+
+
+def peer_of(action: Action) -> int:
+    """The stage at the other end of a transfer."""
+    assert action.peer is not None, action
+    return action.peer
 
 
 _PATTERN = re.compile(

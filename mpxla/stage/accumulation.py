@@ -78,7 +78,7 @@ class AccumulatingBackward:
         found = self._added(graph, arguments, inputs, grads)
         for grad, spec in zip(grads[len(found) :], self.input_specs, strict=True):
             if grad is None:
-                options = {"dtype": spec.dtype, "device": device}
+                options: dict[str, Any] = {"dtype": spec.dtype, "device": device}
                 shape = list(spec.shape)
                 grad = graph.call_function(_aten.full.default, (shape, 0), options)
             found.append(grad)
@@ -102,6 +102,7 @@ class AccumulatingBackward:
         and take 0.2 s.
         """
         ones: dict[torch.dtype, fx.Node] = {}
+        one: fx.Node | None = None
         if self.disguises_sums:
             # Not `seed - seed + 1`: an infinite seed (a loss scale that overflows) would make NaN.
             is_one = _call(
@@ -115,7 +116,7 @@ class AccumulatingBackward:
                 found.append(sum_so_far)
                 continue
             grad = _cast(graph, grad, dtype)
-            if self.disguises_sums:
+            if one is not None:
                 if dtype not in ones:
                     ones[dtype] = _cast(graph, one, dtype)
                 grad = _call(graph, _aten.mul.Tensor, grad, ones[dtype])

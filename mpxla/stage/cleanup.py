@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.stepgraph import is_random
 

@@ -18,6 +18,7 @@ from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Groups, Members
 from mpxla.errors import LoweringError, PeerFailure
 from mpxla.graph.stepgraph import describe
+from mpxla.graph.typed import arguments_of, input_of
 from mpxla.stage.pieces import DEPARTURE, TURN, CollectivePiece
 
 __all__ = ["CollectiveRunner"]
@@ -83,9 +84,9 @@ class CollectiveRunner:
             if node in values:
                 continue
             if node.op == "output":
-                results = [_finished(values, n) for n in node.args[0]]
+                results = [_finished(values, n) for n in arguments_of(node)[0]]
             elif node.target is _c10d.wait_tensor.default:
-                values[node] = values[node.args[0]]
+                values[node] = values[input_of(node)]
             else:
                 args = pytree.tree_map_only(fx.Node, lambda n: _finished(values, n), node.args)
                 values[node] = self._start(node, args)
@@ -120,8 +121,8 @@ class CollectiveRunner:
         self, pack: Sequence[fx.Node], values: dict[fx.Node, Any]
     ) -> dict[fx.Node, _Started]:
         """Starts several gathers, or several scatters, of flat values as one."""
-        (ranks, transport), size = self._members(pack[0]), pack[0].args[-2]
-        given = [_finished(values, node.args[0]) for node in pack]
+        (ranks, transport), size = self._members(pack[0]), arguments_of(pack[0])[-2]
+        given = [_finished(values, input_of(node)) for node in pack]
         if pack[0].target is _c10d.all_gather_into_tensor.default:
             lengths = [value.shape[0] for value in given]
             handle = transport.all_gather(_together(given, 0), ranks)  # [ranks, elements of all]
@@ -158,8 +159,8 @@ def _packs_of(graph: fx.Graph) -> list[list[fx.Node]]:
     packs: dict[tuple[bool, Any, torch.dtype], list[fx.Node]] = {}
     for node in graph.nodes:
         kinds = [key for key in (TURN, DEPARTURE) if key in node.meta]
-        if kinds and node.args[0].op == "placeholder":
-            key = kinds[0] == DEPARTURE, node.args[-1], node.args[0].meta["val"].dtype
+        if kinds and input_of(node).op == "placeholder":
+            key = kinds[0] == DEPARTURE, node.args[-1], input_of(node).meta["val"].dtype
             packs.setdefault(key, []).append(node)
     return [packs[key] for key in sorted(packs, key=str)]
 

@@ -8,7 +8,7 @@ that is the price, so a log line names every such operator and what it costs.
 import contextlib
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.stepgraph import describe, is_random
+from mpxla.graph.typed import schema_of, target_of
 from mpxla.log import warn_once
 from mpxla.stage.pieces import HostPiece
 from mpxla.stage.spec import TensorSpec
@@ -74,7 +75,7 @@ class HostRunner:
     @property
     def operators(self) -> tuple[str, ...]:
         """Names of the operators that run here, as PyTorch has them."""
-        return tuple(sorted({node.target._schema.name for node in self._nodes}))
+        return tuple(sorted({schema_of(node).name for node in self._nodes}))
 
     def __call__(self, arguments: Sequence[Any], seed: int | None = None) -> list[Any]:
         """Waits for the arguments; gives results on the device."""
@@ -113,7 +114,7 @@ class HostRunner:
             if not moved and len(self._nodes) > 1:
                 continue  # stands between two others
             warn_once(
-                f"host operator {node.target._schema.name}",
+                f"host operator {schema_of(node).name}",
                 f"{self._title}: {describe(node)} cannot run on the XLA device and runs on the "
                 f"host: {moved:,} bytes moved per call, "
                 f"{self._interpreter.seconds[node] * 1e3:.3g} ms in the first one. Each call waits "
@@ -136,8 +137,9 @@ class _OnHost(fx.Interpreter):
         started = time.perf_counter()
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
+        call = _CALLS[n.target] if n.target in _CALLS else target_of(n)
         try:
-            result = _CALLS.get(n.target, n.target)(*args, **kwargs)
+            result = call(*args, **kwargs)
         except Exception as error:  # as in plain PyTorch: singular matrices, wrong lengths
             raise MpxlaError(
                 f"{self._title}: {describe(n)}, which runs on the host, failed: {error}"
@@ -147,7 +149,7 @@ class _OnHost(fx.Interpreter):
 
 
 @contextlib.contextmanager
-def _as_traced(seed: int | None) -> Iterator[None]:
+def _as_traced(seed: int | None) -> Generator[None]:
     """Without derivatives and autocast, which the graph contains already; random as seeded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())

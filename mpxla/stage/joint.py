@@ -8,7 +8,7 @@ is written with other mutations than `replace_writes` knows is traced that way.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from mpxla.device.backend import Lowering
 from mpxla.graph.shapes import static_shapes
@@ -80,7 +81,7 @@ def trace_joint(
         ends = [r for r, known in zip(results, has_gradient, strict=True) if known]
         pairs = [(e, t) for e, t in zip(ends, tangents, strict=True) if e.requires_grad]
         setup_stacktrace_preservation_hooks([end.grad_fn for end, _ in pairs])
-        with set_partitioner_tag_is_backward(), fx.traceback.preserve_node_meta():
+        with set_partitioner_tag_is_backward(), preserve_node_meta():
             found = torch.autograd.grad(
                 [end for end, _ in pairs],
                 [primals[i] for i in differentiated],
@@ -108,13 +109,13 @@ def trace_joint(
 
 
 @contextlib.contextmanager
-def _dispatched(lowering: Lowering, is_differentiated: bool) -> Iterator[None]:
+def _dispatched(lowering: Lowering, is_differentiated: bool) -> Generator[None]:
     """How operators find their kernels while they are traced."""
     with (
         lowering.dispatched(is_differentiated),
         static_shapes(),
         enable_python_dispatcher(),
-        fx.traceback.preserve_node_meta(),
+        preserve_node_meta(),
     ):
         yield
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of, input_of, target_of
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
@@ -54,7 +55,7 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
             for view in holder.users
             if view.target is _aten.t.default
             for user in view.users
-            if user.target in _RIGHT_FACTOR and user.args[_RIGHT_FACTOR[user.target]] is view
+            if user.target in _RIGHT_FACTOR and user.args[_RIGHT_FACTOR[target_of(user)]] is view
         ]
         if not products:
             continue
@@ -63,7 +64,7 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
             last = forward.graph.placeholder(f"{holder.name}_transposed")
         last.meta = dict(products[0][0].meta)
         for view, product in products:
-            position = _RIGHT_FACTOR[product.target]
+            position = _RIGHT_FACTOR[target_of(product)]
             arguments = list(product.args)
             arguments[position] = last
             product.args = tuple(arguments)
@@ -85,7 +86,7 @@ def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tup
         Positions in `results` of those that are transposed now.
     """
     (output,) = [n for n in backward.graph.nodes if n.op == "output"]
-    values = list(output.args[0])
+    values = list(arguments_of(output)[0])
     found: list[int] = []
     for position, index in enumerate(results):
         node = values[index]
@@ -109,7 +110,7 @@ def _is_tall_product(node: fx.Node) -> bool:
     """Whether it is `A.T @ B` with more rows than columns, of which nothing else is made."""
     return (
         node.target is _aten.mm.default
-        and node.args[0].target is _aten.t.default
+        and input_of(node).target is _aten.t.default
         and len(node.users) == 1
         and node.meta["val"].shape[0] > node.meta["val"].shape[1]
     )

@@ -17,19 +17,23 @@ This module must not know about ranks, schedules or how graphs are executed.
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import (
+    _make_graph_module,  # pyright: ignore[reportPrivateUsage]
+    _use_lazy_graph_module,  # pyright: ignore[reportPrivateUsage]
+)
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph import collectives
 from mpxla.graph.functions import applied
 from mpxla.graph.stepgraph import describe
+from mpxla.graph.typed import outputs_of, target_of
 from mpxla.graph.varying import VARYING, draws_for_part
 from mpxla.stage.accumulation import AccumulatingBackward, accumulator_spec
 from mpxla.stage.cleanup import simplify
@@ -39,7 +43,6 @@ from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
 from mpxla.stage.saved_values import (
     SavedValue,
-    outputs_of,
     rebuild_views,
     route_saved,
     set_outputs,
@@ -161,7 +164,7 @@ class TracedStage:
 
 
 @contextlib.contextmanager
-def _named(spec: StageSpec) -> Iterator[None]:
+def _named(spec: StageSpec) -> Generator[None]:
     """Errors of torch become errors of a stage."""
     try:
         yield
@@ -204,8 +207,7 @@ def _tangents(spec: StageSpec) -> list[TensorSpec | None]:
     """The gradients that the stage gets, by its outputs."""
     found = [port.spec if port.grad_sources else None for port in spec.outputs]
     found += [None] * (len(spec.results) + len(spec.new_buffers))
-    (output,) = [n for n in spec.graph.nodes if n.op == "output"]
-    return found + [TensorSpec.of(n.meta["val"]) for n in output.args[0][len(found) :]]
+    return found + [TensorSpec.of(n.meta["val"]) for n in outputs_of(spec.graph)[len(found) :]]
 
 
 def _stage_function(spec: StageSpec, lowering: Lowering) -> Callable[..., list[torch.Tensor]]:
@@ -231,7 +233,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     output = copy.graph_copy(graph, val_map={})
     copy.output(output)
 
-    def moved(value: object) -> object:
+    def moved(value: Any) -> Any:
         return lowering.device if isinstance(value, torch.device) else value
 
     for node in copy.nodes:
@@ -241,7 +243,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
             draws = draws_for_part(node)
             node.target = own or lowering.replacements.get(node.target, node.target)
             if draws:
-                node.target = drawing_own_part(node.target, *node.meta[VARYING])
+                node.target = drawing_own_part(target_of(node), *node.meta[VARYING])
             node.args = tuple(moved(a) for a in node.args)
             node.kwargs = {
                 k: moved(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")
@@ -295,7 +297,7 @@ def _lower_joint(
 
 
 def _keep_outputs(module: fx.GraphModule, kept: Sequence[int]) -> None:
-    values = outputs_of(module)
+    values = outputs_of(module.graph)
     set_outputs(module, [values[i] for i in kept])
 
 
@@ -317,9 +319,7 @@ def _assemble(
     accumulators = tuple(
         accumulator_spec(inputs[spec.parameters.index(name)]) for name in spec.trained
     )
-    all_saved = tuple(
-        inputs[s.argument] if s.argument is not None else saved_specs[s.output] for s in saved
-    )
+    all_saved = tuple(s.among(inputs, saved_specs) for s in saved)
     seed = TensorSpec((), torch.float32)
     grads = tuple(spec.outputs[i].spec for i, _ in grad_ports)
     tangents = [n for n in backward.graph.nodes if n.op == "placeholder"][len(saved) :]

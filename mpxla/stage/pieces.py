@@ -28,6 +28,7 @@ from mpxla.comm.packing import describe
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import input_of, outputs_of, schema_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.spec import TensorSpec
 
@@ -139,7 +140,7 @@ class PieceList:
             for node in piece.module.graph.nodes:
                 if is_collective(node) and node.args[-1] == group:
                     gives = describe([node.meta["val"]])
-                    lines.append(f"exchange {number}: {node.target._schema.name} gives {gives}")
+                    lines.append(f"exchange {number}: {schema_of(node).name} gives {gives}")
         return lines
 
 
@@ -205,8 +206,7 @@ def split_graph(
     root = root or torch.nn.Module()
     groups = _group(graph, kind_of)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    (output,) = [node for node in graph.nodes if node.op == "output"]
-    results: list[fx.Node] = list(output.args[0])
+    results: list[fx.Node] = outputs_of(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     drafts = [_draft(kind, nodes, order) for kind, nodes in groups]
     number = {node: i for i, node in enumerate(placeholders)}
@@ -242,7 +242,7 @@ def _group(
     kinds: dict[fx.Node, type[Piece]] = {}
     for node in remaining:  # a tuple cannot leave its piece, its elements can
         is_element = node.target is operator.getitem
-        kinds[node] = kinds[node.args[0]] if is_element else kind_of(node)
+        kinds[node] = kinds[input_of(node)] if is_element else kind_of(node)
     placed = {node for node in graph.nodes if node.op in there}
     groups: list[tuple[type[Piece], list[fx.Node]]] = []
     turns, departures = _Turns(remaining), _Departures(remaining)

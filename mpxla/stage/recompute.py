@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.regions import Layers, Region, region_of
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import input_of
 
 __all__ = ["partition_joint"]
 
@@ -96,7 +97,7 @@ def _tag_derived(graph: fx.Graph, sources: set[fx.Node]) -> None:
 def _decision(node: fx.Node, keeps_nothing: bool) -> CheckpointPolicy | None:
     """For a node of a region that nobody else reads."""
     if node.target is operator.getitem:  # goes with the operator that has several results
-        decision = node.args[0].meta.get("recompute")
+        decision = input_of(node).meta.get("recompute")
         return None if decision is CheckpointPolicy.MUST_SAVE else decision
     region = region_of(node)
     if region is None or region.policy is None or keeps_nothing:

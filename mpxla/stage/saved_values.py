@@ -7,12 +7,17 @@ executed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import fx
 
+from mpxla.graph.typed import input_of, outputs_of
 from mpxla.stage.cleanup import is_view
 
-__all__ = ["SavedValue", "outputs_of", "rebuild_views", "route_saved", "set_outputs"]
+__all__ = ["SavedValue", "rebuild_views", "route_saved", "set_outputs"]
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,12 @@ class SavedValue:
     argument: int | None = None
     output: int | None = None
 
-
-def outputs_of(module: fx.GraphModule) -> list[fx.Node | None]:
-    """Results of a graph."""
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
-    return list(output.args[0])
+    def among(self, arguments: Sequence[_T], outputs: Sequence[_T]) -> _T:
+        """The one that it is, or what is known of it, among those of the forward."""
+        if self.output is not None:
+            return outputs[self.output]
+        assert self.argument is not None
+        return arguments[self.argument]
 
 
 def set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
@@ -47,14 +53,14 @@ def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs
 
     As an output the view would be a copy for every microbatch; in the backward it costs nothing.
     """
-    values = outputs_of(forward)
+    values = outputs_of(forward.graph)
     saved = values[num_outputs:]
     holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
     for position, (node, holder) in enumerate(zip(saved, holders, strict=True)):
         chain = []
         while is_view(node):
             chain.append(node)
-            node = node.args[0]
+            node = input_of(node)
         if not chain or node.op != "placeholder":
             continue
         saved[position] = node
@@ -80,7 +86,7 @@ def _first_computing(module: fx.GraphModule) -> fx.Node:
 
 def _first_in_chain(last: fx.Node, length: int) -> fx.Node:
     for _ in range(length - 1):
-        last = last.args[0]
+        last = input_of(last)
     return last
 
 
@@ -91,7 +97,7 @@ def route_saved(
     placeholders = {
         n: i for i, n in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")
     }
-    values = outputs_of(forward)
+    values = outputs_of(forward.graph)
     plain, saved = values[:num_plain], values[num_plain + num_objectives :]
     routes: list[SavedValue] = []
     unique: dict[fx.Node, int] = {}

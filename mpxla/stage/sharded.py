@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import LoweredStage
@@ -77,21 +78,23 @@ def _divide_backward(
     scattered: Mapping[int, FlatShard],
     max_live: int,
 ) -> LoweredStage:
+    assert lowered.backward is not None
     spec, derivative = lowered.spec, lowered.backward.derivative
     arguments = list(lowered.backward_inputs)
     results = {i: position for position, i in enumerate(_trained(lowered)) if i in scattered}
     for i, position in results.items():
         arguments[position] = scattered[i].spec(arguments[position].dtype)
-    saved = {
-        place: divided[s.argument]
+    argument_of = {
+        place: s.argument
         for place, s in enumerate(lowered.saved)
         if s.argument is not None and s.argument in divided
     }
-    for place in saved:
-        arguments[len(spec.trained) + place] = lowered.forward_inputs[lowered.saved[place].argument]
-    if saved:
-        names = {place: spec.parameters[lowered.saved[place].argument] for place in saved}
-        _gather(derivative, saved, names, max_live)
+    for place, argument in argument_of.items():
+        arguments[len(spec.trained) + place] = lowered.forward_inputs[argument]
+    if argument_of:
+        shards = {place: divided[argument] for place, argument in argument_of.items()}
+        of_saved = {place: spec.parameters[argument] for place, argument in argument_of.items()}
+        _gather(derivative, shards, of_saved, max_live)
     dtypes = {i: lowered.backward_inputs[position].dtype for i, position in results.items()}
     names = dict(enumerate(spec.parameters))
     _scatter(derivative, {i: scattered[i] for i in results}, dtypes, names, max_live)
@@ -242,7 +245,7 @@ def _scatter(
     """
     graph = module.graph
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    results = list(output.args[0])
+    results = list(arguments_of(output)[0])
     position = {node: i for i, node in enumerate(graph.nodes)}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     order = [i for i in shards if results[i] is not None]

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from mpxla.graph.typed import Function
+
 __all__ = ["SOLVERS"]
 
 _aten = torch.ops.aten
 
 
-class _Solve(torch.autograd.Function):
+class _Solve(Function):
     """X of A X = B, for A [..., N, N] and B [..., N, K] of equal batches."""
 
     @staticmethod
@@ -65,7 +67,7 @@ def _inv_ex(a: torch.Tensor, *, check_errors: bool = False) -> tuple[torch.Tenso
     return inverse, inverse.isfinite().all(-1).all(-1).logical_not().to(torch.int32)
 
 
-class _LogDeterminant(torch.autograd.Function):
+class _LogDeterminant(Function):
     """Sign and logarithm of the magnitude; torch's derivative would read an LU decomposition."""
 
     @staticmethod

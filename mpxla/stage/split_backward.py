@@ -19,13 +19,13 @@ must not know schedules.
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import fx
 
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.lower import LoweredStage
 from mpxla.stage.pieces import TURN
@@ -80,8 +80,7 @@ def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward
     """
     assert lowered.backward is not None, "only a stage with a backward can be split"
     whole = lowered.backward.flat(lowered.backward_inputs, device).graph
-    (output,) = [node for node in whole.nodes if node.op == "output"]
-    results = list(cast(Sequence[fx.Node], output.args[0]))
+    results = outputs_of(whole)
     accumulators = results[: lowered.num_accumulators]
     input_grads = results[lowered.num_accumulators :]
     first = _ancestors(input_grads)

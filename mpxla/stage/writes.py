@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+
+from mpxla.graph.typed import input_of, schema_of
 
 __all__ = ["replace_writes"]
 
@@ -34,7 +37,7 @@ def replace_writes(module: fx.GraphModule, decomposed: Container[Any]) -> bool:
     for node in nodes:
         if not _is_write(node):
             continue
-        written = node.args[0]
+        written = input_of(node)
         twin = _twin(module.graph, node, decomposed) if _is_alone(written) else None
         if twin is None:
             return False
@@ -49,18 +52,17 @@ def replace_writes(module: fx.GraphModule, decomposed: Container[Any]) -> bool:
 def _collapse_detaches(graph: fx.Graph) -> None:
     """Takes out what gives its argument: nothing is differentiated any more."""
     for node in graph.find_nodes(op="call_function", target=_aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(input_of(node))
         graph.erase_node(node)
 
 
 def _is_write(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node).is_mutable
 
 
 def _is_alone(value: Any) -> bool:
     """Whether a value is a new tensor that nothing shares memory with, but for writes into it."""
-    if not isinstance(value, fx.Node) or not isinstance(value.target, torch._ops.OpOverload):
+    if not isinstance(value, fx.Node) or not isinstance(value.target, OpOverload):
         return False
     readers = [user for user in value.users if user.op != "output" and not _is_write(user)]
     return not _aliases(value) and not any(map(_aliases, readers))
@@ -68,15 +70,15 @@ def _is_alone(value: Any) -> bool:
 
 def _aliases(node: fx.Node) -> bool:
     """Whether an operator may give memory of its arguments."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return any(result.alias_info is not None for result in schema_of(node).returns)
 
 
 def _twin(graph: fx.Graph, node: fx.Node, decomposed: Container[Any]) -> fx.Node | None:
     """Inserts what gives the value that a write leaves behind."""
     target, value = node.target, node.meta["val"]
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(target, OpOverload)
     args: tuple[Any, ...] = node.args
     kwargs = dict(node.kwargs)
     if target is _aten.fill_.Scalar:
@@ -84,13 +86,13 @@ def _twin(graph: fx.Graph, node: fx.Node, decomposed: Container[Any]) -> fx.Node
         args = (list(value.shape), args[1])
         kwargs = {"dtype": value.dtype, "device": value.device}
     else:
-        schema = target._schema
+        schema = schema_of(node)
         packet = getattr(_aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-        found = getattr(packet, target._overloadname, None)
+        found = getattr(packet, target._overloadname, None)  # pyright: ignore[reportPrivateUsage]
         writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         if found is None or found in decomposed or writes != [True] + [False] * (len(writes) - 1):
             return None
-        known = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        known = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         result = found(*known[0], **known[1])
         if (result.shape, result.dtype) != (value.shape, value.dtype):
             return None  # a write keeps the dtype of what it writes to

@@ -68,7 +68,11 @@ def _load_best_model(self: Any) -> None:
 
 def _adapter_values(model: Any, folder: str) -> dict[str, Any]:
     """Values of the model's adapter in a checkpoint, by their names in the model."""
-    from peft import get_peft_model_state_dict, load_peft_weights  # the script has imported it
+    # The script has imported it; the environment of the checks may not have it.
+    from peft import (  # pyright: ignore[reportMissingImports]
+        get_peft_model_state_dict,
+        load_peft_weights,
+    )
 
     adapter = model.active_adapters[0]
     beside = Path(folder) / adapter  # all but the adapter named "default" have a folder

@@ -9,17 +9,19 @@ see keeps its numbers.
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateUsage]
+from torch.utils import dlpack
 
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 
 __all__ = [
+    "Device",
     "ImportCache",
     "copy_to_device",
     "from_constant",
@@ -27,6 +29,9 @@ __all__ = [
     "host_view",
     "shared_tensors",
 ]
+
+Device: TypeAlias = Any
+"""`jax.Device`, which is a variable to pyright: jaxlib is compiled, and tells no types."""
 
 _capsule_to_array: Any = getattr(_jax, "dlpack_managed_tensor_to_buffer", None)
 """Not public in jax: takes 8 us for a tensor where `jax.dlpack.from_dlpack` takes 70."""
@@ -52,7 +57,7 @@ def from_constant(value: Any) -> Any:
     return jnp.asarray(_as_numpy(value)) if isinstance(value, torch.Tensor) else value
 
 
-def copy_to_device(tensor: torch.Tensor, device: jax.Device, owned: bool = False) -> jax.Array:
+def copy_to_device(tensor: torch.Tensor, device: Device, owned: bool = False) -> jax.Array:
     """An array with memory of its own, so that the tensor may change while programs run.
 
     A tensor that is owned does not change, and on the CPU its memory becomes the array's.
@@ -66,7 +71,7 @@ def copy_to_device(tensor: torch.Tensor, device: jax.Device, owned: bool = False
     return jax.device_put(_as_numpy(kept if owned else kept.clone()), device)
 
 
-def import_tensor(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+def import_tensor(tensor: torch.Tensor, device: Device) -> jax.Array:
     """An array that shares the tensor's memory, or has a copy where that is not aligned."""
     tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -75,13 +80,13 @@ def import_tensor(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     if is_foreign or not tensor.numel() or tensor.dtype in _WITHOUT_DLPACK:
         return jax.device_put(_as_numpy(tensor.cpu()), device)
     if _capsule_to_array is not None and device.platform == "cpu":
-        return _capsule_to_array(torch.utils.dlpack.to_dlpack(tensor), device, None)
+        return _capsule_to_array(dlpack.to_dlpack(tensor), device, None)
     return jax.dlpack.from_dlpack(tensor)
 
 
 def host_view(array: jax.Array) -> torch.Tensor:
     """Waits; a host tensor for reading only, which shares memory on the CPU."""
-    (found,) = shared_tensors([array], torch.device("cpu"), array.device.platform)
+    (found,) = shared_tensors([array], torch.device("cpu"), _platform(array))
     return found if found.device.type == "cpu" else found.cpu()
 
 
@@ -97,21 +102,26 @@ def shared_tensors(
     """
     jax.block_until_ready(arrays)  # a capsule does not wait
     shares = device.type == ("cuda" if platform == "gpu" else platform)
-    is_host = platform == "cpu" and _array_to_capsule is not None
+    to_capsule = _array_to_capsule if platform == "cpu" else None
     found = []
     for array in arrays:
         if not shares or 0 in array.shape or array.dtype in _ARRAYS_WITHOUT_DLPACK:
             found.append(_as_tensor(np.array(array)).to(device))
-        elif is_host:
-            found.append(torch.utils.dlpack.from_dlpack(_array_to_capsule(array)))
+        elif to_capsule is not None:
+            found.append(dlpack.from_dlpack(to_capsule(array)))
         else:
             found.append(torch.from_dlpack(array))
     return found
 
 
+def _platform(array: jax.Array) -> str:
+    device: Device = array.device  # a sharding, by its type; here arrays are of one device
+    return device.platform
+
+
 def host_copies(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Waits; copies of arrays as host tensors."""
-    if all(array.device.platform == "cpu" for array in arrays):
+    if all(_platform(array) == "cpu" for array in arrays):
         # Copied by PyTorch: threads of the device would do it after the programs that wait there.
         return [view.clone() for view in shared_tensors(arrays, torch.device("cpu"), "cpu")]
     return [_as_tensor(np.array(found)) for found in jax.device_get(list(arrays))]
@@ -176,7 +186,7 @@ class ImportCache:
         shares_memory: whether PyTorch's tensors lie in the same memory.
     """
 
-    def __init__(self, device: jax.Device, shares_memory: bool):
+    def __init__(self, device: Device, shares_memory: bool):
         self._device = device
         self._shares_memory = shares_memory
         self._import = import_tensor if shares_memory else copy_to_device

@@ -22,6 +22,7 @@ from mpxla.comm.xla_queue import Runner
 from mpxla.device.backend import Lowering
 from mpxla.device.fused import FusedExecutable, fuse
 from mpxla.device.pjrt.arrays import (
+    Device,
     ImportCache,
     copy_to_device,
     host_copies,
@@ -217,9 +218,10 @@ class PjrtBackend:
 
     def is_ready(self, buffer: Any) -> bool:
         """Whether an array is computed; a tensor of the host's is."""
-        if isinstance(buffer, jax.Array):
-            return buffer.is_ready()
-        return buffer.device.type == "cpu"
+        if not isinstance(buffer, jax.Array):
+            return buffer.device.type == "cpu"
+        array: Any = buffer  # `is_ready` is missing in jax's type of arrays
+        return array.is_ready()
 
     def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
@@ -337,7 +339,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     if is_known(node.target):
         return ComputePiece
     name = node.target.name() if isinstance(node.target, OpOverload) else ""
-    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+    if not name or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):  # pyright: ignore[reportPrivateUsage]
         raise LoweringError(
             f"{program}: {describe(node)} can run neither on the device nor on the host: it has "
             f"no jax function, PyTorch does not write it with other operators, and has no kernel "
@@ -346,7 +348,7 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     return HostPiece
 
 
-def _find_device(platform: str | None, index: int | None) -> jax.Device:
+def _find_device(platform: str | None, index: int | None) -> Device:
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     try:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of, input_of
 from mpxla.stage.cleanup import replace_call
 
 __all__ = ["has_blas", "prefers_blas", "use_blas"]
@@ -38,10 +39,11 @@ def has_blas() -> bool:
     if importlib.util.find_spec("llvmlite") is None or not library.exists():
         return False
     sgemm = getattr(ctypes.CDLL(str(library)), "sgemm_", None)
-    if sgemm is None:
+    address = None if sgemm is None else ctypes.cast(sgemm, ctypes.c_void_p).value
+    if address is None:
         return False
-    address = _handler(ctypes.cast(sgemm, ctypes.c_void_p).value)
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
+    handler = jax.ffi.pycapsule(_handler(address))
+    jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
     return True
 
 
@@ -83,7 +85,7 @@ def _handler(sgemm: int) -> int:
     start, version, multiply, loop, end = map(
         function.append_basic_block, ("start", "version", "multiply", "loop", "end")
     )
-    build = ir.IRBuilder(start)
+    build: Any = ir.IRBuilder(start)  # llvmlite has no types
 
     def place(address: ir.Value, index: int) -> ir.Value:
         return build.inttoptr(build.add(address, word(8 * index)), word.as_pointer())
@@ -163,24 +165,28 @@ def use_blas(module: fx.GraphModule) -> None:
         last = node if total is None else total
         with graph.inserting_before(last):
             (left, is_left), (right, is_right) = (_before_transposition(graph, n) for n in operands)
-            start = None if total is None else next(n for n in total.args if n.op == "placeholder")
+            start = (
+                None
+                if total is None
+                else next(n for n in arguments_of(total) if n.op == "placeholder")
+            )
             arguments = (left, right, is_left, is_right, start)
-            if bias is not None:
-                product = graph.call_function(_product, arguments)
-                product.meta = dict(node.meta)
         if bias is None:
             replace_call(last, _product, arguments)
-        else:
-            replace_call(node, _aten.add.Tensor, (product, bias))
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(_product, arguments)
+        product.meta = dict(node.meta)
+        replace_call(node, _aten.add.Tensor, (product, bias))
     graph.eliminate_dead_code()
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     """What is added to a product, if anything, and its factors; none if it is no product."""
     if node.target in (_aten.mm.default, _aten.bmm.default):
-        return None, node.args
+        return None, arguments_of(node)
     if node.target in (_aten.addmm.default, _aten.baddbmm.default) and not node.kwargs:
-        return node.args[0], node.args[1:3]
+        return input_of(node), arguments_of(node)[1:3]
     return None, ()
 
 
@@ -213,11 +219,11 @@ def _before_transposition(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, bool
     """A matrix, or the matrix that it is the transpose of; of batches likewise."""
     value, found = node.meta["val"], node
     # Batches with several dimensions are expanded by nothing and then made one dimension.
-    while found.target in _BATCHING and _has_matrices(found.args[0], value):
-        found = found.args[0]
+    while found.target in _BATCHING and _has_matrices(input_of(found), value):
+        found = input_of(found)
     if not _is_transposition(found):
         return node, False
-    source = found.args[0]
+    source = input_of(found)
     if found is node:
         return source, True
     shape = [*value.shape[:-2], value.shape[-1], value.shape[-2]]
@@ -243,10 +249,10 @@ def _is_transposition(node: fx.Node) -> bool:
         return True
     rank = node.meta["val"].ndim
     if node.target == _aten.transpose.int:
-        return {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1}
+        return {dim % rank for dim in arguments_of(node)[1:]} == {rank - 2, rank - 1}
     if node.target == _aten.permute.default:
         swapped = [*range(rank - 2), rank - 1, rank - 2]
-        return rank >= 2 and [dim % rank for dim in node.args[1]] == swapped
+        return rank >= 2 and [dim % rank for dim in arguments_of(node)[1]] == swapped
     return False
 
 

@@ -13,18 +13,20 @@ import jax
 import numpy as np
 from torch import fx
 
+from mpxla.device.pjrt.arrays import Device
 from mpxla.device.pjrt.blas import prefers_blas, use_blas
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.spec import TensorSpec
 
 Started = collections.deque[weakref.ref[jax.Array]]
 
 __all__ = ["PjrtExecutable", "compile_flat"]
 
-_OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
+_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
 """Of the compiler, by platform. XLA's 256 bits take twice as long for GELU where 512 are there."""
 
 
@@ -53,7 +55,7 @@ class PjrtExecutable:
         num_inputs: int,
         is_random: bool,
         text: str,
-        device: jax.Device,
+        device: Device,
         started: Started,
     ):
         self._device = device
@@ -83,7 +85,7 @@ class PjrtExecutable:
             self._started.append(weakref.ref(computed[-1]))
         if self._is_plain:
             return list(computed)
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+        return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
     def text(self) -> str:
         """The program's StableHLO, for reading only."""
@@ -97,7 +99,7 @@ def compile_flat(
     donated: Collection[int],
     keep_text: bool,
     key_kind: str,
-    device: jax.Device,
+    device: Device,
     started: Started,
 ) -> PjrtExecutable:
     """Compiles a flat graph.
@@ -154,11 +156,10 @@ def compile_flat(
 def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:
     """Which results the program computes, and where each of the graph's results is found."""
     place = {n: i for i, n in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
     computed: list[int] = []
     number: dict[fx.Node, int] = {}
     results: list[int | tuple[int]] = []
-    for i, node in enumerate(output.args[0]):
+    for i, node in enumerate(outputs_of(module.graph)):
         if node in place:
             results.append((place[node],))
             continue

@@ -27,6 +27,7 @@ from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
 from mpxla.graph.stepgraph import describe
+from mpxla.graph.typed import arguments_of
 
 __all__ = [
     "as_function",
@@ -61,7 +62,7 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
 
     Dropout is among them: written as a product with a mask, it can be computed again from that.
     """
-    table = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
+    table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
     return {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
 
 
@@ -159,7 +160,7 @@ class _Evaluation:
             elif node.op == "get_attr":
                 values[node] = from_constant(_attribute(self._module, str(node.target)))
             elif node.op == "output":
-                return list(fx.map_arg(node.args[0], values.__getitem__))
+                return list(fx.map_arg(arguments_of(node)[0], values.__getitem__))
             else:
                 values[node] = self._run(node, values)
         raise AssertionError("a graph ends with its output")
@@ -195,7 +196,7 @@ class _Evaluation:
 
 def _as_arrays(target: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Numbers as arrays where the operator wants a tensor."""
-    wanted = target._schema.arguments
+    wanted = target._schema.arguments  # pyright: ignore[reportPrivateUsage]
     if not any(type(a) in (bool, int, float, complex) for a in args[:1]):
         return args
     if wanted and str(wanted[0].type) == "Tensor":

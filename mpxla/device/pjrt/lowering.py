@@ -1,7 +1,8 @@
 """How stages are lowered for jax: on fake tensors of the processor, in plain operators."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,15 +36,16 @@ def make_lowering(is_host: bool) -> Lowering:
 
 
 @contextlib.contextmanager
-def _plain_operators(is_differentiated: bool) -> Iterator[None]:
+def _plain_operators(is_differentiated: bool) -> Generator[None]:
     """Attention as products and softmax, and none of the processor's own fused kernels."""
     # Not `mkldnn.flags`: it sets what only Intel's GPUs have, too, and warns of that.
-    was_enabled, *_ = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
+    set_flags: Any = torch.backends.mkldnn.set_flags
+    was_enabled, *_ = set_flags(_enabled=False, _fp32_precision=None)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mkldnn.set_flags(_enabled=was_enabled, _fp32_precision=None)
+        set_flags(_enabled=was_enabled, _fp32_precision=None)
 
 
 def _as_it_is(module: fx.GraphModule) -> None:

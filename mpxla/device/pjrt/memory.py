@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from mpxla.device.pjrt.arrays import Device
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError
 
@@ -17,7 +18,7 @@ _NUM_KINDS = 8
 
 
 @contextlib.contextmanager
-def explained(doing: str, device: jax.Device, program: Any = None) -> Generator[None]:
+def explained(doing: str, device: Device, program: Any = None) -> Generator[None]:
     """Makes the runtime's errors of full memory say what needs memory and what holds it.
 
     Programs run asynchronously: the error of one may show up where its results are waited for.
@@ -38,16 +39,16 @@ def explained(doing: str, device: jax.Device, program: Any = None) -> Generator[
         raise MpxlaError(_text(doing, device, program, str(error))) from error
 
 
-def counters(device: jax.Device) -> dict[str, int] | None:
+def counters(device: Device) -> dict[str, int] | None:
     """Bytes that the device counts (`bytes_used`, `bytes_limit`, ...); None if it does not."""
-    found = device.memory_stats()
+    found: dict[str, int] | None = device.memory_stats()
     if not found:
         return None
     names: dict[str, str] = {"bytes_in_use": "bytes_used", "peak_bytes_in_use": "peak_bytes_used"}
     return {names.get(key, key): int(value) for key, value in found.items()}
 
 
-def _text(doing: str, device: jax.Device, program: Any, cause: str) -> str:
+def _text(doing: str, device: Device, program: Any, cause: str) -> str:
     rank, lines = read_environment().rank, []
     lines.append(f"rank {rank}: the memory of its device ({device}) is full, while {doing}.")
     if program is not None:
@@ -72,7 +73,7 @@ def _text(doing: str, device: jax.Device, program: Any, cause: str) -> str:
     return "\n".join(lines)
 
 
-def _arrays(device: jax.Device) -> list[str]:
+def _arrays(device: Device) -> list[str]:
     counts: collections.Counter[str] = collections.Counter()
     total: collections.Counter[str] = collections.Counter()
     for array in jax.live_arrays():

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch import fx
 from torch_xla import runtime
 
 from mpxla.comm.host import HostTransport
@@ -63,7 +64,7 @@ class TorchXlaBackend:
     def compile(
         self,
         name: str,
-        graph: torch.nn.Module,
+        graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         keep_text: bool = False,

@@ -50,7 +50,7 @@ from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Executable", "compile_graph", "num_compilations"]
 
-_xla = torch_xla._XLAC
+_xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 _TICKET = TensorSpec((), torch.int32)
 
 
@@ -71,7 +71,7 @@ class Executable:
     host_operators: tuple[str, ...] = ()
 
     # The ticket that the next program takes; None before the first one and after a failure.
-    _next_ticket: ClassVar[torch.Tensor | None] = None
+    next_ticket: ClassVar[torch.Tensor | None] = None
 
     def __init__(
         self,
@@ -103,20 +103,21 @@ class Executable:
             computed = self._run_in_order(arguments, seed)
         else:
             computed = _xla._run_cached_graph(self._hash, self._buffers(arguments, seed))
-        return [computed[r] if type(r) is int else arguments[r[0]] for r in self._results]
+        return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
     def _buffers(
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
         return [
-            arguments[s] if type(s) is int else (seed if s is None else s) for s in self._sources
+            arguments[s] if isinstance(s, int) else (seed if s is None else s)
+            for s in self._sources
         ]
 
     def _run_in_order(
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """Takes a ticket and leaves one."""
-        ticket = Executable._next_ticket
+        ticket = Executable.next_ticket
         if ticket is None:
             ticket = _new_ticket()
         try:
@@ -124,13 +125,13 @@ class Executable:
         except RuntimeError:
             # A program that failed on its way has left a ticket that never becomes ready.
             computed = self._run(arguments, seed, _new_ticket())
-        Executable._next_ticket = computed.pop()
+        Executable.next_ticket = computed.pop()
         return computed
 
     def _run(
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None, ticket: torch.Tensor
     ) -> list[torch.Tensor]:
-        Executable._next_ticket = None
+        Executable.next_ticket = None
         return _xla._run_cached_graph(self._hash, self._buffers([*arguments, ticket], seed))
 
     def text(self) -> str:
@@ -279,7 +280,7 @@ def _kind_of(node: fx.Node) -> type[Piece]:
     if not needs_host(node) and not _is_complex(node):
         return ComputePiece
     name = cast(OpOverload, node.target).name()
-    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):  # pyright: ignore[reportPrivateUsage]
         raise LoweringError(
             f"{describe(node)} can run neither on the XLA device nor on the host: PyTorch has no "
             f"kernel of it for the CPU. Write it with other operators, or register a kernel."
@@ -351,8 +352,8 @@ def _compile_whole(
     torch_xla.sync()
     xm.wait_device_ops()
     arguments = to_device([torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs], device)
-    if is_ordered and Executable._next_ticket is None:
-        Executable._next_ticket = arguments[-1]
+    if is_ordered and Executable.next_ticket is None:
+        Executable.next_ticket = arguments[-1]
     argument_of_id = {_xla._xla_get_tensor_id(a): i for i, a in enumerate(arguments)}
     torch_xla.sync()
     xm.wait_device_ops()

@@ -1,7 +1,7 @@
 """How stages are lowered for torch_xla: on fake tensors of its device, with its corrections."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ def make_lowering(is_host: bool) -> Lowering:
 
 
 @contextlib.contextmanager
-def _dispatched(is_differentiated: bool) -> Iterator[None]:
+def _dispatched(is_differentiated: bool) -> Generator[None]:
     with composed_derivatives(is_differentiated), host_shapes():
         yield
 

@@ -86,7 +86,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def make_ready(tensors: Iterable[torch.Tensor]) -> None:
     """Starts pending lazy computation of these tensors, so that programs can take them."""
-    listed = [t for t in tensors if t.is_xla]
+    listed = [t for t in tensors if t.device.type == "xla"]
     if not listed:
         return
     is_pending = _xla._check_tensor_need_materialization(listed)

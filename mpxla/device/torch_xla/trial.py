@@ -52,7 +52,7 @@ def has_code(op: OpOverload) -> bool:
     """
     if op.name() in _NEVER_TRACED:
         return False
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
     keys = (*_COMPOSED, *_EXPLICIT) if op.name().startswith(_TORCHS) else _COMPOSED
     return any(has_kernel(op.name(), key) for key in keys)
 

@@ -251,5 +251,5 @@ def _first_lines(error: BaseException) -> str:
 
 def _forget_pending() -> None:
     """Drops what a failed trace has left behind, and the ticket that a failed program kept."""
-    Executable._next_ticket = None
+    Executable.next_ticket = None
     torch_xla._XLAC._clear_pending_irs("xla:0")

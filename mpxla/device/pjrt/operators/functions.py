@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,4 +193,5 @@ def _upper_gamma(shape: jax.Array, x: jax.Array) -> jax.Array:
 @implements("mvlgamma")
 def _multivariate_lgamma(x: jax.Array, p: int) -> jax.Array:
     x = as_float(x)[0]
-    return sum(special.gammaln(x - i / 2) for i in range(p)) + p * (p - 1) / 4 * math.log(math.pi)
+    total: Any = sum(special.gammaln(x - i / 2) for i in range(p))
+    return total + p * (p - 1) / 4 * math.log(math.pi)

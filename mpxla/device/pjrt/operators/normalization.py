@@ -273,7 +273,9 @@ def _batch_norm_backward(
     wide = _wide(gradient)
     mean, scale = saved_mean, saved_scale
     if not training:
+        assert running_mean is not None and running_var is not None
         mean, scale = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+    assert mean is not None and scale is not None
     scale = _by_channel(scale, x)
     normalized = (_wide(x) - _by_channel(mean, x)) * scale
     of_x = of_weight = of_bias = None

@@ -80,8 +80,8 @@ def _pick(
     shape = list(values.shape)
     shape[dim % values.ndim] = 1
     index = jnp.broadcast_to(index, shape)
-    found = [jnp.take_along_axis(v, index, dim) for v in (values, places)]
-    return tuple(v if keepdim else jnp.squeeze(v, dim) for v in found)
+    values, places = (jnp.take_along_axis(v, index, dim) for v in (values, places))
+    return (values, places) if keepdim else (jnp.squeeze(values, dim), jnp.squeeze(places, dim))
 
 
 def _median_along(

@@ -6,6 +6,7 @@ A window is read offset by offset, each as a strided slice of the padded input: 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,14 @@ class _Windows:
         ceil: whether windows may go over the end.
     """
 
-    def __init__(self, shape: Sequence[int], settings: Sequence[Sizes], ceil: bool):
+    def __init__(self, shape: Sequence[int], settings: Sequence[Any], ceil: bool):
         rank = len(shape)
         self.shape = tuple(shape)
         window, stride, padding, dilation = settings
         self.window = _spread(window, rank)
-        is_given = not (isinstance(stride, Sequence) and not len(stride)) and stride is not None
-        self.stride = _spread(stride, rank) if is_given else self.window
+        if stride is None or (isinstance(stride, Sequence) and not len(stride)):
+            stride = window
+        self.stride = _spread(stride, rank)
         self.padding = _spread(padding, rank)
         self.dilation = _spread(dilation, rank)
         parts = zip(shape, self.window, self.stride, self.padding, self.dilation, strict=True)

@@ -14,7 +14,7 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from mpxla.comm.transport import Group
-from mpxla.comm.xla_programs import Program
+from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.device.torch_xla.collectives.programs import trace, upload
 from mpxla.errors import TopologyError
 
@@ -56,7 +56,7 @@ class DeviceRunner:
     def meet(self, ranks: Group, what: str, purpose: str, text: str) -> None:
         """Nothing: the program itself is where its members meet."""
 
-    def lower(self, program: Program) -> _Compiled:
+    def lower(self, program: Program | GraphProgram) -> _Compiled:
         """Traces and compiles a program.
 
         Raises:

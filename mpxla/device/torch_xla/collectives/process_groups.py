@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 
 from mpxla.errors import MpxlaError
 
@@ -56,7 +57,7 @@ class DeviceCollectives:
     def close(self) -> None:
         """Gives torch its own kernels back."""
         for library in self._libraries:
-            library._destroy()
+            library._destroy()  # pyright: ignore[reportPrivateUsage]
 
     def _kernel(self, operator: Any) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -122,7 +123,7 @@ def _functional_kernel(operator: Any) -> Callable[..., Any]:
 
 def _to_host(value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "xla":
-        if isinstance(value, torch._subclasses.FakeTensor):
+        if isinstance(value, FakeTensor):
             raise MpxlaError("a collective of torch.distributed was called while a step is traced.")
         host = value.detach().cpu()
         copies.append((value, host))

@@ -53,7 +53,8 @@ class Traced(NamedTuple):
 
     def stablehlo_bytes(self) -> bytes:
         """The program as a portable artifact of StableHLO."""
-        return xm.get_stablehlo_bytecode(self.outputs)
+        outputs: Any = self.outputs  # torch_xla's type wants one tensor, and its code several
+        return xm.get_stablehlo_bytecode(outputs)
 
 
 def upload(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

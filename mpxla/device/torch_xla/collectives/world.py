@@ -17,6 +17,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+from torch._subclasses import FakeTensor
 
 from mpxla.comm.transport import Transport
 from mpxla.env import set_variables
@@ -100,7 +101,7 @@ class XlaWorld:
 
         All ranks take part, whatever the groups: nobody has to make process groups for them.
         """
-        if isinstance(value, torch._subclasses.FakeTensor):
+        if isinstance(value, FakeTensor):
             raise MpxlaError("a collective of torch_xla was called while a step is traced.")
         host = value.detach().cpu().contiguous()
         everyone = self._transport.all_gather(host, self._world).result()

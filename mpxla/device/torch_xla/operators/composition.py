@@ -11,7 +11,7 @@ values there than elsewhere, so that they are traced as on the host.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ _KEPT = ("aten::_", "aten::empty", "aten::silu_backward")
 
 
 @contextlib.contextmanager
-def composed_derivatives(is_differentiated: bool = True) -> Iterator[None]:
+def composed_derivatives(is_differentiated: bool = True) -> Generator[None]:
     """Composes what PyTorch composes, under `enable_python_dispatcher`, on tensors of XLA.
 
     Without differentiation only what fails otherwise is composed.
@@ -47,22 +47,21 @@ def composed_derivatives(is_differentiated: bool = True) -> Iterator[None]:
     for op, kernel in kernels.items():
         if _KEY not in op.py_kernels:
             op.py_kernels[_KEY] = kernel
-            op._dispatch_cache.clear()
+            op._dispatch_cache.clear()  # pyright: ignore[reportPrivateUsage]
             added.append(op)
     try:
         yield
     finally:
         for op in added:
             del op.py_kernels[_KEY]
-            op._dispatch_cache.clear()
+            op._dispatch_cache.clear()  # pyright: ignore[reportPrivateUsage]
 
 
 def _composition(op: OpOverload) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if op is torch.ops.aten.max_pool2d.default and not _is_dilated(*args, **kwargs):
-            return op._op_dk(
-                _KEY, *args, **kwargs
-            )  # torch_xla's derivative, which needs no indices
+            # torch_xla's derivative needs no indices.
+            return op._op_dk(_KEY, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
         return op.decompose(*args, **kwargs)
 
     return run
@@ -81,7 +80,7 @@ def _is_dilated(
 
 def _composed(is_differentiated: bool) -> list[OpOverload]:
     """Operators that PyTorch composes and for which torch_xla has a kernel."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
     own = {*registered("AutogradXLA"), *(registered("XLA") if is_differentiated else ())}
     names = sorted(own & set(registered("CompositeImplicitAutograd")))
     names = [n for n in names if n.startswith("aten::") and not n.startswith(_KEPT)]
@@ -91,7 +90,7 @@ def _composed(is_differentiated: bool) -> list[OpOverload]:
 
 
 @contextlib.contextmanager
-def host_shapes() -> Iterator[None]:
+def host_shapes() -> Generator[None]:
     """Gives fake results of host operators the shapes that they have on the host.
 
     The rule stands first in PyTorch's list of such rules, and is taken out again.

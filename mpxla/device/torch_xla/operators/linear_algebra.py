@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mpxla.graph.typed import input_of
 from mpxla.stage.cleanup import replace_call
 
 __all__ = ["FACTORIZATIONS", "correct_factorizations"]
@@ -28,7 +29,7 @@ def correct_factorizations(module: fx.GraphModule) -> None:
             fake tensors have the shapes that the device should give.)
     """
     for node in list(module.graph.nodes):
-        if node.target is _aten._linalg_svd.default and node.args[0].meta["val"].dim() > 2:
+        if node.target is _aten._linalg_svd.default and input_of(node).meta["val"].dim() > 2:
             replace_call(node, _batched_svd, node.args, node.kwargs)
     module.graph.lint()
     module.recompile()
@@ -86,7 +87,7 @@ def _cholesky_ex(
 
 
 def _cholesky(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    found = _cholesky_ex(a, upper)
+    found: Any = _cholesky_ex(a, upper)
     return found if found is NotImplemented else found[0]
 
 

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._functorch._aot_autograd.graph_capture_wrappers import (
     set_partitioner_tag_must_be_in_backward,
 )
+from torch.fx.traceback import has_preserved_node_meta
+
+from mpxla.graph.typed import Function
 
 __all__ = ["group_norm", "instance_norm", "layer_norm"]
 
@@ -109,7 +111,7 @@ def instance_norm(
     )
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     """y = (x - mean) * rstd * weight + bias."""
 
     @staticmethod
@@ -153,6 +155,7 @@ class _LayerNorm(torch.autograd.Function):
                 x.dtype
             )
         if ctx.needs_input_grad[1]:
+            assert weight is not None
             d_weight = _sum(wide * normal, rows).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             d_bias = _sum(wide, rows).to(ctx.bias_dtype)
@@ -164,7 +167,7 @@ def _in_backward() -> contextlib.AbstractContextManager[Any]:
 
     Saved values would be of the same size as `x`, which exists anyway.
     """
-    if fx.traceback.has_preserved_node_meta():
+    if has_preserved_node_meta():
         return set_partitioner_tag_must_be_in_backward()
     return contextlib.nullcontext()
 

@@ -81,7 +81,8 @@ def _max_pool_with_indices(num_dims: int) -> Callable[..., tuple[torch.Tensor, t
         ceil_mode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         settings = (kernel_size, stride or kernel_size, padding, dilation)
-        rows = zip(x.shape[-num_dims:], *(_wide(s, num_dims) for s in settings), strict=True)
+        kernels, steps, margins, gaps = (_wide(s, num_dims) for s in settings)
+        rows = zip(x.shape[-num_dims:], kernels, steps, margins, gaps, strict=True)
         return _largest(x, [_strided_windows(*row, ceil_mode, x.device) for row in rows])
 
     return pool
@@ -150,7 +151,8 @@ def _avg_pool(num_dims: int, original: Any) -> Callable[..., torch.Tensor]:
             rest = (ceil_mode, count_include_pad)
             return original(x, kernel_size, stride, padding, *rest)
         settings = (kernel_size, stride or kernel_size, padding)
-        rows = zip(x.shape[-num_dims:], *(_wide(s, num_dims) for s in settings), strict=True)
+        kernels, steps, gaps = (_wide(s, num_dims) for s in settings)
+        rows = zip(x.shape[-num_dims:], kernels, steps, gaps, strict=True)
         for dim, (size, kernel, step, gap) in enumerate(rows, start=-num_dims):
             window = (size, kernel, step, gap, 1, ceil_mode, x.device)
             positions, is_inside = _strided_windows(*window)

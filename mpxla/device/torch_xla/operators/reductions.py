@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mpxla.graph.typed import arguments_of
 from mpxla.stage.cleanup import replace_call
 
 __all__ = ["expand_reductions", "row_max", "row_sum"]
@@ -68,19 +69,19 @@ def _call_for(node: fx.Node) -> _Call | None:
     tensors = [n.meta["val"] for n in (node, *node.all_input_nodes)]
     if any(t.dtype is not torch.float32 or not t.numel() for t in tensors):
         return None
-    shape = tensors[1].shape
+    shape, arguments = tensors[1].shape, arguments_of(node)
     if node.target in _SOFTMAXES:
         function, num_tensors = _SOFTMAXES[node.target]
-        is_row = shape and node.args[num_tensors] % len(shape) == len(shape) - 1
+        is_row = shape and arguments[num_tensors] % len(shape) == len(shape) - 1
         if not is_row or not _WINDOW < shape[-1] <= _LONGEST_ROW:
             return None
-        return function, node.args[:num_tensors]
-    dims = sorted(d % len(shape) for d in node.args[1] or ()) if shape and node.args[1:] else []
+        return function, arguments[:num_tensors]
+    dims = sorted(d % len(shape) for d in arguments[1] or ()) if shape and arguments[1:] else []
     count = math.prod(shape[d] for d in dims)
     is_row = len(dims) < len(shape) and dims == list(range(len(shape) - len(dims), len(shape)))
     if not is_row or not _WINDOW < count <= _LONGEST_ROW:
         return None
-    return _REDUCTIONS[node.target], (node.args[0], len(dims), list(tensors[0].shape))
+    return _REDUCTIONS[node.target], (arguments[0], len(dims), list(tensors[0].shape))
 
 
 # --- rows ----------------------------------------------------------------------------------------

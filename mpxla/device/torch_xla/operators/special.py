@@ -1,7 +1,6 @@
-"""The gamma function's logarithm and its derivatives, which torch_xla 2.9 does not lower.
+"""The gamma function's logarithm and its derivative, which torch_xla 2.9 does not lower.
 
-`lgamma` and `digamma` are Lanczos' approximation with g = 7, as XLA's client library has it; the
-derivative of `digamma` is the zeta function of Hurwitz, by Euler and Maclaurin. Errors are those of
+Both are Lanczos' approximation with g = 7, as XLA's client library has it. Errors are those of
 float32.
 """
 
@@ -23,9 +22,6 @@ _OTHERS = (
     9.984369578019570859563e-6,
     1.50563273514931155834e-7,
 )
-# B_2k / (2k)!
-_BERNOULLI = (1 / 12, -1 / 720, 1 / 30240, -1 / 1209600, 1 / 47900160)
-_NUM_TERMS = 10
 
 
 def _reflected(x: torch.Tensor) -> torch.Tensor:
@@ -63,25 +59,3 @@ def digamma(x: torch.Tensor) -> torch.Tensor:
     values = torch.where(x < 0.5, mirrored, y)
     values = torch.where((x < 0) & (x == x.floor()), torch.nan, values)
     return torch.where(x == 0, -1 / x, values)
-
-
-def _zeta(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """sum over k of (x + k) ** -s, for s > 1 and x > 0."""
-    total = torch.zeros_like(s * x)
-    for k in range(_NUM_TERMS):
-        total = total + (x + k) ** -s
-    end = x + _NUM_TERMS
-    power = end**-s
-    total = total + power * end / (s - 1) + power / 2
-    rising = s / end
-    for k, factor in enumerate(_BERNOULLI):
-        total = total + factor * rising * power
-        rising = rising * (s + 2 * k + 1) * (s + 2 * k + 2) / (end * end)
-    return total
-
-
-def _trigamma(x: torch.Tensor) -> torch.Tensor:
-    is_mirrored = x < 0.5
-    values = _zeta(torch.full_like(x, 2.0), torch.where(is_mirrored, 1 - x, x))
-    sine = torch.sin(math.pi * x)
-    return torch.where(is_mirrored, (math.pi / sine) ** 2 - values, values)

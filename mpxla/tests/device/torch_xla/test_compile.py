@@ -177,10 +177,10 @@ def run_in_order():
     from mpxla.device.torch_xla.compile import Executable
 
     programs = [compiled(Mixed(), (3,), (5,), (3,)), compiled(Draw(), (2,))]
-    before = Executable._next_ticket.item()
+    before = Executable.next_ticket.item()
     programs[0](on_device(torch.ones(3), torch.zeros(5), torch.ones(3)))
     results = programs[1](on_device(torch.ones(2)), on_device(torch.tensor(3))[0])
-    return before, Executable._next_ticket.item(), len(results)
+    return before, Executable.next_ticket.item(), len(results)
 
 
 def test_every_program_waits_for_the_one_before():

@@ -1,0 +1,41 @@
+"""Parts of torch under the types that they have in this package.
+
+To torch, an argument of a node may be almost anything, and what a node calls any function or name.
+In a graph of ATen operators the schema of the operator says more than that, which no type can.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+__all__ = ["Function", "arguments_of", "input_of", "outputs_of", "schema_of", "target_of"]
+
+Function: Any = torch.autograd.Function
+"""By torch's type `backward` takes any number of gradients, and `apply` may give None."""
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """Positional arguments of a node."""
+    return node.args
+
+
+def input_of(node: fx.Node) -> fx.Node:
+    """The first argument of a node, which is a node for most operators."""
+    return cast(fx.Node, node.args[0])
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns: nodes, and None in graphs that may give nothing in a place."""
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    return list(arguments_of(output)[0])
+
+
+def schema_of(node: fx.Node) -> torch.FunctionSchema:
+    """The schema of the operator that a node calls."""
+    return target_of(node)._schema
+
+
+def target_of(node: fx.Node) -> Any:
+    """The operator or function that a node calls."""
+    return node.target
