@@ -1,5 +1,6 @@
 """Capture: roles of inputs and outputs, what modes mean, and what is refused."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,21 @@ def test_refused(function, text):
     assert current_recorder() is None
     assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu"
     capture(model, lambda leaves: model(leaves[0]))
+
+
+def multiply_by_wrong_shape(leaves, model):
+    return model(leaves[0]) @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize("function", [branch, multiply_by_wrong_shape])
+def test_torch_says_nothing_beside_the_error(function, capfd, monkeypatch):
+    said = []
+    for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setattr(logging.getLogger(name), "handle", said.append)
+    model = nn.Linear(6, 1)
+    with pytest.raises(CaptureError):
+        capture(model, lambda leaves: function(leaves, model))
+    assert (capfd.readouterr(), said) == (("", ""), [])
 
 
 def test_trainable_parameter_outside_of_the_model_is_refused():
