@@ -304,7 +304,15 @@ def _connect(
         carrier: HostTransport | LoopbackTransport = LoopbackTransport(to_host=backend.view)
         transport: Any = carrier
     else:
-        carrier = HostTransport(env.rank, env.world_size, lifeline, backend.view, key=key)
+        carrier = HostTransport(
+            env.rank,
+            env.world_size,
+            lifeline,
+            backend.view,
+            backend.is_ready,
+            key=key,
+            address=lifeline.address,
+        )
         _check_configs(config, env, backend, Objects(carrier, DATA))
         transport = _open_transport(config, carrier, lifeline, topology, backend)
     group_lists = {kind: topology.groups(kind) for kind in CommGroup}

@@ -20,7 +20,7 @@ from typing import Any
 
 from mpxla.errors import PeerFailure
 
-__all__ = ["MAX_HELLO_BYTES", "Stranger", "answer_hello", "introduce", "new_nonce"]
+__all__ = ["MAX_HELLO_BYTES", "Stranger", "answer_hello", "introduce", "new_nonce", "welcome"]
 
 MAX_HELLO_BYTES = 4096
 """Longest message of somebody who has not proved anything yet."""
@@ -66,7 +66,35 @@ def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tu
     return rank, home, _prove(key, "welcome", rank, nonce, challenge)
 
 
-def introduce(connection: socket.socket, key: bytes, rank: int, home: str) -> None:
+def welcome(connection: socket.socket, key: bytes, world_size: int) -> int:
+    """Lets the end that connected prove its rank, and proves this end; waits for it.
+
+    Args:
+        connection: New, with a timeout. Not a byte behind the hello is read.
+        key: Of the session.
+        world_size: Number of ranks.
+
+    Returns:
+        The rank.
+
+    Raises:
+        Stranger: It has not proved to be a rank of this job.
+        OSError: It hung up, or said nothing in time.
+    """
+    challenge = new_nonce()
+    _send_line(connection, type="challenge", nonce=challenge)
+    try:
+        hello = _read_line(connection)
+    except (ValueError, RecursionError) as error:
+        raise Stranger("what it said is no greeting") from error
+    rank, _, proof = answer_hello(key, hello, challenge, world_size)
+    _send_line(connection, type="welcome", proof=proof)
+    return rank
+
+
+def introduce(
+    connection: socket.socket, key: bytes, rank: int, home: str, other: str = "rank 0"
+) -> None:
     """Proves this rank to the end that accepted, and lets it prove itself.
 
     Args:
@@ -74,39 +102,47 @@ def introduce(connection: socket.socket, key: bytes, rank: int, home: str) -> No
         key: Of the session.
         rank: Of this process.
         home: Where it runs, for texts.
+        other: Who should be at the other end, for texts.
 
     Raises:
         PeerFailure: The other end refuses, or cannot prove that it belongs to the job.
     """
     where = "{} port {}".format(*connection.getpeername()[:2])
     try:
-        challenge = _read_line(connection).get("nonce")
+        challenge = _read_message(connection).get("nonce")
         nonce = new_nonce()
         proof = _prove(key, "hello", rank, str(challenge), nonce)
-        hello = {"type": "hello", "rank": rank, "home": home, "nonce": nonce, "proof": proof}
-        connection.sendall(json.dumps(hello).encode() + b"\n")
-        welcome = _read_line(connection).get("proof")
+        _send_line(connection, type="hello", rank=rank, home=home, nonce=nonce, proof=proof)
+        answer = _read_message(connection).get("proof")
     except (OSError, ValueError, RecursionError) as error:
         raise PeerFailure(
             f"rank {rank} connected to {where}, which did not take it for a rank of this job "
-            f"({error}). Look at the output of rank 0, and see that nothing else uses that port."
+            f"({error}). Look at the output of {other}, and see that nothing else uses that port."
         ) from error
-    if not _is_equal(str(welcome), _prove(key, "welcome", rank, nonce, str(challenge))):
+    if not _is_equal(str(answer), _prove(key, "welcome", rank, nonce, str(challenge))):
         raise PeerFailure(
             f"rank {rank} connected to {where}, where somebody answered who does not know the "
             f"secret of this job. See docs/security.md."
         )
 
 
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    """One message, byte by byte: what follows it belongs to somebody else."""
+def _send_line(connection: socket.socket, **message: Any) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """One line, byte by byte: what follows it belongs to somebody else."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) > MAX_HELLO_BYTES:
             raise ValueError("it hung up" if not byte else "no greeting")
         line += byte
-    message = json.loads(line)
+    return bytes(line)
+
+
+def _read_message(connection: socket.socket) -> dict[str, Any]:
+    message = json.loads(_read_line(connection))
     if not isinstance(message, dict):
         raise ValueError("no greeting")
     return message

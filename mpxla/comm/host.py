@@ -1,4 +1,4 @@
-"""Communication between processes through host memory, by gloo.
+"""Communication between processes through host memory: messages by TCP, collectives by gloo.
 
 The default where several processes use XLA on CPU, and the carrier of objects everywhere. Tensors
 on a device are copied to the host by a background thread, so the caller never waits for them.
@@ -11,10 +11,12 @@ This file knows gloo and threads; it must not know stages, schedules or the sess
 
 import atexit
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -23,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from mpxla.comm.by_host import GatherByHost, rows_by_host
+from mpxla.comm.door import Door, connect
 from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.packing import Spec, as_bytes, copy_to_host, describe
 from mpxla.comm.quiet import without_gloos_lines
 from mpxla.comm.seal import Seal
-from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted, interrupt
+from mpxla.comm.streams import MAX_CHANNEL_BYTES, Inbox, Outbox, Posted
 from mpxla.comm.transport import (
     Group,
     Use,
@@ -46,8 +49,9 @@ __all__ = ["HostTransport"]
 _GLOO_TIMEOUT = timedelta(days=7)
 _FAREWELL_S = 2.0
 _ABORT_S = 2.0
-# Streams have others, in the same process group.
 _SWAP_TAG = 4
+_UNUSED_TAG = 3
+_MAX_ADDRESS_BYTES = 64
 _FIRST_LOOK_S = 0.002
 _LONGEST_LOOK_S = 0.05
 
@@ -122,6 +126,22 @@ def _swap(
     return wait
 
 
+def _is_on_host(tensor: Any) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _interrupt(group: dist.ProcessGroup) -> None:
+    """Makes all communication of a process group fail at once, in all threads of this process.
+
+    A receive that times out closes all connections of its group; gloo has no other way.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                nothing = [torch.empty(1, dtype=torch.uint8)]
+                group.recv(nothing, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
 class HostTransport:
     """The transport of one process of a world of processes; see `transport.Transport`."""
 
@@ -131,10 +151,12 @@ class HostTransport:
         world_size: int,
         watch: FailureWatch,
         to_host: Callable[[Any], torch.Tensor] = copy_to_host,
+        is_ready: Callable[[Any], bool] = _is_on_host,
         *,
         key: bytes,
+        address: str,
     ) -> None:
-        """Makes the process groups. Every rank constructs it, at the same point.
+        """Makes the process groups and opens the door. Every rank constructs it, at the same point.
 
         `torch.distributed` must be initialised with all ranks, by whatever backend.
 
@@ -144,11 +166,15 @@ class HostTransport:
             watch: The process's lifeline.
             to_host: Waits for a tensor and gives it in host memory, perhaps shared; called by
                 background threads.
+            is_ready: Whether `to_host` would give a tensor without waiting.
             key: Of the session; see `secret`.
+            address: Of this process's host, by which the others reach it.
         """
         self.bytes_sent = 0
         self.seal = Seal(rank, key)
         self._to_host = to_host
+        self._is_ready = is_ready
+        self._key = key
         self.rank = rank
         self.world_size = world_size
         self.watch = watch
@@ -157,14 +183,14 @@ class HostTransport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._is_closed = False
-        # A group has a thread that wakes up a hundred times per second (torch 2.9), so one carries
-        # the streams and the collectives of the world.
         self._world_group = self._new_group(self._world)
         self._collectives: dict[Group, _Collectives] = {
             (rank,): _Collectives((rank,), None, watch),
             self._world: _Collectives(self._world, self._world_group, watch),
         }
         self._by_host: dict[Group, GatherByHost] = {}
+        self._door = Door(rank, world_size, address, key, self._take_in)
+        self._addresses = self._exchange(self._door.address)
         atexit.register(self._abort)
 
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
@@ -343,10 +369,8 @@ class HostTransport:
 
     def _flush(self, timeout_s: float) -> None:
         for peer in self._world:
-            if peer != self.rank:
-                # An inbox ends by the peer's farewell, so both directions have to exist.
-                self._outbox(peer).finish(is_orderly=True)
-                self._inbox(peer)
+            if peer in self._outboxes:
+                self._outboxes[peer].finish(is_orderly=True)
         for collectives in self._collectives.values():
             collectives.finish()
         threads = [collectives.thread for collectives in self._collectives.values()]
@@ -365,6 +389,7 @@ class HostTransport:
         """Gets every thread out of gloo: it must not be there when the interpreter ends."""
         atexit.unregister(self._abort)
         self.watch.is_closing = True
+        self._door.close()
         for outbox in self._outboxes.values():
             outbox.finish(is_orderly=False)
         for collectives in self._collectives.values():
@@ -372,9 +397,11 @@ class HostTransport:
         groups = [collectives.group for collectives in self._collectives.values()]
         groups += [group for phases in self._by_host.values() for group in phases]
         if self._living_threads():
+            for box in (*self._outboxes.values(), *self._inboxes.values()):
+                box.interrupt()
             for group in groups:
                 if group is not None:
-                    interrupt(group)
+                    _interrupt(group)
             self._await(lambda: not self._living_threads(), _ABORT_S)
         if not self._living_threads() and dist.is_initialized():
             for group in groups:
@@ -407,14 +434,29 @@ class HostTransport:
     def _outbox(self, dst: int) -> Outbox:
         with self._lock:
             if dst not in self._outboxes:
-                self._outboxes[dst] = Outbox(dst, self._world_group, self.watch, self._to_host)
+                open_stream = partial(connect, self._addresses[dst], self.rank, dst, self._key)
+                self._outboxes[dst] = Outbox(
+                    dst, open_stream, self.watch, self._to_host, self._is_ready
+                )
             return self._outboxes[dst]
 
     def _inbox(self, src: int) -> Inbox:
         with self._lock:
             if src not in self._inboxes:
-                self._inboxes[src] = Inbox(src, self._world_group, self.watch)
+                self._inboxes[src] = Inbox(src, self.watch)
             return self._inboxes[src]
+
+    def _take_in(self, src: int, connection: socket.socket) -> None:
+        self._inbox(src).read(connection)
+
+    def _exchange(self, address: tuple[str, int]) -> list[tuple[str, int]]:
+        """Where every rank takes messages."""
+        text = "{} {}".format(*address).encode().ljust(_MAX_ADDRESS_BYTES)
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in self._world]
+        dist.all_gather(found, own, group=self._world_group)
+        pairs = [bytes(other.tolist()).decode().split() for other in found]
+        return [(host, int(port)) for host, port in pairs]
 
     def _check_peer(self, peer: int, channel: str) -> None:
         check_peer(peer, self.rank, self.world_size)

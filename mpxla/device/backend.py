@@ -146,10 +146,14 @@ class Backend(Protocol):
         """
         ...
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+    def put(self, tensors: Sequence[torch.Tensor], owned: bool = False) -> list[Buffer]:
         """Host tensors as buffers, in one batch; what is on the device already stays.
 
         What users left pending of the latter is started.
+
+        Args:
+            tensors: may change afterwards, unless they are owned.
+            owned: whether nobody else has them, so that buffers may share their memory.
         """
         ...
 
@@ -162,6 +166,10 @@ class Backend(Protocol):
 
         Tensors of users are taken as well, on the device or on the host.
         """
+        ...
+
+    def is_ready(self, buffer: Buffer) -> bool:
+        """Whether `view` would give a buffer, or a tensor of users, without waiting."""
         ...
 
     def zeros(self, specs: Sequence[TensorSpec]) -> list[Buffer]:

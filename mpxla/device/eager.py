@@ -182,9 +182,9 @@ class EagerBackend(Alone):
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies: the caller may change what it gave."""
-        return [tensor.detach().to(self.device, copy=True) for tensor in tensors]
+    def put(self, tensors: Sequence[torch.Tensor], owned: bool = False) -> list[torch.Tensor]:
+        """Copies where the caller may change what it gave."""
+        return [tensor.detach().to(self.device, copy=not owned) for tensor in tensors]
 
     def get(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies."""
@@ -193,6 +193,10 @@ class EagerBackend(Alone):
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor itself, for reading."""
         return buffer.detach().cpu()
+
+    def is_ready(self, buffer: torch.Tensor) -> bool:
+        """Programs are done when they return."""
+        return True
 
     def zeros(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """New tensors."""

@@ -156,7 +156,7 @@ class Pieces:
         handle = self._transport.all_gather(flat, self._group)
 
         def joined() -> Sequence[Buffer]:
-            gathered = backend.put([handle.result()])
+            gathered = backend.put([handle.result()], owned=True)
             settings = (self._shards,)
             return self._programs.run("parameters of pieces", _joined, settings, gathered)
 

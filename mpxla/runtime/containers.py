@@ -37,7 +37,10 @@ def open_containers(tree: Any) -> Any:
         return leaf
 
     # Opened ones stay: mapping over a node would close it again.
-    return pytree.tree_map(opened, tree, is_leaf=lambda node: isinstance(node, _Opened))
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda node: isinstance(node, _Opened))
+    if not any(isinstance(leaf, Mapping | AbstractSet) for leaf in leaves):
+        return tree  # as nearly always: to build it anew takes as long as to look
+    return pytree.tree_unflatten(map(opened, leaves), structure)
 
 
 def open_object(value: Any) -> Any:

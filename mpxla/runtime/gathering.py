@@ -51,4 +51,4 @@ class Gathering:
         for shard, handle in zip(self._shards.values(), handles, strict=True):
             flat = handle.result().flatten()
             values.append(flat[: shard.num_elements].view(shard.whole))
-        return dict(zip(self._shards, self._backend.put(values), strict=True))
+        return dict(zip(self._shards, self._backend.put(values, owned=True), strict=True))

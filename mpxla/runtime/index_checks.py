@@ -51,7 +51,8 @@ class IndexChecks:
         """
         if not self._inputs:
             return None
-        self._backend.adopt([t for leaves in tensors for t in leaves])
+        # What lies on a device may have to be computed first, best all of it together.
+        self._backend.adopt([t for leaves in tensors for t in leaves if t.device.type != "cpu"])
         for microbatch, leaves in enumerate(tensors):
             for leaf, text in self._problems(leaves):
                 path = signature.tensor_paths[leaf]

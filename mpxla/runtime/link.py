@@ -99,7 +99,9 @@ class Arrival:
 
     def __call__(self) -> list[torch.Tensor]:
         """Waits for the message and gives its tensors, on the device."""
-        return self._backend.put(self._wait())
+        values = self._wait()
+        # Several are parts of one message, whose memory would stay as long as any of them.
+        return self._backend.put(values, owned=len(values) == 1)
 
     def when_arrived(self) -> float:
         """Waits for the message, and tells the monotonic time when it was there."""

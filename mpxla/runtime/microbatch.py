@@ -6,6 +6,7 @@ everything else is passed whole. Source of the rules: SMP API reference, `smp.st
 This module must not know about stages or ranks.
 """
 
+import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,11 @@ class SplitRule:
     function: Callable[..., Any]
     non_split_inputs: frozenset[str]
     input_split_axes: Mapping[str, int]
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """Of the function; finding it takes long for a call that comes with every step."""
+        return inspect.signature(self.function)
 
     @classmethod
     def of(
@@ -73,7 +79,7 @@ def split_arguments(
         StepError: a tensor's batch axis is missing or does not divide, or the arguments do not fit
             the function.
     """
-    positional, named = _name_arguments(rule.function, args, kwargs)
+    positional, named = _name_arguments(rule, args, kwargs)
     parts = [_Splitter(rule, num_microbatches, index) for index in range(num_microbatches)]
     return [
         (
@@ -86,7 +92,7 @@ def split_arguments(
 
 def num_samples(rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Samples of a call's batch: the batch axis of its first tensor; None without one."""
-    positional, named = _name_arguments(rule.function, args, kwargs)
+    positional, named = _name_arguments(rule, args, kwargs)
     for name, value in (*positional, *named.items()):
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
         if tensors and name not in rule.non_split_inputs:
@@ -95,15 +101,15 @@ def num_samples(rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _name_arguments(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
     """The parameter name of every positional argument, and the keyword arguments."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        rule.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise StepError(f"{function.__qualname__}: {error}.") from error
+        raise StepError(f"{rule.function.__qualname__}: {error}.") from error
     names: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in rule.signature.parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names += [parameter.name] * (len(args) - len(names))
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

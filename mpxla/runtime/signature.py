@@ -173,8 +173,9 @@ def sign(
     Raises:
         RankMismatch: microbatches of different structure (from a faulty `smp_slice`).
     """
-    flat = [pytree.tree_flatten_with_path(open_containers(tuple(mb))) for mb in microbatches]
-    with_paths, structure = flat[0]
+    trees = [open_containers(tuple(mb)) for mb in microbatches]
+    flat = [pytree.tree_flatten(tree) for tree in trees]
+    with_paths, structure = pytree.tree_flatten_with_path(trees[0])
     paths = tuple(pytree.keystr(path) for path, _ in with_paths)
     objects: dict[str, Any] = {}
     leaves: list[TensorLeaf | PlainValue | LocalObject] = []
@@ -190,7 +191,7 @@ def sign(
             leaves.append(LocalObject(path, type(value).__name__, identities.number(value)))
     is_input = [isinstance(leaf, TensorLeaf) for leaf in leaves]
     tensors = [
-        [_as_tensor(v) for _, v in itertools.compress(leaves_of_mb, is_input)]
+        [_as_tensor(v) for v in itertools.compress(leaves_of_mb, is_input)]
         for leaves_of_mb, _ in flat
     ]
     _check_equal_parts(function, structure, flat, tensors)

@@ -167,7 +167,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path, secret):
     for losses, gathered, listening in found:
         assert len(set(losses)) == 1 and losses == found[0][0]
         assert gathered == [{"rank": 0, "set": {1, 2}}, {"rank": 1, "set": {1, 2}}]
-        # Rank 0: store and lifeline; both: gloo.
+        # Rank 0: store and lifeline; both: gloo and the door for messages.
         assert listening and set(listening) <= set(LOOPBACK)
     assert len(found[0][2]) >= len(found[1][2]) + 2
     assert len(ports) >= len(found[0][2])

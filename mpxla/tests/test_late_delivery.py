@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.comm import streams
 from mpxla.comm.host import _Collectives
 from mpxla.comm.streams import Outbox
 from mpxla.tests.ranks.run import run_ranks
@@ -59,7 +60,7 @@ def edit(model, results):
 
 @contextlib.contextmanager
 def late_messages(delay_s=0.1):
-    deliver, collect = Outbox._deliver, _Collectives._do
+    deliver, collect, at_once_bytes = Outbox._deliver, _Collectives._do, streams._AT_ONCE_BYTES
 
     def deliver_late(outbox, message):
         time.sleep(delay_s)
@@ -70,10 +71,12 @@ def late_messages(delay_s=0.1):
         collect(collectives, job)
 
     Outbox._deliver, _Collectives._do = deliver_late, collect_late
+    streams._AT_ONCE_BYTES = -1  # all messages are sent later, by the thread
     try:
         yield
     finally:
         Outbox._deliver, _Collectives._do = deliver, collect
+        streams._AT_ONCE_BYTES = at_once_bytes
 
 
 def train_with_late_messages(build, microbatches):

@@ -52,13 +52,18 @@ def from_constant(value: Any) -> Any:
     return jnp.asarray(_as_numpy(value)) if isinstance(value, torch.Tensor) else value
 
 
-def copy_to_device(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """An array with memory of its own, so that the tensor may change while programs run."""
+def copy_to_device(tensor: torch.Tensor, device: jax.Device, owned: bool = False) -> jax.Array:
+    """An array with memory of its own, so that the tensor may change while programs run.
+
+    A tensor that is owned does not change, and on the CPU its memory becomes the array's.
+    """
     tensor = tensor.detach()
     if device.platform == "cpu" and tensor.device.type == "cpu":
         # A clone is aligned, and becomes an array as it is. `device_put` may copy later.
-        return import_tensor(tensor.clone(memory_format=torch.contiguous_format), device)
-    return jax.device_put(_as_numpy(tensor.cpu().clone()), device)
+        kept = tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
+        return import_tensor(kept, device)
+    kept = tensor.cpu()
+    return jax.device_put(_as_numpy(kept if owned else kept.clone()), device)
 
 
 def import_tensor(tensor: torch.Tensor, device: jax.Device) -> jax.Array:

@@ -184,15 +184,16 @@ class PjrtBackend:
         if isinstance(piece, HostPiece):
             return HostRunner(name, piece, self.view, self.put)
         if isinstance(piece, CollectivePiece):
-            return CollectiveRunner(name, piece, groups, self.view, self.put)
+            put = functools.partial(self.put, owned=True)
+            return CollectiveRunner(name, piece, groups, self.view, put)
         return self._compile(name, piece.module, piece.input_specs, (), keep_text)
 
-    def put(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        """Host tensors as arrays with memory of their own; arrays stay."""
+    def put(self, tensors: Sequence[Any], owned: bool = False) -> list[jax.Array]:
+        """Host tensors as arrays, with memory of their own if others have them; arrays stay."""
         with explained("tensors were copied to it", self._device):
             return [
-                value if isinstance(value, jax.Array) else copy_to_device(value, self._device)
-                for value in tensors
+                v if isinstance(v, jax.Array) else copy_to_device(v, self._device, owned)
+                for v in tensors
             ]
 
     def zeros(self, specs: Sequence[TensorSpec]) -> list[jax.Array]:
@@ -213,6 +214,12 @@ class PjrtBackend:
             return buffer.detach().cpu()
         with explained(_WAITED, self._device):
             return host_view(buffer)
+
+    def is_ready(self, buffer: Any) -> bool:
+        """Whether an array is computed; a tensor of the host's is."""
+        if isinstance(buffer, jax.Array):
+            return buffer.is_ready()
+        return buffer.device.type == "cpu"
 
     def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""

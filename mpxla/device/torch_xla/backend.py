@@ -91,7 +91,7 @@ class TorchXlaBackend:
         """By way of the host."""
         return self.put([torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs])
 
-    def put(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def put(self, tensors_: Sequence[torch.Tensor], owned: bool = False) -> list[torch.Tensor]:
         """Host tensors on the device; those that are there stay, and are started."""
         tensors.make_ready(tensors_)
         return tensors.to_device(tensors_, self.device)
@@ -103,6 +103,10 @@ class TorchXlaBackend:
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Waits; on the host, for reading only."""
         return tensors.host_view(buffer)
+
+    def is_ready(self, buffer: torch.Tensor) -> bool:
+        """Whether it is on the host; torch_xla does not tell what it has computed."""
+        return buffer.device.type == "cpu"
 
     def adopt(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Starts what is pending of these tensors."""

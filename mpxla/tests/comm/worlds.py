@@ -47,7 +47,7 @@ def open_transport(**lifeline_options):
     lifeline = Lifeline(
         rank, world_size, store, key=key, is_one_host=is_one_host, **lifeline_options
     )
-    return HostTransport(rank, world_size, lifeline, key=key)
+    return HostTransport(rank, world_size, lifeline, key=key, address=lifeline.address)
 
 
 def on_host(body, options, args):

@@ -158,7 +158,7 @@ class NullBackend(Alone):
         self.calls.append("zeros")
         return [NullBuffer(spec, "zeros") for spec in specs]
 
-    def put(self, tensors: Sequence[Any]) -> list[NullBuffer]:
+    def put(self, tensors: Sequence[Any], owned: bool = False) -> list[NullBuffer]:
         """A buffer for every tensor; buffers stay."""
         self.calls.append("put")
         return [self._buffer(tensor, "put") for tensor in tensors]
@@ -172,6 +172,10 @@ class NullBackend(Alone):
         """Zeros, or the tensor itself."""
         self.calls.append("view")
         return buffer.detach() if isinstance(buffer, torch.Tensor) else self._zeros(buffer)
+
+    def is_ready(self, buffer: Any) -> bool:
+        """Nothing is computed."""
+        return True
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> list[NullBuffer]:
         """A buffer for every tensor."""
