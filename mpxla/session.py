@@ -45,7 +45,7 @@ from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
-from mpxla.uncaught import UncaughtErrors
+from mpxla.uncaught import UncaughtErrors, show_in_notebook
 
 if TYPE_CHECKING:
     from mpxla.parallel.models import Models
@@ -187,6 +187,7 @@ def init(config: dict[str, Any] | None = None) -> None:
     log.set_level(env.log_level)
     earlier_hook = sys.excepthook
     shown = show_uncaught(env)
+    show_in_notebook(shown or UncaughtErrors(is_complete=env.log_level == "DEBUG"))
     resolved = resolve(config, env)
     resolved.check_world_size(env.world_size)
     placement_of(resolved)  # refuses a schedule that cannot run

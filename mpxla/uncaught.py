@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mpxla.errors import CaptureError, MpxlaError, PeerFailure
 from mpxla.user_lines import is_script_code, script_place_of
 
-__all__ = ["UncaughtErrors", "format_error"]
+__all__ = ["UncaughtErrors", "format_error", "show_in_notebook"]
 
 _PACKAGE = Path(__file__).parent
 _MOST_CHARACTERS = 300
@@ -76,6 +77,21 @@ class UncaughtErrors:
             except Exception:  # who could have been asked is gone; better twice than never
                 found = self.rank
         return None if found == self.rank else found
+
+
+def show_in_notebook(shown: UncaughtErrors) -> None:
+    """Lets it show errors of mpxla in IPython too, which does not ask `sys.excepthook`.
+
+    Not where somebody else has asked IPython to show some errors.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or shell.custom_exceptions:
+        return
+
+    def show(_: Any, kind: Any, error: Any, trace: Any, tb_offset: Any = None) -> None:
+        shown(kind, error, trace)
+
+    shell.set_custom_exc((MpxlaError,), show)
 
 
 def format_error(error: BaseException, is_complete: bool = False) -> str:

@@ -24,6 +24,9 @@ _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of installed packages, wherever they are: those of the user, of the system."""
 
+_TYPED = ("<stdin>", "<ipython-input-", "<python-input-")
+"""What Python, IPython and Python 3.13 call code that is typed in; notebooks name files."""
+
 
 def _folders(*kinds: str) -> tuple[str, ...]:
     return tuple(f"{Path(sysconfig.get_path(kind)).resolve()}/" for kind in kinds)
@@ -55,7 +58,7 @@ def is_model_code(filename: str) -> bool:
     Not one of Python, torch or mpxla, whose lines say nothing about a model.
     """
     if filename.startswith("<"):
-        return filename == "<stdin>"
+        return filename.startswith(_TYPED)
     path = Path(filename).resolve()
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_PACKAGE / "tests")

@@ -1,8 +1,8 @@
 """What a run has to tell: speed, share of the device's peak, and a log that outlives it.
 
-The peak is measured and not looked up: the rate of one large matrix product in float32, where the
-model's parameters are. So the share says how far the whole step is from doing nothing but matrix
-products.
+The peak is measured and not looked up: the rate of one large matrix product, on the device and in
+the type of the model's parameters. So the share says how far the whole step is from doing nothing
+but matrix products.
 """
 
 import importlib.util
@@ -17,12 +17,12 @@ _SIZE = 1024
 _REPETITIONS = 5
 
 
-def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations per second of a product of two float32 [1024, 1024] matrices.
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a product of two [1024, 1024] matrices.
 
     The best of some repetitions, with the result read each time.
     """
-    left, right = (torch.randn(_SIZE, _SIZE).to(device) for _ in range(2))
+    left, right = (torch.randn(_SIZE, _SIZE).to(device, dtype) for _ in range(2))
     durations_s = []
     for _ in range(_REPETITIONS + 1):  # the first one compiles
         started_s = time.perf_counter()

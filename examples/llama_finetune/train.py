@@ -1,9 +1,11 @@
 """torchrun --nproc_per_node 2 examples/llama_finetune/train.py [--stages 2] [--checkpoint-dir DIR]
 
-Trains a Llama on packed text, split over --stages devices, with as many replicas as the processes
-allow; --shard-optimizer-state divides the optimizer's state over them. A run with a
---checkpoint-dir that holds a checkpoint goes on from it. --log-dir receives the loss, tokens per
-second and the share of the devices' peak (run_log.py says how it is measured).
+Trains a Llama on packed text. A model takes --stages times --tensor-parallel devices; what is left
+of the processes are replicas. For large models, replicas divide the optimizer's state
+(--shard-optimizer-state) or parameters and gradients too (--shard-parameters), --bf16 halves
+parameters and activations, and --activation-checkpointing keeps only the input of each layer. A run
+with a --checkpoint-dir that holds a checkpoint goes on from it. --log-dir receives the loss, tokens
+per second and the share of the devices' peak (run_log.py says how it is measured).
 """
 
 import time
@@ -30,7 +32,15 @@ def parse_arguments():
     parser = make_parser(__doc__)
     parser.add_argument("--stages", type=int, default=1, help="devices of one replica")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--shard-optimizer-state", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices of one stage")
+    sharding = parser.add_mutually_exclusive_group()
+    sharding.add_argument("--shard-optimizer-state", action="store_true")
+    sharding.add_argument(
+        "--shard-parameters", type=int, default=1, metavar="N",
+        help="replicas over which parameters, gradients and optimizer state are divided",
+    )  # fmt: skip
+    parser.add_argument("--bf16", action="store_true", help="with float32 masters")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="of every layer")
     parser.add_argument("--checkpoint-dir", type=Path, help="save there, and resume from there")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between saves")
     parser.add_argument("--keep", type=int, default=2, help="checkpoints that stay")
@@ -86,13 +96,22 @@ def main() -> list[float]:
             "pipeline_parallel_degree": args.stages,
             "microbatches": args.microbatches,
             "ddp": True,
+            "tensor_parallel_degree": args.tensor_parallel,
+            "prescaled_batch": True,  # ranks of a tensor-parallel group are fed the same blocks
             "shard_optimizer_state": args.shard_optimizer_state,
+            "sharded_data_parallel_degree": args.shard_parameters,
+            "sdp_param_persistence_threshold": 10_000,  # so that the small model is divided too
+            "sdp_gradient_clipping": args.max_norm,
+            "bf16": args.bf16,
         }
     )
     model, tokenizer, blocks = make_model_and_blocks(args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_tokens = args.batch_size * args.length
     operations = step_operations(model.config, num_parameters, num_tokens, args.length)
+    if args.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    smp.set_tensor_parallelism(model, args.tensor_parallel > 1)
     model = smp.DistributedModel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     optimizer = smp.DistributedOptimizer(optimizer)
@@ -104,15 +123,16 @@ def main() -> list[float]:
         ids = batch_of_step(blocks, step, args.batch_size, args.seed)
         started_s = time.perf_counter()
         optimizer.zero_grad()
-        loss = train_step(model, ids.chunk(smp.dp_size())[smp.dp_rank()]).reduce_mean()
+        loss = train_step(model, ids.chunk(smp.rdp_size())[smp.rdp_rank()]).reduce_mean()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         scheduler.step()
         losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         step_s = time.perf_counter() - started_s
-        if peak is None:  # now that parameters are on the device
-            device = next(model.local_parameters()).device
-            peak = sum(smp.allgather(matmul_rate(device), smp.WORLD))
+        if peak is None:  # now that what is updated is on the device
+            device = optimizer.param_groups[0]["params"][0].device
+            rate = matmul_rate(device, torch.bfloat16 if args.bf16 else torch.float32)
+            peak = sum(smp.allgather(rate, smp.WORLD))
         log.write(
             step + 1,
             loss=losses[-1],

@@ -3,6 +3,7 @@
 Trains a vision transformer on fake images and prints how long steps take. --stages says over how
 many devices the model is split; what is left of the processes are replicas: one process is one
 device, two with --stages 2 a pipeline, two with --stages 1 replicas, four with --stages 2 both.
+--bf16 keeps parameters and activations in bfloat16.
 """
 
 import time
@@ -26,12 +27,14 @@ def main() -> list[float]:
     parser = make_parser(__doc__)
     parser.add_argument("--stages", type=int, default=1, help="devices of one replica")
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--bf16", action="store_true", help="with float32 masters")
     args = parser.parse_args()
     smp.init(
         {
             "pipeline_parallel_degree": args.stages,
             "microbatches": args.microbatches,
             "ddp": True,
+            "bf16": args.bf16,
         }
     )
     model = smp.DistributedModel(make_model(args))

@@ -72,7 +72,7 @@ from mpxla.graph.stepgraph import (
     describe,
 )
 from mpxla.graph.typed import outputs_of
-from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
+from mpxla.graph.user_code import at_user_line, explain, line_of, user_lines_recorded
 
 __all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
 
@@ -380,10 +380,13 @@ def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
 
 
 def _changed_argument(exported: torch.export.ExportedProgram, name: str) -> CaptureError:
-    (value,) = (n.meta["val"] for n in exported.graph.nodes if n.name == name)
+    nodes = {node.name: node for node in exported.graph.nodes}
+    value = nodes[name].meta["val"]
+    changed = (s for s in exported.graph_signature.output_specs if s.target == name)
+    at = next((line_of(nodes[spec.arg.name]) for spec in changed), "")
     dtype = str(value.dtype).removeprefix("torch.")
     return CaptureError(
-        f"The step function changes one of its arguments in place, the tensor {dtype}"
+        f"The step function changes one of its arguments in place{at}, the tensor {dtype}"
         f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
     )
 

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import _trace as torch_exporter
 from torch.fx import graph
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
@@ -40,6 +41,9 @@ __all__ = [
     "torchs_recurrences",
     "unchecked_distributions",
 ]
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+"""What logs an error of the user's code with its own frames, before it is raised."""
 
 
 class StepSemantics(TorchFunctionMode):
@@ -223,9 +227,12 @@ def quiet_export() -> Generator[None]:
     And from warning of what it does itself (torch 2.13), and of recurrent layers, which list their
     weights a second time.
     """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    exporter: Any = torch_exporter
+    exporter.print = lambda *_, **__: None  # what it writes of an error to standard error
     with warnings.catch_warnings():
         listed = r"The tensor attributes? (self\.[\w.]*_flat_weights\[\d+\](, )?)+ w\w+ assigned"
         warnings.filterwarnings("ignore", listed)
@@ -233,7 +240,9 @@ def quiet_export() -> Generator[None]:
         try:
             yield
         finally:
-            logger.setLevel(level)
+            del exporter.print
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import module_path
+from mpxla.graph.user_code import line_of
 
 __all__ = [
     "COLLECTIVES_OUTSIDE",
@@ -138,11 +139,9 @@ def resolve_numbers(graph: fx.Graph) -> None:
 
 
 def _place(node: fx.Node) -> str:
-    """The operator and, if a module runs it, where; export knows no lines of other functions."""
+    """The operator, the module that runs it if one does, and the user's line."""
     name = str(node.target).removesuffix(".default").removesuffix(".Tensor")
-    path = module_path(node)
-    lines = (node.meta.get("stack_trace") or "").strip().split("\n")
-    return f"{name} in {path} ({lines[-1].strip()})" if path else f"{name} in the step function"
+    return f"{name} in {module_path(node) or 'the step function'}{line_of(node)}"
 
 
 def collapse_detaches(graph: fx.Graph) -> None:

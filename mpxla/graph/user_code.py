@@ -41,7 +41,7 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     ):
         return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `bool()`, `print()` and indexing with a "
+            f"once as a graph, so `if`, `while`, `int()`, `bool()` and indexing with a "
             f"tensor's value are not possible inside it, unless the value follows from the inputs "
             f"alone. Use torch.where or masks, or move the decision out of the step function; a "
             f"value that is only returned may use .item()."

@@ -71,6 +71,22 @@ def cells():
     return [*found, notebook.names["losses"]]
 
 
+def an_error():
+    """What a cell says whose step cannot be captured."""
+    notebook = Notebook()
+    for cell in (START, MODEL, STEP.format(factor="model(inputs).sum().item()")):
+        notebook.run(cell)
+    try:
+        notebook.run(TRAIN)
+    except Exception as error:
+        return str(error)
+
+
+def test_an_error_names_the_cells_line():
+    (text,) = run_ranks(an_error, 1)
+    assert "at <ipython-input-3>:4: loss = model(inputs).sum().item() * model(" in text
+
+
 def plainly(factor):
     import torch
     from torch import nn

@@ -4,15 +4,16 @@ import contextlib
 import functools
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import mpxla as smp
 from mpxla.comm.quiet import without_gloos_lines
-from mpxla.errors import ConfigError, PeerFailure
+from mpxla.errors import ConfigError, MpxlaError, PeerFailure
 from mpxla.session import show_uncaught
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.uncaught import UncaughtErrors, format_error
+from mpxla.uncaught import UncaughtErrors, format_error, show_in_notebook
 from mpxla.user_lines import at_script_line
 
 
@@ -117,6 +118,25 @@ def show(error, claims, **settings):
     shown = UncaughtErrors(**settings)
     shown.claim = None if claims is None else lambda name: claims.setdefault(name, shown.rank)
     shown(type(error), error, error.__traceback__)
+
+
+@pytest.mark.unit
+def test_a_notebook_shows_errors_of_mpxla_alike(capsys, monkeypatch):
+    handlers = []
+    shell = SimpleNamespace(
+        custom_exceptions=(), set_custom_exc=lambda *given: handlers.append(given)
+    )
+    show_in_notebook(UncaughtErrors())  # IPython is not there
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    show_in_notebook(UncaughtErrors())
+    ((kinds, handler),) = handlers
+    assert kinds == (MpxlaError,)
+    error = caught(configure_wrongly)
+    assert handler(shell, type(error), error, error.__traceback__, tb_offset=None) is None
+    assert capsys.readouterr().err == format_error(error)
+    shell.custom_exceptions = (KeyError,)  # the user's own
+    show_in_notebook(UncaughtErrors())
+    assert len(handlers) == 1
 
 
 @pytest.mark.unit

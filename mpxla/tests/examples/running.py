@@ -15,6 +15,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 RELATIVE_TOLERANCE = 2e-4
 """Of a loss: training magnifies the rounding of sums over microbatches and replicas."""
+BFLOAT16_TOLERANCE = 1e-2
+"""Of a loss of a model in bfloat16, against one in float32; numbers are rounded by up to 2^-9."""
 
 
 def run_example(script: str, num_ranks: int, *arguments: str, result: str = "step_losses") -> list:

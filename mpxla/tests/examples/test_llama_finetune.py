@@ -1,12 +1,19 @@
 """The Llama: the losses of the plain script, through checkpoints, and what its log says."""
 
+import importlib.util
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
+from mpxla.tests.examples.running import (
+    BFLOAT16_TOLERANCE,
+    RELATIVE_TOLERANCE,
+    load_beside,
+    run_example,
+)
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -27,13 +34,13 @@ def train(num_ranks, num_stages, *options):
     return run_example("llama_finetune/train.py", num_ranks, *arguments)
 
 
-def plain_losses(text):
-    (losses,) = run_example("llama_finetune/train_plain.py", 1, *TINY, "--text", text)
+def plain_losses(text, *options):
+    (losses,) = run_example("llama_finetune/train_plain.py", 1, *TINY, "--text", text, *options)
     return losses
 
 
-def approx(losses):
-    return pytest.approx(losses, rel=RELATIVE_TOLERANCE)
+def approx(losses, tolerance=RELATIVE_TOLERANCE):
+    return pytest.approx(losses, rel=tolerance)
 
 
 @pytest.mark.slow
@@ -66,6 +73,30 @@ def test_a_run_goes_on_from_its_checkpoint(text, tmp_path, num_ranks, num_stages
         assert losses == approx(expected[:2])
     for losses in train(num_ranks, num_stages, *arguments):
         assert losses == approx(expected[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "options", "tolerance"),
+    [
+        (2, 1, ("--tensor-parallel", "2", "--activation-checkpointing"), RELATIVE_TOLERANCE),
+        (2, 1, ("--shard-parameters", "2"), RELATIVE_TOLERANCE),
+        (2, 2, ("--bf16", "--activation-checkpointing"), BFLOAT16_TOLERANCE),
+        (
+            4,
+            1,
+            ("--tensor-parallel", "2", "--shard-optimizer-state", "--bf16"),
+            BFLOAT16_TOLERANCE,
+        ),
+    ],
+)
+def test_options_for_large_models(text, tmp_path, num_ranks, num_stages, options, tolerance):
+    wide = ("--width", "40")  # so that there are parameters worth dividing
+    expected, log = plain_losses(text, *wide), tmp_path / "log"
+    for losses in train(num_ranks, num_stages, "--text", text, *wide, *options, "--log-dir", log):
+        assert losses == approx(expected, tolerance)
+    records = [json.loads(line) for line in (log / "log.jsonl").read_text().splitlines()]
+    assert len(records) == 4 and all(0 < record["share_of_peak"] < 1 for record in records)
 
 
 @pytest.mark.slow
@@ -128,3 +159,26 @@ def test_operations_of_a_step():
     assert run_ranks(operations, 1, *call) == [50 * (6 * 960 + 12 * 2 * 4 * 8)]
     call = ({**sizes, "tie_word_embeddings": True}, 1000, 50, 8)
     assert run_ranks(operations, 1, *call) == [50 * (6 * 1000 + 12 * 2 * 4 * 8)]
+
+
+def test_the_log_goes_to_tensorboard_where_that_is_installed(tmp_path, monkeypatch):
+    scalars = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, *scalar):
+            scalars.append(scalar)
+
+        def close(self):
+            scalars.append("closed")
+
+    stand_in = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorboard" or None)
+    log = load_beside("llama_finetune", "run_log").RunLog(tmp_path, is_silent=False)
+    log.write(3, loss=0.5, tokens_per_s=10.0)
+    log.close()
+    assert scalars == [("loss", 0.5, 3), ("tokens_per_s", 10.0, 3), "closed"]
+    assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 3

@@ -8,7 +8,12 @@ from argparse import Namespace
 import pytest
 import torch
 
-from mpxla.tests.examples.running import RELATIVE_TOLERANCE, load_beside, run_example
+from mpxla.tests.examples.running import (
+    BFLOAT16_TOLERANCE,
+    RELATIVE_TOLERANCE,
+    load_beside,
+    run_example,
+)
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -17,11 +22,12 @@ TINY = ("--steps", "4", "--warmup-steps", "1", "--batch-size", "8", "--image-siz
 TINY += ("--width", "16", "--layers", "1", "--heads", "2")
 
 
-def check_against_plain(num_ranks, num_stages, *options):
+def check_against_plain(num_ranks, num_stages, *options, split=(), tolerance=RELATIVE_TOLERANCE):
+    """Trains twice and compares; `split` are options of the split script only."""
     (expected,) = run_example("vit/train_plain.py", 1, *options)
-    arguments = (*options, "--stages", str(num_stages), "--microbatches", "2")
+    arguments = (*options, *split, "--stages", str(num_stages), "--microbatches", "2")
     for losses in run_example("vit/train.py", num_ranks, *arguments):
-        assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+        assert losses == pytest.approx(expected, rel=tolerance)
     assert len(set(expected)) == len(expected), "training changes the loss"
 
 
@@ -33,6 +39,11 @@ def test_two_stages():
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 1), (4, 2)])
 def test_other_grids(num_ranks, num_stages):
     check_against_plain(num_ranks, num_stages, *TINY)
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    check_against_plain(2, 2, *TINY, split=("--bf16",), tolerance=BFLOAT16_TOLERANCE)
 
 
 def patches_and_convolution():

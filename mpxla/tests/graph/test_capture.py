@@ -1,5 +1,6 @@
 """Capture: roles of inputs and outputs, what modes mean, and what is refused."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -268,13 +269,20 @@ def hidden_tensor(leaves, model):
     ("function", "text"),
     [
         (branch, r"depends on a tensor's value in Python at .*test_capture.py:\d+: if loss > 0"),
-        (use_number, r"read by \.item\(\) is used in a computation"),
+        (
+            use_number,
+            r"by \.item\(\) is used in a computation .* at .*capture.py:\d+: backw",
+        ),
         (plain_backward, r"backward\(\) was called in a step function at .*Call model\.backward"),
         (backward_of_vector, r"tensor of shape \[4, 1\] without a gradient at .*test_capture.py"),
         (backward_of_constant, r"on a tensor that no parameter contributed to at .*Check that"),
         (too_few_gradients, r"got 2 tensors and 1 gradients at .*give one gradient"),
         (gradient_of_other_shape, r"gradient of shape \[3\] for a tensor of shape \[4, 1\]"),
-        (change_argument, r"one of its arguments in place, the tensor float32\[4, 6\] .*x\.clone"),
+        (
+            change_argument,
+            r"in place at .*test_capture.py:\d+: leaves\[0\]\[.* = 0, the tensor",
+        ),
+        (change_argument, r"arguments in place .*, the tensor float32\[4, 6\] .*x\.clone"),
         (hidden_tensor, r"object of type Holder that holds tensors \(tensor\)"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
@@ -286,6 +294,21 @@ def test_refused(function, text):
     assert current_recorder() is None
     assert type(model.weight) is nn.Parameter and model.weight.device.type == "cpu"
     capture(model, lambda leaves: model(leaves[0]))
+
+
+def multiply_by_wrong_shape(leaves, model):
+    return model(leaves[0]) @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize("function", [branch, multiply_by_wrong_shape])
+def test_torch_says_nothing_beside_the_error(function, capfd, monkeypatch):
+    said = []
+    for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setattr(logging.getLogger(name), "handle", said.append)
+    model = nn.Linear(6, 1)
+    with pytest.raises(CaptureError):
+        capture(model, lambda leaves: function(leaves, model))
+    assert (capfd.readouterr(), said) == (("", ""), [])
 
 
 def test_trainable_parameter_outside_of_the_model_is_refused():
