@@ -18,10 +18,8 @@ from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
 __all__ = [
-    "LOWERING_DEVICE",
     "current_device",
     "flush",
-    "has_doubles",
     "host_view",
     "is_host_device",
     "make_ready",
@@ -35,8 +33,6 @@ __all__ = [
 
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
-LOWERING_DEVICE = torch.device("xla:0")
-"""For lowering without running: it looks at the kind of device, and allocates nothing there."""
 _COMPACT = torch.contiguous_format
 
 
@@ -99,11 +95,6 @@ def make_ready(tensors: Iterable[torch.Tensor]) -> None:
 def is_host_device() -> bool:
     """Whether XLA's device is the processor itself, whose memory is the host's."""
     return runtime.device_type() == "CPU"
-
-
-def has_doubles(device: torch.device) -> bool:
-    """Whether programs of the device may compute in float64."""
-    return device.type != "xla" or is_host_device()
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
