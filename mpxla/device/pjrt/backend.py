@@ -73,7 +73,7 @@ class PjrtBackend:
     Args:
         platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
         device_index: which of the platform's devices on this machine; None: on accelerators the
-            one of the process's local rank.
+            one of the process's local rank, or the only one that it sees.
         key_kind: jax's name of the random generator; None: what the plugin wants.
 
     Raises:
@@ -357,7 +357,9 @@ def _find_device(platform: str | None, index: int | None) -> jax.Device:
             f"{remedy}, or choose another device."
         ) from error
     if index is None:
-        index = 0 if devices[0].platform == "cpu" else read_environment().local_rank
+        # Launchers may show each process one device, its own or one that several share.
+        is_only = devices[0].platform == "cpu" or len(devices) == 1
+        index = 0 if is_only else read_environment().local_rank
     if index >= len(devices):
         raise MpxlaError(
             f"device: this process would use {devices[0].platform} device {index} of its machine, "

@@ -311,8 +311,23 @@ def test_ranks_of_a_machine_have_a_device_each(monkeypatch):
     for name, value in RANK_1.items():
         monkeypatch.setenv(name, value)
     assert _find_device(None, None) is devices[1]
+    for name, value in {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MpxlaError, match="would use gpu device 2 of its machine, which has 2"):
+        _find_device(None, None)
     Device.platform = "cpu"
     assert _find_device(None, None) is devices[0]
+
+
+def test_the_only_device_that_a_process_sees_is_its_own(monkeypatch):
+    class Device:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [only])
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    only = Device()
+    assert _find_device(None, None) is only
 
 
 SCRIPT = """
