@@ -103,8 +103,6 @@ def cut_in_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> PieceList:
 class _Eager:
     """A compute piece, run by PyTorch."""
 
-    num_buffers = 0
-
     def __init__(self, module: torch.fx.GraphModule):
         self._module = module
         for node in module.graph.nodes:  # values here are laid out otherwise than when traced
