@@ -345,16 +345,17 @@ def _find_device(platform: str | None, index: int | None) -> jax.Device:
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # without a plugin jax fails an assertion
-        extra = {"cuda": "cuda13` or `cuda12", "neuron": "neuron", "tpu": "jax[tpu]"}
+        wanted = platform or jax.config.jax_platforms  # the variable JAX_PLATFORMS
+        remedies = {
+            "cuda": "Install mpxla with the extra `cuda13` or `cuda12`",
+            "neuron": "Install mpxla with the extra `neuron`",
+            "tpu": "Install jax[tpu]",
+        }
         reason = f": {error}" if str(error) else ""
-        remedy = (
-            f"Install mpxla with the extra `{extra[platform]}`"
-            if platform in extra
-            else "Name a platform that jax has a plugin for"
-        )
+        remedy = remedies.get(wanted, "Name a platform that jax has a plugin for")
         raise MpxlaError(
-            f"device: jax has no platform {platform or 'at all'!r} on this machine{reason}. "
-            f"{remedy}, or choose another device."
+            f"device: jax has no platform {wanted!r} on this machine{reason}. {remedy}, or choose "
+            f"another device (JAX_PLATFORMS)."
         ) from error
     if index is None:
         # Launchers may show each process one device, its own or one that several share.

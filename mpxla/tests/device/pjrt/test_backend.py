@@ -1,6 +1,7 @@
 """The PJRT backend in one process: programs, arrays that share memory, seeds, errors."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -341,6 +342,20 @@ for place in ("cuda",), ("cpu", 3):
         print(error)
 assert "torch_xla" not in sys.modules
 """
+
+
+def test_a_platform_that_the_environment_names_is_missing():
+    script = "from mpxla.device.pjrt.backend import PjrtBackend; PjrtBackend()"
+    for platform, remedy in (("cuda", "the extra `cuda13` or `cuda12`"), ("tpu", "jax[tpu]")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": platform},
+        )
+        error = done.stderr.splitlines()[-1]
+        assert f"jax has no platform '{platform}' on this machine" in error
+        assert remedy in error
 
 
 def test_missing_devices():
