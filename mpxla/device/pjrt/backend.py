@@ -39,6 +39,7 @@ from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
+from mpxla.log import get_logger
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import (
@@ -95,6 +96,7 @@ class PjrtBackend:
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         index = self._device.local_hardware_id or 0
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
+        _warn_of_the_processor(self._device)
         self._key_kind = key_kind or _KEY_KINDS.get(self._device.platform, "threefry2x32")
         memory = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(self._device.platform)
         self._shares_memory = self.device.type == memory
@@ -337,6 +339,17 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
             f"of it for the CPU. Write it with other operators, or register a kernel."
         )
     return HostPiece
+
+
+def _warn_of_the_processor(device: jax.Device) -> None:
+    """Training on it by mistake would be slow, and right."""
+    is_chosen = device.platform != "cpu" or bool(jax.config.jax_platforms)
+    if not is_chosen and read_environment().asks_for_cuda:
+        get_logger().warning(
+            "a CUDA device is asked for (PJRT_DEVICE, or an installed plugin of jax's), and jax "
+            "finds none: this process runs on the CPU. Install mpxla with the extra `cuda13` or "
+            "`cuda12`, or set JAX_PLATFORMS=cpu."
+        )
 
 
 def _find_device(platform: str | None, index: int | None) -> jax.Device:

@@ -13,6 +13,7 @@ from torch import nn
 from mpxla.device.pjrt.backend import PjrtBackend, _find_device
 from mpxla.device.pjrt.executable import PjrtExecutable
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.log import get_logger
 from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 
@@ -342,6 +343,23 @@ for place in ("cuda",), ("cpu", 3):
         print(error)
 assert "torch_xla" not in sys.modules
 """
+
+
+@pytest.mark.parametrize(
+    ("asked", "platforms", "expected"), [("CUDA", None, 1), ("CUDA", "cpu", 0), ("CPU", None, 0)]
+)
+def test_who_asks_for_cuda_hears_of_the_cpu(asked, platforms, expected, monkeypatch):
+    warned = []
+    monkeypatch.setattr(get_logger(), "warning", warned.append)
+    monkeypatch.setenv("PJRT_DEVICE", asked)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        PjrtBackend()
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert len(warned) == expected
+    assert all("finds none: this process runs on the CPU" in text for text in warned)
 
 
 def test_a_platform_that_the_environment_names_is_missing():
