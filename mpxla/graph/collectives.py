@@ -27,7 +27,7 @@ when a program is compiled.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -124,7 +124,7 @@ def _with_derivative(
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return derivative(gradient, *ctx.where), *(None for _ in ctx.where)
 
-    return Function.apply
+    return cast(Callable[..., torch.Tensor], Function.apply)
 
 
 _sum = _with_derivative(_all_reduce, _copy)

@@ -8,7 +8,7 @@ import collections
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -341,9 +341,14 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     return HostPiece
 
 
+def _named_platforms() -> str | None:
+    """What JAX_PLATFORMS says, or the script has told jax."""
+    return cast(Any, jax.config).jax_platforms
+
+
 def _warn_of_the_processor(device: jax.Device) -> None:
     """Training on it by mistake would be slow, and right."""
-    is_chosen = device.platform != "cpu" or bool(jax.config.jax_platforms)
+    is_chosen = device.platform != "cpu" or bool(_named_platforms())
     if not is_chosen and read_environment().asks_for_cuda:
         get_logger().warning(
             "a CUDA device is asked for (PJRT_DEVICE, or an installed plugin of jax's), and jax "
@@ -358,7 +363,7 @@ def _find_device(platform: str | None, index: int | None) -> jax.Device:
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # without a plugin jax fails an assertion
-        wanted = platform or jax.config.jax_platforms  # the variable JAX_PLATFORMS
+        wanted = platform or _named_platforms() or "at all"
         remedies = {
             "cuda": "Install mpxla with the extra `cuda13` or `cuda12`",
             "neuron": "Install mpxla with the extra `neuron`",
