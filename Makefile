@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes that tests start import what was compiled before, also where the environment says not to.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-pjrt test-newest test-all lint types bench bench-quick docs clean
+.PHONY: help demo test test-slow test-pjrt test-newest test-device test-all lint types bench bench-quick docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -46,6 +46,10 @@ test-pjrt: $(INSTALLED) ## run the tests of the PJRT backend, and those of parit
 
 test-newest: .venv-newest/.installed ## run them with the newest torch, and without torch_xla
 	@$(MAKE) --no-print-directory test-pjrt BIN=.venv-newest/bin INSTALLED=.venv-newest/.installed
+
+# Where nothing can be installed: pytest -m device mpxla/tests/device
+test-device: $(INSTALLED) ## train on this machine's accelerator, if jax finds one
+	$(BIN)/python -m pytest -m device -rs mpxla/tests/device $(ARGS)
 
 test-all: $(INSTALLED) ## run the test suite with its slow tests
 	@status=0; \

@@ -253,7 +253,7 @@ class XlaTransport:
             program,
             [operand],
             finish,
-            to_host=not isinstance(spec, torch.Tensor) or spec.device.type != "xla",
+            to_host=not isinstance(spec, torch.Tensor) or spec.device.type == "cpu",
         )
         return self._queue.submit(job)
 

@@ -18,8 +18,8 @@ Operands of collectives have at least one dim. The device's backend makes the pr
 them; this file only names them.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -74,6 +74,8 @@ class GraphProgram:
     """Takes the arguments on the device; returns a list of tensors there."""
     results: tuple[Operand, ...]
     """Their shapes and dtypes."""
+    made: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """What the queue has made of it, which goes when the plan is dropped that the program is of."""
 
     def __str__(self) -> str:
         return f"{self.name} over {self.mesh}"

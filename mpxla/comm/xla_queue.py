@@ -10,6 +10,7 @@ This file must not know what programs are for, nor torch_xla.
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -99,8 +100,8 @@ class ProgramQueue:
         self._rank = rank
         self._watch = watch
         self._runner = runner
-        self._lowered: dict[Program | GraphProgram, Any] = {}
-        self._loaded: dict[Program | GraphProgram, Any] = {}
+        self._small: dict[Program, dict[str, Any]] = {}
+        self._graphs: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
         self._is_closed = False
         self._queue: SimpleQueue[Job | _Loading | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
@@ -143,14 +144,28 @@ class ProgramQueue:
                 self._thread.join(_ABORT_S)
                 break
             self._thread.join(0.01)
-        self._loaded.clear()
+        self._forget()
         if not self._thread.is_alive():
             with contextlib.suppress(RuntimeError, TimeoutError):  # the others are gone already
                 self._runner.close()
 
+    def _forget(self) -> None:
+        """Lets go of what is loaded, which must not outlive the runner."""
+        self._small.clear()
+        for program in self._graphs:
+            program.made.clear()
+
+    def _made(self, program: Program | GraphProgram) -> dict[str, Any]:
+        """What has been made of a program: `lowered`, and in its place `loaded`."""
+        if not isinstance(program, GraphProgram):
+            return self._small.setdefault(program, {})
+        self._graphs.add(program)
+        return program.made
+
     def _lower(self, program: Program | GraphProgram) -> None:
-        if program not in self._lowered:
-            self._lowered[program] = self._runner.lower(program)
+        made = self._made(program)
+        if not made:
+            made["lowered"] = self._runner.lower(program)
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -177,7 +192,8 @@ class ProgramQueue:
     def _execute(self, job: Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
         if job.program is None:
             return []
-        return self._runner.execute(self._loaded[job.program], operands, job.to_host)
+        loaded = self._made(job.program)["loaded"]
+        return self._runner.execute(loaded, operands, job.to_host)
 
     def _load_together(self, job: _Loading) -> None:
         try:
@@ -189,8 +205,10 @@ class ProgramQueue:
             job.handle.set_error(self._explained(error, job.handle))
 
     def _load(self, program: Program | GraphProgram) -> None:
-        if program not in self._loaded:
-            self._loaded[program] = self._runner.load(self._lowered[program])
+        made = self._made(program)
+        if "loaded" not in made:
+            made["loaded"] = self._runner.load(made["lowered"])
+            del made["lowered"]  # after that: the calling thread looks whether anything is there
 
     def _explained(self, error: Exception, handle: Handle[Any]) -> BaseException:
         if isinstance(error, MpxlaError):

@@ -30,15 +30,11 @@ class Executable(Protocol):
     Attributes:
         name: for messages, for instance "stage 1 forward".
         is_random: whether it draws random numbers, from the seed given with each call.
-        num_inputs: number of arguments.
-        num_buffers: buffers that the program takes (unused arguments dropped, constants added).
         host_operators: names of operators that run on the host.
     """
 
     name: str
     is_random: bool
-    num_inputs: int
-    num_buffers: int
     host_operators: tuple[str, ...]
 
     def __call__(self, arguments: Sequence[Buffer], seed: Buffer | None = None) -> list[Buffer]:

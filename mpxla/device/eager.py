@@ -37,14 +37,12 @@ class EagerExecutable:
     Args:
         name: for messages.
         module: functional; takes one tensor per argument and returns a list of tensors.
-        num_inputs: how many arguments it takes.
     """
 
     host_operators: tuple[str, ...] = ()
 
-    def __init__(self, name: str, module: fx.GraphModule, num_inputs: int):
+    def __init__(self, name: str, module: fx.GraphModule):
         self.name = name
-        self.num_inputs = self.num_buffers = num_inputs
         self.is_random = any(is_random(node) for node in module.graph.nodes)
         self._module = module
 
@@ -171,13 +169,13 @@ class EagerBackend(Alone):
         """Keeps the graph, to be interpreted, with collectives between pieces; donates nothing."""
         self.num_compilations += 1
         if not any(map(is_collective, graph.graph.nodes)):
-            return EagerExecutable(name, graph, len(inputs))
+            return EagerExecutable(name, graph)
         annotate(graph.graph, inputs, graph)
         plan = split_graph(graph.graph, _kind_of, graph)
         runners = [
             CollectiveRunner(name, piece, groups or {}, self.view, self.put)
             if isinstance(piece, CollectivePiece)
-            else EagerExecutable(name, piece.module, len(piece.input_specs))
+            else EagerExecutable(name, piece.module)
             for piece in plan.pieces
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)

@@ -32,7 +32,6 @@ class FusedExecutable:
     Args:
         program: for the transport.
         results: for every result, the number of the program's result, or of an argument as (i,).
-        num_inputs: how many arguments it takes.
         transport: executes it.
         put: host tensors as values of the device.
         text: gives the program for reading.
@@ -45,13 +44,11 @@ class FusedExecutable:
         self,
         program: GraphProgram,
         results: Sequence[int | tuple[int]],
-        num_inputs: int,
         transport: XlaTransport,
         put: Callable[[Sequence[torch.Tensor]], list[Any]],
         text: Callable[[GraphProgram], str],
     ):
         self.name = program.name
-        self.num_inputs = self.num_buffers = num_inputs
         self._program = program
         self._results = tuple(results)
         self._transport = transport
@@ -118,7 +115,7 @@ def fuse(
         fx.GraphModule(root, copy),
         tuple(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in wanted),
     )
-    return FusedExecutable(program, results, len(inputs), members.transport, put, text)
+    return FusedExecutable(program, results, members.transport, put, text)
 
 
 def _the_group(

@@ -84,94 +84,51 @@ def _all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
     return _collective.wait_tensor.default(started)
 
 
-def _all_gather(value: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+def _copy(value: torch.Tensor, group: str) -> torch.Tensor:
+    return value.clone()  # an argument that is returned would be taken for a view of itself
+
+
+def _all_gather(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
     """Parts of all members, one after the other along a dim."""
     first = value.movedim(dim, 0).contiguous()
     started = _collective.all_gather_into_tensor.default(first, size, group)
     return _collective.wait_tensor.default(started).movedim(0, dim)
 
 
-def _reduce_scatter(value: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
+def _reduce_scatter(
+    value: torch.Tensor, dim: int, size: int, index: int, group: str
+) -> torch.Tensor:
     """The own part, along a dim, of the sum over the members."""
     first = value.movedim(dim, 0).contiguous()
     started = _collective.reduce_scatter_tensor.default(first, "sum", size, group)
     return _collective.wait_tensor.default(started).movedim(0, dim)
 
 
-class _SumOfPositions(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
-    ) -> torch.Tensor:
-        ctx.place = dim, size, group
-        return _reduce_scatter(value, dim, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_gather(gradient, *ctx.place), None, None, None, None
+def _own(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
+    """The own part along a dim of what is equal on all members."""
+    length = value.shape[dim] // size
+    return value.narrow(dim, index * length, length).clone()
 
 
-class _JoinPositions(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
-    ) -> torch.Tensor:
-        ctx.place = dim, size, group
-        return _all_gather(value, dim, size, group)
+def _with_derivative(
+    function: Callable[..., torch.Tensor], derivative: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """A function of a value; the derivative takes its gradient, and what else the function took."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _reduce_scatter(gradient, *ctx.place), None, None, None, None
+    class WithDerivative(Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, *where: Any) -> torch.Tensor:
+            ctx.where = where
+            return function(value, *where)
 
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return derivative(gradient, *ctx.where), *(None for _ in ctx.where)
 
-class _OwnPositions(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
-    ) -> torch.Tensor:
-        ctx.place = dim, size, group
-        return value.narrow(
-            dim, index * (value.shape[dim] // size), value.shape[dim] // size
-        ).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_gather(gradient, *ctx.place), None, None, None, None
+    return WithDerivative.apply
 
 
-class _Vary(Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return value.clone()  # an argument that is returned would be taken for a view of itself
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(gradient, ctx.group), None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
-        return _all_reduce(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.clone(), None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, dim: int, size: int, index: int, group: str
-    ) -> torch.Tensor:
-        ctx.part = dim, index * value.shape[dim], value.shape[dim]
-        return _all_gather(value, dim, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, start, length = ctx.part
-        return gradient.narrow(dim, start, length).clone(), None, None, None, None
+_sum = _with_derivative(_all_reduce, _copy)
 
 
 def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -233,7 +190,7 @@ def _loss_of_parts(
     shifted = scores - _collective.wait_tensor.default(largest).unsqueeze(1)
     picked = shifted.gather(1, local.clamp(0, own - 1).unsqueeze(1)).squeeze(1)
     picked = torch.where(is_own, picked, torch.zeros_like(picked))
-    total, picked = _Sum.apply(torch.stack([shifted.exp().sum(1), picked]), group).unbind(0)
+    total, picked = _sum(torch.stack([shifted.exp().sum(1), picked]), group).unbind(0)
     losses = torch.where(counts, total.log() - picked, torch.zeros_like(picked))
     if reduction == 0:
         return losses
@@ -274,27 +231,29 @@ def _define(
 
 _FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {}
 
-VARY = _define("vary(Tensor value, str group) -> Tensor", _same, _Vary.apply)
-SUM = _define("sum(Tensor value, str group) -> Tensor", _same, _Sum.apply)
+VARY = _define(
+    "vary(Tensor value, str group) -> Tensor", _same, _with_derivative(_copy, _all_reduce)
+)
+SUM = _define("sum(Tensor value, str group) -> Tensor", _same, _sum)
 GATHER = _define(
     "gather(Tensor value, int dim, int size, int index, str group) -> Tensor",
     _gathered,
-    _Gather.apply,
+    _with_derivative(_all_gather, _own),
 )
 SUM_OF_POSITIONS = _define(
     "sum_of_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
     _scattered,
-    _SumOfPositions.apply,
+    _with_derivative(_reduce_scatter, _all_gather),
 )
 JOIN_POSITIONS = _define(
     "join_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
     _gathered,
-    _JoinPositions.apply,
+    _with_derivative(_all_gather, _reduce_scatter),
 )
 OWN_POSITIONS = _define(
     "own_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
     _scattered,
-    _OwnPositions.apply,
+    _with_derivative(_own, _all_gather),
 )
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
@@ -320,19 +279,17 @@ def lowered(target: Any) -> Callable[..., torch.Tensor] | None:
     return _FUNCTIONS.get(target)
 
 
-def vary(value: torch.Tensor, group: str = TENSOR_GROUP) -> torch.Tensor:
+def vary(value: torch.Tensor) -> torch.Tensor:
     """An equal value [...], from here on as one that varies over the group."""
-    return VARY(value, group)
+    return VARY(value, TENSOR_GROUP)
 
 
-def sum_over(value: torch.Tensor, group: str = TENSOR_GROUP) -> torch.Tensor:
+def sum_over(value: torch.Tensor) -> torch.Tensor:
     """Sum of a varying value [...] over the group, equal on all members."""
-    return SUM(value, group)
+    return SUM(value, TENSOR_GROUP)
 
 
-def gather_parts(
-    value: torch.Tensor, dim: int, size: int, index: int, group: str = TENSOR_GROUP
-) -> torch.Tensor:
+def gather_parts(value: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
     """Parts of all members one after the other along a dim, equal on all members.
 
     Args:
@@ -340,18 +297,12 @@ def gather_parts(
         dim: along which the parts lie.
         size: number of members.
         index: the caller's place in the group.
-        group: its name.
     """
-    return GATHER(value, dim % value.dim(), size, index, group)
+    return GATHER(value, dim % value.dim(), size, index, TENSOR_GROUP)
 
 
 def look_up(
-    rows: torch.Tensor,
-    words: torch.Tensor,
-    size: int,
-    index: int,
-    padding: int | None = None,
-    group: str = TENSOR_GROUP,
+    rows: torch.Tensor, words: torch.Tensor, size: int, index: int, padding: int | None = None
 ) -> torch.Tensor:
     """Rows [..., width] of the words in the own part of a table, and zeros for all others.
 
@@ -361,6 +312,5 @@ def look_up(
         size: number of members.
         index: the caller's place in the group.
         padding: a word whose row is not trained.
-        group: its name.
     """
-    return EMBEDDING(rows, words, size, index, -1 if padding is None else padding, group)
+    return EMBEDDING(rows, words, size, index, -1 if padding is None else padding, TENSOR_GROUP)

@@ -114,7 +114,7 @@ def _reaching(step: StepGraph) -> set[fx.Node]:
 
 def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
     nodes = [n for n in step.graph.nodes if index in borders.stages_of.get(n, ())]
-    outside = _outside_inputs(nodes, borders, index)
+    outside = _outside_inputs(nodes)
     crossing = [n for n in outside if borders.is_crossing(n, index)]
     held = {
         kind: [n for n in outside if n in borders.roles and borders.roles[n].kind is kind]
@@ -137,7 +137,7 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
         buffers=tuple(borders.roles[n].name for n in held[InputKind.BUFFER]),
         constants=tuple(borders.roles[n].name for n in held[InputKind.CONSTANT]),
         inputs=tuple(_input_port(n, borders, index) for n in crossing),
-        outputs=tuple(_output_port(n, borders, index) for n in outputs),
+        outputs=tuple(_output_port(n, borders) for n in outputs),
         results=tuple(results),
         result_specs=tuple(TensorSpec.of(n.meta["val"]) for n in results.values()),
         new_buffers=tuple(new_buffers),
@@ -145,7 +145,7 @@ def _build_stage(step: StepGraph, borders: _Borders, index: int) -> StageSpec:
     )
 
 
-def _outside_inputs(nodes: list[fx.Node], borders: _Borders, index: int) -> list[fx.Node]:
+def _outside_inputs(nodes: list[fx.Node]) -> list[fx.Node]:
     """Placeholders and values of other stages that the nodes read, in the graph's order."""
     held = set(nodes)
     found: dict[fx.Node, None] = {}
@@ -198,7 +198,7 @@ def _input_port(node: fx.Node, borders: _Borders, index: int) -> InputPort:
     )
 
 
-def _output_port(node: fx.Node, borders: _Borders, index: int) -> OutputPort:
+def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
     consumers = _consumers(node, borders)
     return OutputPort(
         name=node.name,

@@ -218,7 +218,7 @@ def _problem(model: nn.Module, unit: Unit, size: int) -> str | None:
         problem = can_split(entry.module, entry.style, size, entry.blocks)
         if problem is not None:
             return f"{entry.path}: {problem}"
-        problem = _problem_of_heads(model, unit, entry, size)
+        problem = _problem_of_heads(model, entry, size)
         if problem is not None:
             return problem
     for module in {id(m): m for m in _inside(model, unit)}.values():
@@ -233,7 +233,7 @@ def _inside(model: nn.Module, unit: Unit) -> Iterator[nn.Module]:
         yield model.get_submodule(entry.path.rpartition(".")[0])
 
 
-def _problem_of_heads(model: nn.Module, unit: Unit, entry: Entry, size: int) -> str | None:
+def _problem_of_heads(model: nn.Module, entry: Entry, size: int) -> str | None:
     """Attention is split by heads, of which each rank has some."""
     if entry.style is not Style.COLUMN:
         return None

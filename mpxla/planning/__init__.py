@@ -8,7 +8,6 @@
     work.py         seconds of the parts of a step
     predict.py      the step, by the simulator of schedules
     explore.py      the best layout for a number of devices
-    published.py    measurements by others, beside the prediction
 
 Models and devices that come with mpxla are the files in `models/` and `devices/`. Nothing here
 knows torch, captured graphs or the runtime; a layout may use features that mpxla does not run yet,

@@ -26,6 +26,9 @@ from mpxla.schedule.search import StepCosts
 
 __all__ = ["Explored", "Space", "explore", "layouts", "least_bytes"]
 
+_NUM_BEST = 3
+"""So many layouts are shown."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -91,9 +94,7 @@ def layouts(model: Transformer, num_devices: int, space: Space) -> Iterator[Layo
                     yield layout
 
 
-def explore(
-    model: Transformer, device: DeviceModel, num_devices: int, space: Space, num_best: int = 3
-) -> Explored:
+def explore(model: Transformer, device: DeviceModel, num_devices: int, space: Space) -> Explored:
     """Finds the fastest layouts that fit.
 
     Args:
@@ -101,7 +102,6 @@ def explore(
         device: on what.
         num_devices: on how many.
         space: what to try.
-        num_best: how many to find.
 
     Raises:
         ConfigError: the devices cannot divide the model, or nothing fits; the text then says which
@@ -120,12 +120,12 @@ def explore(
     found: list[Prediction] = []
     num_simulated = 0
     for bound_s, _, work, costs in sorted(promising, key=lambda entry: entry[:2]):
-        if len(found) == num_best and bound_s > found[-1].step_s:
+        if len(found) == _NUM_BEST and bound_s > found[-1].step_s:
             break
         if max(memory_of(work.layout, work.layout.num_microbatches(model), costs)) > limit:
             continue
         num_simulated += 1
-        found = sorted([*found, predict(work, costs)], key=_order)[:num_best]
+        found = sorted([*found, predict(work, costs)], key=_order)[:_NUM_BEST]
     if not found:
         raise ConfigError(_does_not_fit(works, device))
     return Explored(tuple(found), len(works), num_simulated)

@@ -62,7 +62,7 @@ def plan_stages(
         lowering: what the backend wants.
         activation_memory: the key of the configuration.
         is_training: whether to derive backwards.
-        for_speed: as for `lower_stage`.
+        for_speed: as for `TracedStage`.
         divided: names of parameters of which this rank has a part.
         divide: makes a lowered stage take parts of those.
         tells: whether to log how much of a number of bytes is used.

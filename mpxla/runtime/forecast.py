@@ -121,7 +121,7 @@ def predict_costs(
         cut: the step in stages.
         machine: rates of the target.
         lowering: what the backend wants.
-        shares: how much stages keep for their backwards, as for `lower_stage`.
+        shares: how much stages keep for their backwards, as for `TracedStage.lowered`.
 
     Returns:
         One for every share.

@@ -71,16 +71,11 @@ class Plans:
 
     Args:
         to_host: gives tensors of any device on the host; by default for those that are there.
-        limit: how many are kept.
     """
 
-    def __init__(
-        self,
-        to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list,
-        limit: int = MAX_PLANS,
-    ):
+    def __init__(self, to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = list):
         self._to_host = to_host
-        self._limit = limit
+        self._limit = MAX_PLANS
         self._by_number: OrderedDict[int, Plan] = OrderedDict()
         self._by_key: dict[Any, list[Plan]] = {}
         self._count = 0

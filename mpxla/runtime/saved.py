@@ -25,7 +25,7 @@ from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.typed import input_of, outputs_of
 from mpxla.schedule.analysis import StageBytes
 from mpxla.stage.cleanup import is_view
-from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.spec import StageSpec
 from mpxla.stage.split_backward import SplitBackward
 
@@ -57,7 +57,7 @@ def saved_tensors(step: StepGraph, lowering: Lowering) -> dict[str, tuple[SavedT
             continue
         key = _key(window)
         if key not in known:
-            known[key] = list(_saved_by(lower_stage(window, True, lowering)))
+            known[key] = list(_saved_by(TracedStage(window, True, lowering).lowered()))
         names = [node.name for node in window.graph.nodes]
         for saved in known[key]:
             tensor = SavedTensor(saved.name_in(window), saved.num_bytes)

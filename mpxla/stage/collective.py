@@ -46,8 +46,6 @@ class CollectiveRunner:
     """
 
     is_random = False
-    operators: tuple[str, ...] = ()
-    num_buffers = 0
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ from mpxla.stage.saved_values import (
 )
 from mpxla.stage.spec import StageSpec, TensorSpec
 
-__all__ = ["LoweredStage", "TracedStage", "lower_stage"]
+__all__ = ["LoweredStage", "TracedStage"]
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,6 @@ class LoweredStage:
     def accumulators(self) -> tuple[TensorSpec, ...]:
         """Their specs, as the backward takes and gives them: 16-bit parameters have wider ones."""
         return self.backward_inputs[: self.num_accumulators]
-
-
-def lower_stage(
-    spec: StageSpec,
-    is_training: bool,
-    lowering: Lowering,
-    for_speed: bool = False,
-    share: float = 1.0,
-) -> LoweredStage:
-    """Lowers a stage for a backend.
-
-    Args:
-        spec: the stage.
-        is_training: whether to derive a backward.
-        lowering: what the backend wants.
-        for_speed: whether to lay out weights and gradients anew, see `layout`.
-        share: how much to keep for the backward, see `partition_joint`.
-
-    Raises:
-        LoweringError: an operator or its derivative cannot be traced for the device.
-    """
-    return TracedStage(spec, is_training, lowering, for_speed).lowered(share)
 
 
 class TracedStage:

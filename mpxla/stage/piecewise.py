@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import PieceList
 
@@ -42,10 +41,7 @@ class PiecewiseExecutable:
         put: Callable[[Sequence[torch.Tensor]], list[Any]],
     ):
         self.name = name
-        self.num_inputs = plan.num_arguments
         self.is_random = any(runner.is_random for runner in runners)
-        on_device = [r for r in runners if not isinstance(r, (HostRunner, CollectiveRunner))]
-        self.num_buffers = sum(runner.num_buffers for runner in on_device)
         found = (r.operators for r in runners if isinstance(r, HostRunner))
         self.host_operators = tuple(sorted({name for names in found for name in names}))
         self.plan = plan

@@ -11,6 +11,7 @@ from mpxla.tests.backends import name_here
 # Tests run on torch_xla where it is installed, unless MPXLA_DEVICE names another backend: a process
 # that has imported jax starts slower, and what is tested does not depend on it.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # but for the tests marked `device`
 # Most of a test's time goes into LLVM, which makes tiny programs fast that run a few times. To run
 # the tests with code as fast as in real use: XLA_FLAGS= make test
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

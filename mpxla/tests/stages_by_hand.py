@@ -192,9 +192,9 @@ class _Run:
         self.gradients: dict[str, torch.Tensor] = {}
 
     def forward(self, spec: Any) -> None:
-        from mpxla.stage.lower import lower_stage
+        from mpxla.stage.lower import TracedStage
 
-        lowered = lower_stage(spec, True, backend_here().lowering)
+        lowered = TracedStage(spec, True, backend_here().lowering).lowered()
         held = [self.state[n] for n in (*spec.parameters, *spec.buffers, *spec.constants)]
         read = [self.values[p.name] if p.leaf < 0 else self.leaves[p.leaf] for p in spec.inputs]
         arguments = [*held, *read]

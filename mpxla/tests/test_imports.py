@@ -169,7 +169,8 @@ BACKENDS = {
 }
 # Texts that mean pending work and kinds of tensors, which only backends know.
 _DEVICE_WORDS = re.compile(
-    r"\bmake_ready\b|\.is_xla\b|\bxm\.|_XLAC\b|(?<!backend)(?<!\(\))\.sync\("
+    r"\bmake_ready\b|\.is_xla\b|\.type [!=]= \"xla\"|\bxm\.|_XLAC\b"
+    r"|(?<!backend)(?<!\(\))\.sync\("
 )
 
 

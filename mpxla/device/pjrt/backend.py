@@ -8,7 +8,7 @@ import collections
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
+from mpxla.log import get_logger
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner
 from mpxla.stage.pieces import (
@@ -74,7 +75,7 @@ class PjrtBackend:
     Args:
         platform: jax's name of the platform, `cpu` or `cuda` for instance; None: jax's choice.
         device_index: which of the platform's devices on this machine; None: on accelerators the
-            one of the process's local rank.
+            one of the process's local rank, or the only one that it sees.
         key_kind: jax's name of the random generator; None: what the plugin wants.
 
     Raises:
@@ -96,6 +97,7 @@ class PjrtBackend:
         is_cuda = self._device.platform in ("gpu", "cuda") and torch.cuda.is_available()
         index = self._device.local_hardware_id or 0
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
+        _warn_of_the_processor(self._device)
         self._key_kind = key_kind or _KEY_KINDS.get(self._device.platform, "threefry2x32")
         memory = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}.get(self._device.platform)
         self._shares_memory = self.device.type == memory
@@ -348,25 +350,44 @@ def _kind_of(program: str, node: fx.Node) -> type[Piece]:
     return HostPiece
 
 
+def _named_platforms() -> str | None:
+    """What JAX_PLATFORMS says, or the script has told jax."""
+    return cast(Any, jax.config).jax_platforms
+
+
+def _warn_of_the_processor(device: Device) -> None:
+    """Training on it by mistake would be slow, and right."""
+    is_chosen = device.platform != "cpu" or bool(_named_platforms())
+    if not is_chosen and read_environment().asks_for_cuda:
+        get_logger().warning(
+            "a CUDA device is asked for (PJRT_DEVICE, or an installed plugin of jax's), and jax "
+            "finds none: this process runs on the CPU. Install mpxla with the extra `cuda13` or "
+            "`cuda12`, or set JAX_PLATFORMS=cpu."
+        )
+
+
 def _find_device(platform: str | None, index: int | None) -> Device:
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # without a plugin jax fails an assertion
-        extra = {"cuda": "cuda13` or `cuda12", "neuron": "neuron", "tpu": "jax[tpu]"}
+        wanted = platform or _named_platforms() or "at all"
+        remedies = {
+            "cuda": "Install mpxla with the extra `cuda13` or `cuda12`",
+            "neuron": "Install mpxla with the extra `neuron`",
+            "tpu": "Install jax[tpu]",
+        }
         reason = f": {error}" if str(error) else ""
-        remedy = (
-            f"Install mpxla with the extra `{extra[platform]}`"
-            if platform in extra
-            else "Name a platform that jax has a plugin for"
-        )
+        remedy = remedies.get(wanted, "Name a platform that jax has a plugin for")
         raise MpxlaError(
-            f"device: jax has no platform {platform or 'at all'!r} on this machine{reason}. "
-            f"{remedy}, or choose another device."
+            f"device: jax has no platform {wanted!r} on this machine{reason}. {remedy}, or choose "
+            f"another device (JAX_PLATFORMS)."
         ) from error
     if index is None:
-        index = 0 if devices[0].platform == "cpu" else read_environment().local_rank
+        # Launchers may show each process one device, its own or one that several share.
+        is_only = devices[0].platform == "cpu" or len(devices) == 1
+        index = 0 if is_only else read_environment().local_rank
     if index >= len(devices):
         raise MpxlaError(
             f"device: this process would use {devices[0].platform} device {index} of its machine, "

@@ -37,7 +37,6 @@ class PjrtExecutable:
         name: for messages.
         call: the program, or None where there is nothing to compute.
         results: for every result, the number of the program's result, or of an argument as (i,).
-        num_inputs: how many arguments it takes.
         is_random: whether it takes a seed as well.
         text: StableHLO, if it is kept.
         device: where it runs.
@@ -52,7 +51,6 @@ class PjrtExecutable:
         name: str,
         call: Callable[..., Sequence[jax.Array]] | None,
         results: Sequence[int | tuple[int]],
-        num_inputs: int,
         is_random: bool,
         text: str,
         device: Device,
@@ -61,8 +59,6 @@ class PjrtExecutable:
         self._device = device
         self._started = started
         self.name = name
-        self.num_inputs = num_inputs
-        self.num_buffers = num_inputs + is_random
         self.is_random = is_random
         self._call = call
         self._results = tuple(results)
@@ -121,7 +117,7 @@ def compile_flat(
     wanted, results = _results_of(module)
     is_random = is_random_graph(module.graph)
     if not wanted:
-        return PjrtExecutable(name, None, results, len(inputs), False, "", device, started)
+        return PjrtExecutable(name, None, results, False, "", device, started)
     if device.platform == "cpu" and prefers_blas():
         use_blas(module)
     function = as_function(name, module)
@@ -150,7 +146,7 @@ def compile_flat(
         ) from error
     PjrtExecutable.num_compilations += 1
     text = lowered.as_text() if keep_text else ""
-    return PjrtExecutable(name, compiled, results, len(inputs), is_random, text, device, started)
+    return PjrtExecutable(name, compiled, results, is_random, text, device, started)
 
 
 def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:

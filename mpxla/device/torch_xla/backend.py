@@ -2,8 +2,11 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import cast
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch import fx
 from torch_xla import runtime
 
@@ -136,23 +139,26 @@ class TorchXlaBackend:
 
     def flush(self) -> None:
         """Starts all pending lazy computation of the process."""
-        tensors.flush()
+        torch_xla.sync()
 
     def wait(self) -> None:
         """Waits until the device has finished everything that was started."""
-        tensors.wait()
+        xm.wait_device_ops()
 
     def random_state(self) -> int:
         """State of XLA's generator, from which eager random operators draw."""
-        return tensors.random_state()
+        return int(xm.get_rng_state())
 
     def set_random_state(self, state: int) -> None:
         """Puts it into an earlier state."""
-        tensors.set_random_state(state)
+        xm.set_rng_state(state)
 
     def memory_counters(self) -> dict[str, int] | None:
-        """What the device's runtime counts, in bytes; None on the CPU."""
-        return tensors.memory_counters()
+        """What the runtime counts, in bytes; None on the CPU, where it lives on the process's."""
+        if self.is_host:
+            return None
+        counters = xm.get_memory_info(cast(torch.device, str(self.device)))  # it takes names
+        return dict(cast(dict[str, int], counters))
 
     def reaches(self, world_size: int) -> bool:
         """Whether the devices of all processes form one PJRT world, which CPU processes do not."""

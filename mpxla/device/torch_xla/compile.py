@@ -63,8 +63,6 @@ class Executable:
         name: for messages, for instance "stage 1 forward".
         is_random: whether it draws random numbers, from the seed given with each call (an int64
             scalar on the device).
-        num_inputs: number of arguments.
-        num_buffers: buffers that the program takes (unused arguments are dropped, constants added).
         host_operators: names of operators that run on the host; none in a program of one piece.
     """
 
@@ -79,15 +77,12 @@ class Executable:
         graph_hash: bytes,
         sources: Sequence[int | torch.Tensor | None],
         results: Sequence[int | tuple[int]],
-        num_inputs: int,
         text: str,
         is_ordered: bool = False,
     ):
         self.name = name
-        self.num_inputs = num_inputs
         self._is_ordered = is_ordered
         self.is_random = any(source is None for source in sources)
-        self.num_buffers = len(sources)
         self._hash = graph_hash
         self._sources = tuple(sources)
         self._results = tuple(results)
@@ -351,6 +346,8 @@ def _compile_whole(
         module = _Salted(module, salt, device)
     torch_xla.sync()
     xm.wait_device_ops()
+    # With memory: an operator without a lowering shows by its kernel of the host, which reads its
+    # arguments, and torch_xla 2.9 ends the process where those are placeholders without any.
     arguments = to_device([torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs], device)
     if is_ordered and Executable.next_ticket is None:
         Executable.next_ticket = arguments[-1]
@@ -375,7 +372,7 @@ def _compile_whole(
     if is_ordered or salt:
         results.pop()
     if len(roots) == is_ordered:  # nothing to compute but the ticket
-        return Executable(name, b"", (), results, len(inputs) - is_ordered, "")
+        return Executable(name, b"", (), results, "")
     sources = _program_inputs(roots, argument_of_id)
     text = _xla._get_xla_tensors_hlo(roots)
     graph_hash = _xla._get_graph_hash(roots)
@@ -384,8 +381,8 @@ def _compile_whole(
         return _compile_whole(name, *plain, device, keep_text, salt + 1)
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
-    kept, count = text if keep_text else "", len(inputs) - is_ordered
-    return Executable(name, graph_hash, sources, results, count, kept, is_ordered)
+    kept = text if keep_text else ""
+    return Executable(name, graph_hash, sources, results, kept, is_ordered)
 
 
 def _as_named(value: torch.Tensor) -> torch.Tensor:

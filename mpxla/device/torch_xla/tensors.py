@@ -1,4 +1,4 @@
-"""What runs between programs: moving tensors, starting pending work, waiting.
+"""What runs between programs: moving tensors, and starting pending work.
 
 The rest of mpxla reaches it through the backend (`backend.py`).
 """
@@ -6,11 +6,10 @@ The rest of mpxla reaches it through the backend (`backend.py`).
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch_xla import runtime
 from torch_xla.utils import dlpack
 
@@ -18,25 +17,16 @@ from mpxla.env import XLA_FLAG
 from mpxla.errors import MpxlaError
 
 __all__ = [
-    "LOWERING_DEVICE",
     "current_device",
-    "flush",
-    "has_doubles",
     "host_view",
     "is_host_device",
     "make_ready",
-    "memory_counters",
-    "random_state",
-    "set_random_state",
     "to_device",
     "to_host",
-    "wait",
 ]
 
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
-LOWERING_DEVICE = torch.device("xla:0")
-"""For lowering without running: it looks at the kind of device, and allocates nothing there."""
 _COMPACT = torch.contiguous_format
 
 
@@ -101,11 +91,6 @@ def is_host_device() -> bool:
     return runtime.device_type() == "CPU"
 
 
-def has_doubles(device: torch.device) -> bool:
-    """Whether programs of the device may compute in float64."""
-    return device.type != "xla" or is_host_device()
-
-
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies tensors to the host at one point in time; nothing shares memory with the originals."""
     on_device = [t.detach() for t in tensors if t.device.type == "xla"]
@@ -114,38 +99,6 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         next(copies) if t.device.type == "xla" else t.detach().clone(memory_format=_COMPACT)
         for t in tensors
     ]
-
-
-def random_state() -> int:
-    """State of the device's own random generator."""
-    return int(xm.get_rng_state())
-
-
-def set_random_state(state: int) -> None:
-    """Puts the device's random generator into an earlier state."""
-    xm.set_rng_state(state)
-
-
-def flush() -> None:
-    """Starts all pending lazy computation of the process (optimizer updates)."""
-    torch_xla.sync()
-
-
-def wait() -> None:
-    """Waits until the device has finished everything that was started."""
-    xm.wait_device_ops()
-
-
-def memory_counters() -> dict[str, int] | None:
-    """What the device's runtime counts, in bytes: `bytes_used`, `bytes_limit` and perhaps more.
-
-    None where it counts nothing: XLA's CPU client lives on the memory of its process.
-    """
-    device = torch_xla.device()
-    if xm.xla_device_hw(device) == "CPU":
-        return None
-    counters = xm.get_memory_info(cast(torch.device, str(device)))  # it takes names
-    return dict(cast(dict[str, int], counters))
 
 
 def _has_sound_products() -> bool:

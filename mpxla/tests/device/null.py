@@ -87,7 +87,6 @@ class NullExecutable:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.donated = frozenset(donated)
-        self.num_inputs = self.num_buffers = len(self.inputs)
         self._backend = backend
 
     def __call__(

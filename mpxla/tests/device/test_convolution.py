@@ -185,7 +185,7 @@ def operators_of_stage(is_host):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step, current_recorder
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
 
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.GELU(), torch.nn.ConvTranspose2d(4, 3, 2)
@@ -201,7 +201,7 @@ def operators_of_stage(is_host):
     (stage,) = cut_step(graph, Config(), make_lowering(True), {}, None).stages
     found = []
     for is_training in (True, False):
-        lowered = lower_stage(stage, is_training, make_lowering(is_host))
+        lowered = TracedStage(stage, is_training, make_lowering(is_host)).lowered()
         graphs = [lowered.forward.graph]
         if is_training:
             graphs.append(lowered.backward.derivative.graph)

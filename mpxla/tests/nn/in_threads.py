@@ -25,7 +25,7 @@ from mpxla.nn.distribute import distribute, exchange_registered, set_tensor_para
 from mpxla.nn.shards import Shard
 from mpxla.runtime.state import ModelState
 from mpxla.stage.collective import CollectiveRunner
-from mpxla.stage.lower import LoweredStage, lower_stage
+from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, PieceList, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.tests.comm.threads import threads_world
@@ -90,7 +90,7 @@ def lower(
         captured = divide_sequences(captured, *place)
     nodes = [n for n in captured.graph.nodes if n.op == "call_function"]
     (stage,) = split_stages(captured, {node: (0,) for node in nodes}, 1)
-    return captured, lower_stage(stage, True, plain_lowering())
+    return captured, TracedStage(stage, True, plain_lowering()).lowered()
 
 
 def cut_in_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> PieceList:
@@ -102,8 +102,6 @@ def cut_in_pieces(module: fx.GraphModule, inputs: Sequence[Any]) -> PieceList:
 
 class _Eager:
     """A compute piece, run by PyTorch."""
-
-    num_buffers = 0
 
     def __init__(self, module: torch.fx.GraphModule):
         self._module = module

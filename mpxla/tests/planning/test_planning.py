@@ -20,10 +20,10 @@ from mpxla.planning.memory import (
     spread_layers,
 )
 from mpxla.planning.predict import memory_of, predict, simulated
-from mpxla.planning.published import compare, published
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Part, Work, step_costs
 from mpxla.schedule.search import Candidate, search
+from mpxla.tests.planning.published import compare, published
 
 pytestmark = pytest.mark.unit
 

@@ -260,7 +260,7 @@ def _warm_up() -> None:
 
     from mpxla.cli.factory import capture_factory
     from mpxla.graph.split import split_stages
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
     from mpxla.tests.device.null import plain_lowering
 
     tqdm.tqdm.monitor_interval = 0  # torch has progress bars, whose thread could not be forked
@@ -269,7 +269,7 @@ def _warm_up() -> None:
     step = capture_factory(model, (torch.zeros(2, dtype=torch.int64),), torch.sum)
     nodes = [node for node in step.graph.nodes if node.op == "call_function"]
     (stage,) = split_stages(step, {node: (0,) for node in nodes}, 1)
-    lower_stage(stage, False, plain_lowering())
+    TracedStage(stage, False, plain_lowering()).lowered()
     torch.random.set_rng_state(state)
 
 

@@ -58,7 +58,7 @@ def attributed_and_lowered(name, window):
     from mpxla.config import Config
     from mpxla.runtime import saved
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
 
     before = saved.LARGEST_WINDOW, saved.SMALLEST_MODULE
     if window is not None:
@@ -70,7 +70,7 @@ def attributed_and_lowered(name, window):
         for stages in (1, 2, 4):
             config = Config(pipeline_parallel_degree=stages, microbatches=4, memory_weight=0.5)
             cut = cut_step(step, config, lowering, {}, None, saved=tensors)
-            lowered = [lower_stage(s, True, lowering) for s in cut.stages]
+            lowered = [TracedStage(s, True, lowering).lowered() for s in cut.stages]
             seen = [load.activation_bytes for load in cut.partition.loads]
             found.append((seen, [saved.saved_bytes(stage) for stage in lowered]))
         return found
@@ -102,19 +102,19 @@ def windows_of_a_deep_gpt():
     from mpxla.runtime import saved
 
     calls = []
-    lower = saved.lower_stage
+    lower = saved.TracedStage
 
     def counting(spec, is_training, device):
         calls.append(sum(node.op == "call_function" for node in spec.graph.nodes))
         return lower(spec, is_training, device)
 
     step, lowering = captured_deep(), backend_here().lowering
-    saved.lower_stage = counting
+    saved.TracedStage = counting
     try:
         first = saved.saved_tensors(step, lowering)
         return calls, first == saved.saved_tensors(step, lowering), len(step.graph.nodes)
     finally:
-        saved.lower_stage = lower
+        saved.TracedStage = lower
 
 
 def captured_deep():
@@ -136,7 +136,7 @@ def kept_by_gpts():
     from mpxla.config import Config
     from mpxla.runtime.plan import cut_step
     from mpxla.runtime.saved import saved_bytes
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
 
     found, lowering = [], backend_here().lowering
     for num_blocks, is_marked in ((0, False), (8, False), (8, True)):
@@ -145,7 +145,7 @@ def kept_by_gpts():
             smp.set_activation_checkpointing(block)
         step = capture_factory(model, (tokens(4),), predict_tokens)
         cut = cut_step(step, Config(), lowering, {}, None)
-        found.append(saved_bytes(lower_stage(cut.stages[0], True, lowering)))
+        found.append(saved_bytes(TracedStage(cut.stages[0], True, lowering).lowered()))
     return found
 
 

@@ -11,7 +11,7 @@ def middle_stage(module, shape, for_speed=False):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
 
     class Model(nn.Module):
         def __init__(self):
@@ -38,4 +38,4 @@ def middle_stage(module, shape, for_speed=False):
     pins = {"model.first": 0, "model.middle": 1, "model.last": 2}
     config = Config(pipeline_parallel_degree=3, auto_partition=False, default_partition=0)
     cut = cut_step(graph, config, backend_here().lowering, pins, None)
-    return lower_stage(cut.stages[1], True, backend_here().lowering, for_speed)
+    return TracedStage(cut.stages[1], True, backend_here().lowering, for_speed).lowered()

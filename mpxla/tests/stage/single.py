@@ -61,7 +61,7 @@ def _lowered(model, x):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step, current_recorder
     from mpxla.runtime.plan import cut_step
-    from mpxla.stage.lower import lower_stage
+    from mpxla.stage.lower import TracedStage
 
     def step(leaves):
         loss = model(*leaves).float().sum()
@@ -73,4 +73,4 @@ def _lowered(model, x):
     config = Config(pipeline_parallel_degree=1, auto_partition=False, default_partition=0)
     lowering = backend_here().lowering
     cut = cut_step(graph, config, lowering, {}, None)
-    return lower_stage(cut.stages[0], True, lowering), graph.constants
+    return TracedStage(cut.stages[0], True, lowering).lowered(), graph.constants

@@ -1,6 +1,7 @@
 """The PJRT backend in one process: programs, arrays that share memory, seeds, errors."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from torch import nn
 from mpxla.device.pjrt.backend import PjrtBackend, _find_device
 from mpxla.device.pjrt.executable import PjrtExecutable
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.log import get_logger
 from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 
@@ -39,13 +41,13 @@ def num_noted(backend):
     return len(backend._imports._imported) + len(backend._imports._published)
 
 
-def test_a_program_computes_and_knows_its_sizes(backend):
+def test_a_program_computes(backend):
     program = compile_function(backend, "sum", lambda a, b: [a + b, a], [VECTOR, VECTOR])
     first, second = backend.put([torch.arange(4.0), torch.ones(4)])
     total, passed_on = program([first, second])
     assert torch.equal(backend.view(total), torch.arange(4.0) + 1)
     assert passed_on is first, "an argument that is a result is not copied"
-    assert (program.num_inputs, program.num_buffers, program.is_random) == (2, 2, False)
+    assert not program.is_random
     assert backend.spec(total) == VECTOR
 
 
@@ -311,8 +313,23 @@ def test_ranks_of_a_machine_have_a_device_each(monkeypatch):
     for name, value in RANK_1.items():
         monkeypatch.setenv(name, value)
     assert _find_device(None, None) is devices[1]
+    for name, value in {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MpxlaError, match="would use gpu device 2 of its machine, which has 2"):
+        _find_device(None, None)
     Device.platform = "cpu"
     assert _find_device(None, None) is devices[0]
+
+
+def test_the_only_device_that_a_process_sees_is_its_own(monkeypatch):
+    class Device:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [only])
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    only = Device()
+    assert _find_device(None, None) is only
 
 
 SCRIPT = """
@@ -326,6 +343,37 @@ for place in ("cuda",), ("cpu", 3):
         print(error)
 assert "torch_xla" not in sys.modules
 """
+
+
+@pytest.mark.parametrize(
+    ("asked", "platforms", "expected"), [("CUDA", None, 1), ("CUDA", "cpu", 0), ("CPU", None, 0)]
+)
+def test_who_asks_for_cuda_hears_of_the_cpu(asked, platforms, expected, monkeypatch):
+    warned = []
+    monkeypatch.setattr(get_logger(), "warning", warned.append)
+    monkeypatch.setenv("PJRT_DEVICE", asked)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        PjrtBackend()
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert len(warned) == expected
+    assert all("finds none: this process runs on the CPU" in text for text in warned)
+
+
+def test_a_platform_that_the_environment_names_is_missing():
+    script = "from mpxla.device.pjrt.backend import PjrtBackend; PjrtBackend()"
+    for platform, remedy in (("cuda", "the extra `cuda13` or `cuda12`"), ("tpu", "jax[tpu]")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": platform},
+        )
+        error = done.stderr.splitlines()[-1]
+        assert f"jax has no platform '{platform}' on this machine" in error
+        assert remedy in error
 
 
 def test_missing_devices():

@@ -1,6 +1,6 @@
 """Measurements that others published, beside what the planner predicts for the same step.
 
-python -m mpxla.planning.published     prints the table of docs/planning.md
+python -m mpxla.tests.planning.published     prints the table of docs/planning.md
 """
 
 from collections.abc import Iterator
