@@ -7,10 +7,12 @@ the graph hands on as it came is not part of the program: as a result of it, it 
 import collections
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
+import torch
 from torch import fx
 
 from mpxla.device.pjrt.arrays import Device
@@ -135,7 +137,8 @@ def compile_flat(
     kept = {i for r in results if not isinstance(r, int) for i in r}
     donors = tuple(i + is_random for i in sorted(donated) if i not in kept)
     try:
-        lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
+        with _products_as_torch(device.platform):
+            lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
         with explained(f"{name} was compiled", device):
             compiled = lowered.compile(_OPTIONS.get(device.platform))
     except MpxlaError:
@@ -147,6 +150,17 @@ def compile_flat(
     PjrtExecutable.num_compilations += 1
     text = lowered.as_text() if keep_text else ""
     return PjrtExecutable(name, compiled, results, is_random, text, device, started)
+
+
+def _products_as_torch(platform: str) -> AbstractContextManager[Any]:
+    """Products of float32 as exact as `torch.set_float32_matmul_precision` says.
+
+    By default accelerators round the operands, to TF32 or bfloat16, and PyTorch does not.
+    """
+    if platform == "cpu":
+        return nullcontext()
+    precision = {"highest": "highest", "high": "high", "medium": "default"}
+    return jax.default_matmul_precision(precision[torch.get_float32_matmul_precision()])
 
 
 def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:

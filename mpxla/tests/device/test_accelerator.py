@@ -18,7 +18,7 @@ from mpxla.tests.test_parity import case_of
 
 pytestmark = [pytest.mark.device, pytest.mark.ranks]
 
-DEVICE = {"MPXLA_DEVICE": "pjrt", "JAX_PLATFORMS": "", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+DEVICE = {"MPXLA_DEVICE": "pjrt", "JAX_PLATFORMS": ""}
 SHARED = {**DEVICE, "CUDA_VISIBLE_DEVICES": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 COUNT = """
 import jax

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.device.pjrt.backend import PjrtBackend, _find_device
-from mpxla.device.pjrt.executable import PjrtExecutable
+from mpxla.device.pjrt.executable import PjrtExecutable, _products_as_torch
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.log import get_logger
 from mpxla.stage.program import compile_function
@@ -75,6 +75,34 @@ def test_what_is_put_has_memory_of_its_own(backend):
     copy.fill_(2)
     assert not backend.view(there).any()
     assert backend.put([there])[0] is there
+
+
+def test_what_nobody_else_has_is_put_without_a_copy(backend):
+    tensor = torch.zeros(1024)
+    (there,) = backend.put([tensor], owned=True)
+    assert backend.view(there).data_ptr() == tensor.data_ptr()
+    del tensor
+    gc.collect()
+    assert not backend.view(there).any()
+    misaligned = torch.arange(1025.0)[1:]
+    (there,) = backend.put([misaligned], owned=True)
+    assert torch.equal(backend.view(there), misaligned)
+
+
+def test_a_value_is_ready_when_it_is_computed(backend):
+    (there,) = backend.put([torch.zeros(8)])
+    backend.view(there)
+    assert backend.is_ready(there) and backend.is_ready(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("said", "precision"), [("highest", "HIGHEST"), ("medium", "DEFAULT")])
+def test_products_of_accelerators_are_as_exact_as_torch_says(said, precision, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: said)
+    with _products_as_torch("cuda"):
+        text = jax.jit(jax.numpy.dot).lower(*2 * [jax.ShapeDtypeStruct((8, 8), "float32")])
+    assert f"precision = [{precision}, {precision}]" in text.as_text()
+    with _products_as_torch("cpu"):
+        assert jax.config.jax_default_matmul_precision is None
 
 
 def test_adopted_tensors_share_memory_and_are_imported_once(backend):
