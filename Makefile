@@ -27,8 +27,8 @@ test: $(INSTALLED) ## run the test suite
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not device" $(ARGS)
 
 # A part of the slow tests, another one for every commit: make test-slow PART=3. A test stays in its
-# part. What may take longer than the limit is left to `test-all`.
-PARTS ?= 16
+# part. What takes long, and full products, are left to `test-all`.
+PARTS ?= 8
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || date +%j)
 test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "slow and not long and not device" \

@@ -2,7 +2,7 @@
 
 The cases of the table cover all pairs of dimensions (model, stages, microbatches, schedule,
 placement). Some of them run by default, which cover every model and all pairs of the other
-dimensions; the rest of the table, and the full product, are marked slow.
+dimensions; the rest of the table is marked slow, and the full product long.
 """
 
 from itertools import product
@@ -70,7 +70,7 @@ def all_cases() -> list[Case]:
         for stages, name, pipeline in product((2, 3, 4), NAMES, PIPELINES.values())
         for count in counts[stages]
     ]
-    return sorted({*automatic, *manual, *covering_cases()} - {*default_cases()}, key=str)
+    return sorted({*automatic, *manual} - {*covering_cases()}, key=str)
 
 
 def relation(case: Case) -> str:
@@ -124,9 +124,13 @@ def test_trains_as_in_one_process(case):
     assert_promises(case, observed)
 
 
+SLOW = sorted({*covering_cases()} - {*default_cases()}, key=str)
+LONG = [pytest.param(case, marks=pytest.mark.long) for case in all_cases()]
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", all_cases(), ids=str)
+@pytest.mark.parametrize("case", [*SLOW, *LONG], ids=str)
 def test_trains_as_in_one_process_everywhere(case):
     observed, reference = run(case)
     assert_parity(observed, reference)

@@ -7,6 +7,7 @@ accumulation over step calls, clipping, and another place of the ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -219,13 +220,20 @@ SLOW = [
     Case("shared", 2, 2, max_norm=0.5, passes=2, microbatches=3),
     Case("mlp", 2, 1, is_sharded=True, max_norm=0.1),
     Case("gpt", 2, 2, is_sharded=True, max_norm=0.5, strategy="spread"),
-] + [
-    Case(name, dp, pp, is_sharded=sharded, passes=passes, max_norm=norm)
-    for name in ("mlp", "gpt", "shared")
-    for dp, pp in GRIDS
-    for sharded in (False, True)
-    for passes, norm in ((1, 0.3), (2, None))
 ]
+
+
+def sweep() -> list[Any]:
+    """Slow: every grid with all else, and three of the models' turns; long: the full product."""
+    found = []
+    for (g, (dp, pp)), sharded, (passes, norm) in product(
+        enumerate(GRIDS), (False, True), ((1, 0.3), (2, None))
+    ):
+        for place, name in enumerate(("mlp", "gpt", "shared")):
+            is_long = place != (g + sharded + passes) % 3
+            case = Case(name, dp, pp, is_sharded=sharded, passes=passes, max_norm=norm)
+            found.append(pytest.param(case, marks=[pytest.mark.long] * is_long))
+    return found
 
 
 def check(case: Case) -> None:
@@ -243,7 +251,7 @@ def test_replicas_train_as_one_process(case):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", [*SLOW, *sweep()], ids=str)
 def test_replicas_train_as_one_process_everywhere(case):
     check(case)
 
