@@ -74,7 +74,7 @@ def _constant(value: int, plain: tuple[str, ...], like: str, new: str) -> None:
         return _filled(shape, value, _dtype(dtype, x.dtype))
 
 
-_constant(0, ("zeros",), "zeros_like", "new_zeros")
+_constant(0, ("zeros", "_efficientzerotensor"), "zeros_like", "new_zeros")
 _constant(1, ("ones",), "ones_like", "new_ones")
 _constant(0, ("empty.memory_format",), "empty_like", "new_empty")
 
