@@ -61,7 +61,8 @@ def _multilabel_margin_loss(
 
 
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    others = [d for d in range(direction.dim()) if d != dim % direction.dim()]
+    """The length is one for each place of a dimension; -1 stands for one length of all."""
+    others = [d for d in range(direction.dim()) if d != dim]
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
 
 
