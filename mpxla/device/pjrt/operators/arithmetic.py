@@ -155,8 +155,15 @@ _binary(("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"), 
 _binary(("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"), jnp.bitwise_xor)
 _binary(("heaviside",), lambda a, b: jnp.where(a == 0, b, (a > 0).astype(a.dtype)))
 _SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
-_binary(tuple(f"bitwise_left_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_left(a, b))
-_binary(tuple(f"bitwise_right_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_right(a, b))
+_OF_PYTHON = ("Tensor", "Scalar")  # what `<<` and `>>` call
+_binary(
+    (*(f"bitwise_left_shift.{o}" for o in _SHIFTS), *(f"__lshift__.{o}" for o in _OF_PYTHON)),
+    lambda a, b: _shift_left(a, b),
+)
+_binary(
+    (*(f"bitwise_right_shift.{o}" for o in _SHIFTS), *(f"__rshift__.{o}" for o in _OF_PYTHON)),
+    lambda a, b: _shift_right(a, b),
+)
 
 
 def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
