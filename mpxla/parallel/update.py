@@ -212,7 +212,7 @@ class CompiledUpdate:
         for rate in slots.rates:
             value = None if isinstance(rate, torch.Tensor) else kept.get(rate)
             if value is None:
-                (value,) = self._backend.put([torch.as_tensor(rate).detach().to(dtype)])
+                (value,) = self._backend.put([torch.as_tensor(rate, dtype=dtype).detach()])
             if not isinstance(rate, torch.Tensor):
                 self._rates[rate] = value
             uploaded.append(value)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
+from mpxla.errors import LoweringError
 from mpxla.stage.solvers import SOLVERS
 from mpxla.stage.spectral import short_time_fourier
 
-__all__ = ["SHARED", "copied"]
+__all__ = ["SHARED", "copied", "strided_places"]
 
 _aten = torch.ops.aten
 
@@ -34,13 +35,53 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`tensor[mask] = number`, whose derivative looks for the places of the mask on the host."""
-    mask = indices[0]
-    is_mask = len(indices) == 1 and mask is not None and mask.dtype is torch.bool
-    if mask is None or not is_mask or accumulate or values.numel() != 1:
+    """`tensor[mask] = number`, whose derivative looks for the places of the mask on the host.
+
+    Whole dimensions may come before the mask: `tensor[:, mask] = number`.
+    """
+    *before, mask = indices
+    is_mask = mask is not None and mask.dtype is torch.bool
+    is_whole = all(index is None for index in before)
+    if mask is None or not is_mask or not is_whole or accumulate or values.numel() != 1:
         return _aten.index_put.default(tensor, indices, values, accumulate)
-    mask = mask.reshape(*mask.shape, *(1 for _ in range(tensor.dim() - mask.dim())))
+    after = tensor.dim() - len(before) - mask.dim()
+    mask = mask.reshape(*mask.shape, *(1 for _ in range(after)))
     return torch.where(mask, values.to(tensor.dtype).reshape(()), tensor)
+
+
+def strided_places(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> torch.Tensor:
+    """Where `as_strided` reads the elements of a tensor that lies in memory without gaps.
+
+    Returns:
+        Flat places, [elements].
+    """
+    if not tensor.is_contiguous():
+        raise LoweringError(
+            "as_strided of a tensor that is not contiguous: call contiguous() before it"
+        )
+    places = torch.full((), offset or 0, dtype=torch.int64, device=tensor.device)
+    for count, step in zip(size, stride, strict=True):
+        places = places[..., None] + torch.arange(count, device=tensor.device) * step
+    return places.flatten()
+
+
+def _as_strided_scatter(
+    tensor: torch.Tensor,
+    source: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
+) -> torch.Tensor:
+    """What writes to such a view become, `fill_diagonal_` for one.
+
+    Its derivative in PyTorch 2.9 gives a tensor the gradient of what was written over, and none of
+    what stays.
+    """
+    places = strided_places(tensor, size, stride, offset)
+    written = tensor.flatten().scatter(0, places, source.to(tensor.dtype).flatten())
+    return written.reshape(tensor.shape)
 
 
 def _multilabel_margin_loss(
@@ -61,7 +102,8 @@ def _multilabel_margin_loss(
 
 
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    others = [d for d in range(direction.dim()) if d != dim % direction.dim()]
+    """The length is one for each place of a dimension; -1 stands for one length of all."""
+    others = [d for d in range(direction.dim()) if d != dim]
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
 
 
@@ -166,6 +208,7 @@ SHARED: dict[Any, Callable[..., Any]] = {
     **SOLVERS,
     _aten._embedding_bag.default: _embedding_bag,
     _aten._weight_norm.default: _weight_norm,
+    _aten.as_strided_scatter.default: _as_strided_scatter,
     _aten.affine_grid_generator.default: _torchs(_aten.affine_grid_generator.default),
     _aten.cdist.default: _cdist,
     _aten.channel_shuffle.default: _channel_shuffle,

@@ -104,17 +104,25 @@ def cast(value: Any, dtype: np.dtype | torch.dtype) -> jax.Array:
     return jnp.asarray(value, wanted)
 
 
-def promote(*values: Any) -> list[jax.Array]:
-    """All values in the dtype that PyTorch computes in."""
+def promote(*values: Any, wide: bool = False) -> list[jax.Array]:
+    """All values in the dtype of PyTorch's result.
+
+    Args:
+        values: arrays and Python numbers.
+        wide: whether low precision becomes float32, in which PyTorch multiplies bfloat16 by 0.1,
+            not by the bfloat16 next to it; who calls casts the result then.
+    """
     dtype = result_type(*values)
+    dtype = compute_dtype(dtype) if wide else dtype
     return [cast(value, dtype) for value in values]
 
 
-def as_float(*values: Any) -> list[jax.Array]:
+def as_float(*values: Any, wide: bool = False) -> list[jax.Array]:
     """As `promote`; integers and booleans become numbers of the default dtype."""
     dtype = result_type(*values)
     if dtype.kind in "biu":
         dtype = jax_dtype(torch.get_default_dtype())
+    dtype = compute_dtype(dtype) if wide else dtype
     return [cast(value, dtype) for value in values]
 
 

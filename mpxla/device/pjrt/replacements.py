@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from mpxla.errors import LoweringError
-from mpxla.stage.replacements import SHARED
+from mpxla.stage.replacements import SHARED, strided_places
 
 __all__ = ["REPLACEMENTS"]
 
@@ -21,14 +20,8 @@ def _as_strided(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
     """By places in memory, of tensors that lie in it without gaps."""
-    if not tensor.is_contiguous():
-        raise LoweringError(
-            "as_strided of a tensor that is not contiguous: call contiguous() before it"
-        )
-    places = torch.full((), offset or 0, dtype=torch.int64, device=tensor.device)
-    for count, step in zip(size, stride, strict=True):
-        places = places[..., None] + torch.arange(count, device=tensor.device) * step
-    return tensor.flatten().index_select(0, places.flatten()).reshape(size)
+    places = strided_places(tensor, size, stride, offset)
+    return tensor.flatten().index_select(0, places).reshape(size)
 
 
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {

@@ -52,6 +52,16 @@ def test_later_steps_compile_and_upload_nothing():
     assert update.num_programs == backend.num_compilations == 1
 
 
+def test_a_rate_has_all_digits_of_the_number(monkeypatch):
+    parameters, optimizer, backend, update = update_of()
+    step(parameters, update)
+    put, uploaded = backend.put, []
+    monkeypatch.setattr(backend, "put", lambda tensors: put(uploaded.extend(tensors) or tensors))
+    optimizer.param_groups[0]["lr"] = 0.01
+    step(parameters, update)
+    assert [value.item() for value in uploaded] == [0.01]
+
+
 def test_a_setting_is_a_constant_of_the_program():
     parameters, optimizer, _, update = update_of()
     step(parameters, update)

@@ -16,6 +16,9 @@ __all__ = ["Case", "cases_of", "operator_names"]
 UNDEFINED = ("empty", "new_empty", "resize_")
 """Operators whose values are whatever memory holds."""
 
+WITHOUT_DERIVATIVE = ("as_strided_scatter",)
+"""PyTorch's derivative is that of something else: `mpxla/tests/stage/test_replacements.py`."""
+
 NOT_FOR_THIS = ("jiterator", "sparse.", "to_sparse", "hash_tensor")
 """For CUDA only, about sparse tensors, or no function of values."""
 
@@ -70,12 +73,11 @@ def cases_of(name: str, most: int) -> list[Case]:
         most: how many.
     """
     operator = _operators()[name]
+    is_trained = operator.supports_autograd and name not in WITHOUT_DERIVATIVE
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(
-            operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd)
-        )
+        samples = list(operator.sample_inputs("cpu", torch.float32, requires_grad=is_trained))
     samples = [sample for sample in samples if not _is_empty(sample)]
     steps = range(0, len(samples), max(1, len(samples) // most))
     return [

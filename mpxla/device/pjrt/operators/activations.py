@@ -87,12 +87,14 @@ def _threshold(x: jax.Array, threshold: Any, value: Any) -> jax.Array:
 
 
 @implements("elu")
+@_rounded_once
 def _elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
     below = jnp.expm1(jnp.minimum(x, 0) * input_scale) * (alpha * scale)
-    return jnp.where(x > 0, x * scale, below).astype(x.dtype)
+    return jnp.where(x > 0, x * scale, below)
 
 
 @implements("leaky_relu")
+@_rounded_once
 def _leaky_relu(x: jax.Array, slope: Any = 0.01) -> jax.Array:
     return jnp.where(x > 0, x, x * slope)
 

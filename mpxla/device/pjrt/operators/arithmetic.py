@@ -1,5 +1,6 @@
 """Arithmetic of two or three operands, and of bits."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpxla.device.pjrt.dtypes import as_float, cast, promote, result_type
+from mpxla.device.pjrt.dtypes import as_float, cast, compute_dtype, promote, result_type
 from mpxla.device.pjrt.table import implements
 
 
@@ -23,16 +24,24 @@ def _is_integer(value: jax.Array) -> bool:
     return value.dtype.kind in "iu"
 
 
+def _summands(left: Any, right: Any, alpha: Any) -> list[jax.Array]:
+    """`left` and `alpha` times `right`: rounded to the dtype of the result each, but no product."""
+    terms = promote(left, right)
+    factor = cast(alpha, terms[0].dtype)
+    a, b, factor = (v.astype(compute_dtype(v.dtype)) for v in (*terms, factor))
+    return [a, b if alpha == 1 else b * factor]
+
+
 @implements("add.Tensor", "add.Scalar")
 def _add(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
-    a, b = promote(left, right)
-    return a | b if _is_bool(a) else a + _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
+    a, b = _summands(left, right, alpha)
+    return a | b if _is_bool(a) else a + b
 
 
 @implements("sub.Tensor", "sub.Scalar")
 def _subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
-    a, b = promote(left, right)
-    return a - _scaled(b, cast(alpha, b.dtype) if alpha != 1 else 1)
+    a, b = _summands(left, right, alpha)
+    return a - b
 
 
 @implements("rsub.Scalar", "rsub.Tensor")
@@ -42,33 +51,47 @@ def _subtract_from(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
 
 @implements("mul.Tensor", "mul.Scalar")
 def _multiply(left: Any, right: Any) -> jax.Array:
-    a, b = promote(left, right)
+    a, b = promote(left, right, wide=True)
     return a & b if _is_bool(a) else a * b
+
+
+def quotient(a: jax.Array, b: Any) -> jax.Array:
+    """a / b, rounded once.
+
+    XLA multiplies by the inverse of a divisor that is a constant or the same for many elements, and
+    41 by the inverse of 41 is less than one: the barrier hides what the divisor is. It is gone
+    before operations are fused.
+    """
+    if isinstance(b, (int, float)) and abs(math.frexp(b)[0]) == 0.5:
+        return a / cast(b, a.dtype)  # a power of two has an exact inverse
+    divisor = cast(b, a.dtype)
+    shape = jnp.broadcast_shapes(a.shape, divisor.shape)
+    return a / lax.optimization_barrier(jnp.broadcast_to(divisor, shape))
 
 
 @implements("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
 def _divide(left: Any, right: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
-        a, b = as_float(left, right)
-        return a / b
-    a, b = promote(left, right)
+        a, _ = as_float(left, right, wide=True)
+        return quotient(a, right)
+    a, b = promote(left, right, wide=True)
     if rounding_mode == "floor":
         return _divide_floored(a, b)
     if _is_integer(a):
         shape = jnp.broadcast_shapes(a.shape, b.shape)
         return lax.div(jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape))
-    return jnp.trunc(a / b)
+    return jnp.trunc(quotient(a, b))
 
 
 def _divide_floored(a: jax.Array, b: jax.Array) -> jax.Array:
     if not _is_integer(a):
         # As PyTorch does: exact for quotients near an integer, infinite for division by zero.
         rest = lax.rem(*jnp.broadcast_arrays(a, b))
-        quotient = (a - rest) / b
-        quotient = jnp.where((rest != 0) & ((b < 0) != (rest < 0)), quotient - 1, quotient)
-        floored = jnp.floor(quotient)
-        floored = jnp.where(quotient - floored > 0.5, floored + 1, floored)
-        floored = jnp.where(quotient == 0, jnp.copysign(jnp.zeros_like(floored), a / b), floored)
+        whole = (a - rest) / b
+        whole = jnp.where((rest != 0) & ((b < 0) != (rest < 0)), whole - 1, whole)
+        floored = jnp.floor(whole)
+        floored = jnp.where(whole - floored > 0.5, floored + 1, floored)
+        floored = jnp.where(whole == 0, jnp.copysign(jnp.zeros_like(floored), a / b), floored)
         return jnp.where(b == 0, a / b, floored)
     return jnp.floor_divide(a, b)
 
@@ -132,8 +155,15 @@ _binary(("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"), 
 _binary(("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"), jnp.bitwise_xor)
 _binary(("heaviside",), lambda a, b: jnp.where(a == 0, b, (a > 0).astype(a.dtype)))
 _SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
-_binary(tuple(f"bitwise_left_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_left(a, b))
-_binary(tuple(f"bitwise_right_shift.{o}" for o in _SHIFTS), lambda a, b: _shift_right(a, b))
+_OF_PYTHON = ("Tensor", "Scalar")  # what `<<` and `>>` call
+_binary(
+    (*(f"bitwise_left_shift.{o}" for o in _SHIFTS), *(f"__lshift__.{o}" for o in _OF_PYTHON)),
+    lambda a, b: _shift_left(a, b),
+)
+_binary(
+    (*(f"bitwise_right_shift.{o}" for o in _SHIFTS), *(f"__rshift__.{o}" for o in _OF_PYTHON)),
+    lambda a, b: _shift_right(a, b),
+)
 
 
 def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -160,22 +190,23 @@ def _x_log1p_y(left: Any, right: Any) -> jax.Array:
 
 @implements("addcmul")
 def _add_product(start: Any, left: Any, right: Any, value: Any = 1) -> jax.Array:
-    s, a, b = promote(start, left, right)
+    s, a, b = promote(start, left, right, wide=True)
     return s + _scaled(a, cast(value, a.dtype) if value != 1 else 1) * b
 
 
 @implements("addcdiv")
 def _add_quotient(start: Any, left: Any, right: Any, value: Any = 1) -> jax.Array:
-    s, a, b = as_float(start, left, right)
-    return s + _scaled(a, value) / b
+    s, a, b = as_float(start, left, right, wide=True)
+    return s + quotient(_scaled(a, value), b)
 
 
 @implements("lerp.Scalar", "lerp.Tensor")
 def _interpolate(start: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
     near = weight if isinstance(weight, complex) or jnp.iscomplexobj(weight) else jnp.abs(weight)
     is_near = jnp.abs(near) < 0.5
+    start, end = promote(start, end, wide=True)
     apart = end - start
-    w = cast(weight, result_type(start, end))
+    w = cast(weight, apart.dtype)
     return jnp.where(is_near, start + w * apart, end - apart * (1 - w))
 
 

@@ -3,6 +3,7 @@
 A tensor without values (`empty`) is one of zeros here.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch._ops import OpOverload
 
+from mpxla.device.pjrt.arrays import from_constant
 from mpxla.device.pjrt.dtypes import cast, jax_dtype
 from mpxla.device.pjrt.table import implements
 
@@ -74,7 +77,7 @@ def _constant(value: int, plain: tuple[str, ...], like: str, new: str) -> None:
         return _filled(shape, value, _dtype(dtype, x.dtype))
 
 
-_constant(0, ("zeros",), "zeros_like", "new_zeros")
+_constant(0, ("zeros", "_efficientzerotensor"), "zeros_like", "new_zeros")
 _constant(1, ("ones",), "ones_like", "new_ones")
 _constant(0, ("empty.memory_format",), "empty_like", "new_empty")
 
@@ -140,6 +143,24 @@ def _eye(count: int, *, dtype: torch.dtype | None = None) -> jax.Array:
 @implements("eye.m")
 def _eye_of_columns(count: int, columns: int, *, dtype: torch.dtype | None = None) -> jax.Array:
     return jnp.eye(count, columns, dtype=_dtype(dtype))
+
+
+def _window(operator: OpOverload, *args: Any, dtype: torch.dtype | None = None) -> jax.Array:
+    """One of PyTorch's windows, as a constant: nothing in it depends on tensors."""
+    return from_constant(operator(*args, dtype=dtype))
+
+
+_WINDOWS = {
+    "bartlett_window": ("default", "periodic"),
+    "blackman_window": ("default", "periodic"),
+    "hamming_window": ("default", "periodic", "periodic_alpha", "periodic_alpha_beta"),
+    "hann_window": ("default", "periodic"),
+    "kaiser_window": ("default", "periodic", "beta"),
+}
+for _name, _overloads in _WINDOWS.items():
+    for _overload in _overloads:
+        _operator = getattr(getattr(torch.ops.aten, _name), _overload)
+        implements(f"{_name}.{_overload}")(functools.partial(_window, _operator))
 
 
 def _triangle(rows: int, columns: int, offset: int, is_lower: bool) -> jax.Array:

@@ -20,6 +20,23 @@ def _digamma(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), found)  # jax has NaN there
 
 
+def _in_double(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """In float64 and rounded to the dtype of `x`: what is a whole number comes out as one."""
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return function(x.astype(wide)).astype(x.dtype)
+
+
+def _logarithm(x: jax.Array, base: float) -> jax.Array:
+    """Of a power of the base exactly its exponent: scripts count digits and levels with it."""
+    if jnp.iscomplexobj(x):
+        return jnp.log(x) / math.log(base)
+    if x.dtype != np.float64:
+        return _in_double(lambda y: jnp.log(y) / math.log(base), x)
+    found = jnp.log(x) / math.log(base)
+    whole = jnp.round(found)
+    return jnp.where(jnp.power(base, whole) == x, whole, found)
+
+
 def _as_wide_float(x: jax.Array) -> jax.Array:
     """PyTorch computes functions of low precision in float32; the result is rounded once."""
     (value,) = as_float(x)
@@ -42,14 +59,14 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "erfc": lax.erfc,
     "erfinv": special.erfinv,
     "exp": jnp.exp,
-    "exp2": jnp.exp2,
+    "exp2": lambda x: _in_double(lambda y: jnp.power(2.0, y), x),
     "expm1": jnp.expm1,
     "i0": special.i0,
     "lgamma": special.gammaln,
     "log": jnp.log,
-    "log10": lambda x: jnp.log(x) * (1 / math.log(10)),
+    "log10": lambda x: _logarithm(x, 10.0),
     "log1p": jnp.log1p,
-    "log2": jnp.log2,
+    "log2": lambda x: _logarithm(x, 2.0),
     "rad2deg": jnp.rad2deg,
     "reciprocal": lambda x: 1 / x,
     "rsqrt": lax.rsqrt,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpxla.device.pjrt.operators.arithmetic import quotient
 from mpxla.device.pjrt.table import implements
 
 Sizes = int | Sequence[int]
@@ -188,7 +189,7 @@ def _average(
     )
     total = total[(..., *(slice(count) for count in windows.counts))]
     sizes = divisor or jnp.asarray(windows.sizes(counts_margin), wide.dtype)
-    return (total / sizes).astype(x.dtype)
+    return quotient(total, sizes).astype(x.dtype)
 
 
 def _avg_pool(rank: int) -> Callable[..., jax.Array]:

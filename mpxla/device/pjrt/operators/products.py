@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpxla.device.pjrt.dtypes import cast, compute_dtype
+from mpxla.device.pjrt.dtypes import cast, compute_dtype, promote
 from mpxla.device.pjrt.table import implements
+
+
+def _wide_product(left: jax.Array, right: jax.Array) -> jax.Array:
+    wide = compute_dtype(left.dtype)
+    wanted = wide if wide != left.dtype else None
+    return jnp.matmul(left, right, preferred_element_type=wanted)
 
 
 def product(left: jax.Array, right: jax.Array) -> jax.Array:
     """A product of matrices or batches of them, in the dtype of the operands."""
-    wide = compute_dtype(left.dtype)
-    wanted = wide if wide != left.dtype else None
-    return jnp.matmul(left, right, preferred_element_type=wanted).astype(left.dtype)
+    return _wide_product(left, right).astype(left.dtype)
 
 
 implements("mm", "bmm", "mv", "matmul")(product)
@@ -32,7 +36,8 @@ def _vdot(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array:
-    """beta start + alpha added; with beta 0, NaN in `start` does not count."""
+    """beta start + alpha added, rounded once; with beta 0, NaN in `start` does not count."""
+    start, added = promote(start, added)
     added = added if alpha == 1 else added * cast(alpha, added.dtype)
     if beta == 0:
         return jnp.broadcast_to(added, jnp.broadcast_shapes(start.shape, added.shape))
@@ -43,7 +48,7 @@ def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array
 def _add_product(
     start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
 ) -> jax.Array:
-    return _sum(start, product(left, right), beta, alpha)
+    return _sum(start, _wide_product(left, right), beta, alpha)
 
 
 @implements("addbmm")
@@ -62,7 +67,7 @@ def _add_outer_product(
 
 @implements("linear")
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    result = product(x, weight.T)
+    result = _wide_product(x, weight.T)
     return result if bias is None else result + bias
 
 

@@ -1,5 +1,6 @@
 """Sums, products, extrema, moments and running sums."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from jax import lax
 
 from mpxla.device.pjrt.dtypes import as_float, compute_dtype, jax_dtype
+from mpxla.device.pjrt.operators.arithmetic import quotient
 from mpxla.device.pjrt.operators.views import convert
 from mpxla.device.pjrt.table import implements
 
@@ -34,8 +36,9 @@ def _sum(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
     wanted = _sum_dtype(x, dtype)
-    x = convert(x, wanted)
-    return jnp.sum(x, axes_of(dims, x.ndim), keepdims=keepdim, dtype=wanted)
+    # Told a dtype of low precision, jax adds up in it: in bfloat16 300 ones make 256.
+    x = convert(x, wanted).astype(compute_dtype(wanted))
+    return jnp.sum(x, axes_of(dims, x.ndim), keepdims=keepdim, dtype=x.dtype)
 
 
 implements("sum.dim_IntList")(_sum)
@@ -58,7 +61,9 @@ def _mean(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
     x = x if dtype is None else convert(x, jax_dtype(dtype))
-    return jnp.mean(x, axes_of(dims, x.ndim), keepdims=keepdim)
+    axes = axes_of(dims, x.ndim)
+    total = jnp.sum(x.astype(compute_dtype(x.dtype)), axes, keepdims=keepdim)
+    return quotient(total, math.prod(x.shape[a] for a in axes))
 
 
 @implements("mean")
@@ -151,8 +156,8 @@ def _variance(
     x: jax.Array, dims: Dims, correction: Any, keepdim: bool
 ) -> tuple[jax.Array, jax.Array]:
     axes = axes_of(dims, x.ndim)
-    wide = x.astype(compute_dtype(x.dtype)) if x.dtype.kind == "f" else x
-    wide = wide if wide.dtype.kind in "fc" else as_float(x)[0]
+    wide = as_float(x)[0]
+    wide = wide.astype(compute_dtype(wide.dtype))
     mean = jnp.mean(wide, axes, keepdims=True)
     count = float(np.prod([x.shape[a] for a in axes], dtype=np.int64))
     correction = 1 if correction is None else correction
@@ -222,7 +227,7 @@ def _vector_norm(
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
         x = convert(x, _sum_dtype(x, dtype))
-        return function(x, dim) if x.ndim else x
+        return function(x.astype(compute_dtype(x.dtype)), dim) if x.ndim else x
 
     return call
 
@@ -233,7 +238,7 @@ implements("cumprod")(_running(jnp.cumprod))
 
 @implements("logcumsumexp")
 def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
-    return lax.cumlogsumexp(x, dim % x.ndim) if x.ndim else x
+    return lax.cumlogsumexp(x.astype(compute_dtype(x.dtype)), dim % x.ndim) if x.ndim else x
 
 
 def _cumulative_extremum(x: jax.Array, dim: int, is_max: bool) -> tuple[jax.Array, jax.Array]:
@@ -291,6 +296,7 @@ def _softmax_backward(
 ) -> jax.Array:
     if not result.ndim:
         return jnp.zeros_like(result)
+    gradient, result = (v.astype(compute_dtype(v.dtype)) for v in (gradient, result))
     product = gradient * result
     return product - result * jnp.sum(product, dim, keepdims=True)
 
@@ -301,4 +307,5 @@ def _log_softmax_backward(
 ) -> jax.Array:
     if not result.ndim:
         return jnp.zeros_like(result)
+    gradient, result = (v.astype(compute_dtype(v.dtype)) for v in (gradient, result))
     return gradient - jnp.exp(result) * jnp.sum(gradient, dim, keepdims=True)

@@ -87,8 +87,8 @@ _STARTS: dict[str, Callable[[np.dtype], Any]] = {
     "sum": lambda dtype: 0,
     "mean": lambda dtype: 0,
     "prod": lambda dtype: 1,
-    "amax": lambda dtype: -jnp.inf if dtype.kind == "f" else jnp.iinfo(dtype).min,
-    "amin": lambda dtype: jnp.inf if dtype.kind == "f" else jnp.iinfo(dtype).max,
+    "amax": lambda dtype: jnp.iinfo(dtype).min if dtype.kind in "iu" else -jnp.inf,
+    "amin": lambda dtype: jnp.iinfo(dtype).max if dtype.kind in "iu" else jnp.inf,
 }
 
 

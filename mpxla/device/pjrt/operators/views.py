@@ -176,7 +176,8 @@ def _copy(old: jax.Array, new: jax.Array) -> jax.Array:
 
 def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Another dtype; small integers of a number keep its last bits, as on PyTorch's CPU."""
-    if x.dtype.kind == "f" and dtype.kind in "iu" and dtype.itemsize < 4:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)  # NumPy does not know bfloat16 for one
+    if is_float and dtype.kind in "iu" and dtype.itemsize < 4:
         return x.astype(np.int64).astype(dtype)
     if x.dtype.kind == "c" and dtype.kind != "c":
         x = x.real

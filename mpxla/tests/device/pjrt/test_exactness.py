@@ -1,0 +1,107 @@
+"""Operators whose results have to be PyTorch's to the last bit, or nearly so in low precision."""
+
+import jax
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from mpxla.device.pjrt import operators
+from mpxla.device.pjrt.arrays import copy_to_device, host_copies
+from mpxla.device.pjrt.dtypes import jax_dtype
+from mpxla.device.pjrt.table import FUNCTIONS
+
+assert operators.__all__
+aten = torch.ops.aten
+
+
+def both(operator, *args, **keywords):
+    """What the compiled function gives, in the dtype of what PyTorch gives; and that."""
+    expected = operator(*args, **keywords)
+    leaves, structure = pytree.tree_flatten(args)
+    arrays = [copy_to_device(t, jax.devices()[0]) for t in leaves if isinstance(t, torch.Tensor)]
+
+    def call(arrays):
+        rest = iter(arrays)
+        filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        found = FUNCTIONS[operator](*pytree.tree_unflatten(filled, structure), **keywords)
+        return found.astype(jax_dtype(expected.dtype))
+
+    (found,) = host_copies([jax.jit(call)(arrays)])
+    return found, expected
+
+
+_COUNT = torch.arange(1.0, 200.0)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "keywords"),
+    [
+        (aten.div.Tensor, (_COUNT, 41.0), {}),
+        (aten.div.Tensor, (_COUNT, 41), {}),
+        (aten.div.Tensor, (_COUNT, 8), {}),
+        (aten.div.Tensor, (_COUNT, torch.tensor(41.0)), {}),
+        (aten.div.Tensor, (_COUNT.repeat(2, 1), torch.tensor([[41.0], [83.0]])), {}),
+        (aten.div.Tensor, (_COUNT.long(), 41), {}),
+        (aten.div.Tensor_mode, (_COUNT, 41.0), {"rounding_mode": "trunc"}),
+        (aten.div.Tensor_mode, (_COUNT, 41.0), {"rounding_mode": "floor"}),
+        (aten.mean.default, (torch.ones(41),), {}),
+        (aten.mean.dim, (torch.ones(3, 41), [1]), {}),
+        (aten.avg_pool2d.default, (torch.ones(1, 1, 41, 1), [41, 1]), {}),
+        (aten.log2.default, (2.0 ** torch.arange(-20, 40),), {}),
+        (aten.log2.default, (2.0 ** torch.arange(-20, 40, dtype=torch.float64),), {}),
+        (aten.log10.default, (10.0 ** torch.arange(0, 11),), {}),
+        (aten.log10.default, (10.0 ** torch.arange(0, 15, dtype=torch.float64),), {}),
+        (aten.exp2.default, (torch.arange(-20.0, 40.0),), {}),
+        (aten.exp2.default, (torch.arange(-20.0, 40.0, dtype=torch.float64),), {}),
+        (aten._to_copy.default, (-_COUNT.bfloat16(),), {"dtype": torch.uint8}),
+    ],
+)
+def test_whole_numbers_come_out_as_such(operator, args, keywords):
+    found, expected = both(operator, *args, **keywords)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_quotient_by_the_maximum_reaches_one():
+    values = torch.arange(1.0, 100.0)[:, None] * torch.tensor([0.5, 1.0])
+    found, expected = both(aten.div.Tensor, values, values.amax(1, keepdim=True))
+    assert torch.equal(found, expected)
+    assert (found[:, 1] == 1).all()
+
+
+_INDEX = torch.zeros(3, 64, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("operator", "function", "keywords"),
+    [
+        (aten.mul.Tensor, lambda x: (x, 0.1), {}),
+        (aten.div.Tensor, lambda x: (x, 0.3), {}),
+        (aten.add.Tensor, lambda x: (x, 0.1), {}),
+        (aten.add.Tensor, lambda x: (x, x.flip(0)), {"alpha": 0.3}),
+        (aten.sub.Tensor, lambda x: (x, 0.1), {}),
+        (aten.sum.default, lambda x: (x * 0 + 100,), {}),
+        (aten.sum.dim_IntList, lambda x: (x + 100, [1]), {}),
+        (aten.nansum.default, lambda x: (x * 0 + 100, [0]), {}),
+        (aten.var.correction, lambda x: (x + 100, [1]), {}),
+        (aten.cumsum.default, lambda x: (x + 1, 1), {}),
+        (aten.cumprod.default, lambda x: (x / 8 + 1, 1), {}),
+        (aten.logcumsumexp.default, lambda x: (x, 1), {}),
+        (aten.addmm.default, lambda x: (x[0], x[:, :8], x[:8]), {}),
+        (aten.elu.default, lambda x: (x,), {}),
+        (aten.leaky_relu.default, lambda x: (x, 0.1), {}),
+        (aten._softmax_backward_data.default, lambda x: (x, x.softmax(1), 1, x.dtype), {}),
+        (aten._log_softmax_backward_data.default, lambda x: (x, x.log_softmax(1), 1, x.dtype), {}),
+        (
+            aten.scatter_reduce.two,
+            lambda x: (x, 0, _INDEX, x[:3], "amax"),
+            {"include_self": False},
+        ),
+    ],
+)
+def test_low_precision_is_computed_in_float32(operator, function, keywords, dtype):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, expected = both(operator, *function(x), **keywords)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=1.01 * eps, atol=eps / 16)
+    assert (found != expected).float().mean() < 0.02

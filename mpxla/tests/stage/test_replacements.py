@@ -1,0 +1,40 @@
+"""What stands for an operator gives what that gives."""
+
+import pytest
+import torch
+
+from mpxla.stage.replacements import SHARED
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_weight_has_one_length_for_each_place_of_a_dimension_or_for_all(dim):
+    direction = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    length = torch.norm_except_dim(direction, 2, dim) * 2
+    written = SHARED[torch.ops.aten._weight_norm.default](direction, length, dim)
+    torch.testing.assert_close(written, torch._weight_norm(direction, length, dim))
+
+
+def test_a_write_to_a_diagonal_has_the_derivative_of_what_stays():
+    tensor = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (expected,) = torch.autograd.grad((tensor * 1).fill_diagonal_(2.0).square().sum(), tensor)
+    scatter = SHARED[torch.ops.aten.as_strided_scatter.default]
+    source = torch.full((3,), 2.0, requires_grad=True)
+    written = scatter(tensor, source, [3], [4], 0)
+    found = torch.autograd.grad(written.square().sum(), (tensor, source))
+    torch.testing.assert_close(found, (expected, torch.full((3,), 4.0)))
+    own = torch.as_strided_scatter(tensor, source, [3], [4], 0)
+    (wrong,) = torch.autograd.grad(own.square().sum(), tensor)
+    assert not torch.allclose(wrong, expected), "PyTorch's own is right now: use it"
+
+
+def test_a_mask_may_come_after_whole_dimensions():
+    tensor = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    rows = torch.tensor([True, False, True])
+    for where in ([None, rows], [tensor[:, :, 0] > 0], [None, None, tensor[0, 0] > 0]):
+        written = SHARED[torch.ops.aten.index_put.default](tensor, where, torch.tensor(5.0))
+        expected = tensor.detach().clone()
+        expected[tuple(slice(None) if w is None else w for w in where)] = 5.0
+        torch.testing.assert_close(written.detach(), expected)
+        assert type(written.grad_fn).__name__ == "WhereBackward0", "no places are looked for"
