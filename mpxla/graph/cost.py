@@ -6,6 +6,7 @@ and the nodes that pick them are one unit of placement.
 """
 
 import operator
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -102,7 +103,7 @@ def build_problem(
         saved: what the derivatives of nodes read, by the names of the nodes.
         has_masters: whether 16-bit parameters are updated in float32.
     """
-    flops = _count_flops(step)
+    flops = _flops_of(step)
     times = _Times(flops, machine, measured_s or {})
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
     owned = {
@@ -247,8 +248,25 @@ def _num_bytes(node: fx.Node) -> int:
     return sum(v.numel() * v.itemsize for v in values if isinstance(v, torch.Tensor))
 
 
+def _flops_of(step: StepGraph) -> dict[fx.Node, int]:
+    """Forward operations of every node.
+
+    Schedules are chosen by cutting the same step again and again, and to count takes longer than
+    to cut: counts are kept for as long as the graph is there, and has as many nodes.
+    """
+    size, named = _counted.get(step.graph, (0, {}))
+    if size != len(step.graph.nodes):
+        named = {node.name: count for node, count in _count_flops(step).items()}
+        _counted[step.graph] = len(step.graph.nodes), named
+    return {node: named[node.name] for node in step.graph.nodes if node.name in named}
+
+
+_counted: weakref.WeakKeyDictionary[fx.Graph, tuple[int, Mapping[str, int]]]
+_counted = weakref.WeakKeyDictionary()  # by name: a node would keep its graph
+
+
 def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
-    """Forward operations of every node, by torch's formulas, on fake tensors."""
+    """The same, by torch's formulas, on fake tensors."""
     module = fx.GraphModule(torch.nn.Module(), step.graph)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla.graph import cost
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.cost import MachineModel, build_problem
 from mpxla.graph.partition import NodeKind
@@ -114,3 +115,15 @@ def test_masters_count_where_there_are_some():
         assert problem.weight_bytes == {"weight": 30 * 2, "bias": 5 * 2}
     plain = build_problem(captured_step(nn.Linear(6, 5), True), MACHINE, has_masters=False)
     assert plain.parameter_bytes == {"weight": 30 * 16, "bias": 5 * 16}
+
+
+def test_operations_are_counted_once_for_a_graph(monkeypatch):
+    counts = []
+    count = cost._count_flops
+    monkeypatch.setattr(cost, "_count_flops", lambda step: counts.append(1) or count(step))
+    step = captured_step(nn.Linear(6, 4), is_training=True)
+    first, second = (build_problem(step, MachineModel()) for _ in range(2))
+    assert counts == [1] and first.flops == second.flops and sum(first.flops) > 0
+    with step.graph.inserting_before():
+        step.graph.placeholder("another").meta["val"] = torch.empty(1)
+    assert cost._counted[step.graph][0] == len(step.graph.nodes) - 1, "it would be counted again"
