@@ -214,12 +214,12 @@ def train_in_session(case):
 CASES = (
     Case(2),
     Case(2, stages=2, backend="torch_xla"),
-    Case(4, hosts=2),
 )
 SWEEP = (
     Case(2, keeps_whole=True),
     Case(2, backend="torch_xla"),
     Case(4),
+    Case(4, hosts=2),
     Case(4, hosts=2, backend="torch_xla"),
     Case(4, hosts=2, keys=(("sdp_hierarchical_allgather", False),)),
     Case(4, hosts=2, keys=(("sdp_gather", "step"),)),

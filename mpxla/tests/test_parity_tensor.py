@@ -191,10 +191,11 @@ PARTS = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold"
 GRADIENTS = (("shard_gradients", True),)
 CASES = (
     Case("gpt2", 2, backend="pjrt", layers=1),
-    Case("llama", 2, replicas=2, prescaled=False, layers=1, keys=PARTS),
+    Case("llama", 2, prescaled=False, layers=1),
 )
 SWEEP = (
     Case("llama", 2, prescaled=False),
+    Case("llama", 2, replicas=2, prescaled=False, layers=1, keys=PARTS),
     Case("gpt2", 2, backend="pjrt"),
     Case("gpt2", 2, stages=2, backend="pjrt"),
     Case("llama", 2, backend="pjrt"),

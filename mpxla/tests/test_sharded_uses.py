@@ -276,6 +276,7 @@ def train_with_other_lengths(case):
     return run.whole()
 
 
+@pytest.mark.slow
 def test_replicas_compile_other_batches_at_other_times():
     model = build()
     optimizer = make_optimizer(model.parameters())

@@ -183,6 +183,7 @@ print("found", counts["hits"])
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_the_library_is_found_on_disk(tmp_path):
     """A second process runs what the first one has compiled."""
     for found in (0, 1):
