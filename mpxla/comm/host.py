@@ -11,6 +11,7 @@ This file knows gloo and threads; it must not know stages, schedules or the sess
 
 import atexit
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -174,6 +175,7 @@ class HostTransport:
         self.seal = Seal(rank, key)
         self._to_host = to_host
         self._is_ready = is_ready
+        self._pid = os.getpid()
         self._key = key
         self.rank = rank
         self.world_size = world_size
@@ -359,7 +361,7 @@ class HostTransport:
         Phases: *flush* what is queued, *part* from the peers, and *abort* what still waits. After
         a failure only the last.
         """
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._pid:  # a forked child shares the connections
             return
         self._is_closed = True
         if self.watch.told_failure() is None and dist.is_initialized():
@@ -387,6 +389,8 @@ class HostTransport:
 
     def _abort(self) -> None:
         """Gets every thread out of gloo: it must not be there when the interpreter ends."""
+        if os.getpid() != self._pid:
+            return
         atexit.unregister(self._abort)
         self.watch.is_closing = True
         self._door.close()

@@ -229,6 +229,25 @@ def test_forked_child_does_not_hide_the_death_of_its_parent():
         assert "PeerFailure: rank 1 (pid " in results[rank].stderr
 
 
+def fork_a_child_that_ends(transport):
+    """The child closes what it believes to be its own; nobody has connected before."""
+    child = os.fork()
+    if child == 0:
+        transport.close()
+        transport._abort()  # as at the end of the interpreter
+        os._exit(0)
+    os.waitpid(child, 0)
+    other = 1 - transport.rank
+    for channel in ("a", "b"):
+        transport.send(torch.full((3,), float(transport.rank)), other, channel)
+        assert transport.recv(torch.ones(3), other, channel).result()[0].item() == other
+    return transport.all_reduce(torch.ones(1), (0, 1)).result().item()
+
+
+def test_a_forked_child_closes_nothing_of_its_parents():
+    assert run_host(fork_a_child_that_ends, 2) == [2.0, 2.0]
+
+
 def fail_before_sending(transport):
     class Broken(torch.Tensor):
         @classmethod
