@@ -18,6 +18,7 @@ __all__ = [
     "promote",
     "result_type",
     "torch_dtype",
+    "widened",
 ]
 
 # Without it jax would make int32 of int64 and float32 of float64, in silence.
@@ -129,3 +130,8 @@ def as_float(*values: Any, wide: bool = False) -> list[jax.Array]:
 def compute_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype of sums over values of a low-precision dtype, as PyTorch's kernels have it."""
     return np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind not in "biu" else dtype
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """Values of low precision in the dtype of sums over them; others as they are."""
+    return x.astype(compute_dtype(x.dtype))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpxla.device.pjrt.dtypes import cast, compute_dtype
+from mpxla.device.pjrt.dtypes import cast, widened
 from mpxla.device.pjrt.table import implements
 
 
@@ -21,7 +21,7 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        wide = [a.astype(compute_dtype(a.dtype)) if isinstance(a, jax.Array) else a for a in args]
+        wide = [widened(a) if isinstance(a, jax.Array) else a for a in args]
         return function(*wide, **kwargs)
 
     return call

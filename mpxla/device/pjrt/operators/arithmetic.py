@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpxla.device.pjrt.dtypes import as_float, cast, compute_dtype, promote, result_type
+from mpxla.device.pjrt.dtypes import as_float, cast, promote, result_type, widened
 from mpxla.device.pjrt.table import implements
 
 
@@ -28,7 +28,7 @@ def _summands(left: Any, right: Any, alpha: Any) -> list[jax.Array]:
     """`left` and `alpha` times `right`: rounded to the dtype of the result each, but no product."""
     terms = promote(left, right)
     factor = cast(alpha, terms[0].dtype)
-    a, b, factor = (v.astype(compute_dtype(v.dtype)) for v in (*terms, factor))
+    a, b, factor = map(widened, (*terms, factor))
     return [a, b if alpha == 1 else b * factor]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from mpxla.device.pjrt.dtypes import as_float, cast, compute_dtype
+from mpxla.device.pjrt.dtypes import as_float, cast, widened
 from mpxla.device.pjrt.table import implements
 
 
@@ -40,7 +40,7 @@ def _logarithm(x: jax.Array, base: float) -> jax.Array:
 def _as_wide_float(x: jax.Array) -> jax.Array:
     """PyTorch computes functions of low precision in float32; the result is rounded once."""
     (value,) = as_float(x)
-    return value.astype(compute_dtype(value.dtype))
+    return widened(value)
 
 
 # Integers become numbers of the default dtype first.

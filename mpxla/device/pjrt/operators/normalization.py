@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpxla.device.pjrt.dtypes import compute_dtype
+from mpxla.device.pjrt.dtypes import widened
 from mpxla.device.pjrt.table import implements
 
 Three = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(compute_dtype(x.dtype))
 
 
 def _moments(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +31,7 @@ def _layer_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
-    wide = _wide(x)
+    wide = widened(x)
     mean, variance = _moments(wide, axes)
     scale = lax.rsqrt(variance + eps)
     result = (wide - mean) * scale
@@ -57,8 +53,8 @@ def _layer_norm_backward(
 ) -> Three:
     inner = tuple(range(x.ndim - len(shape), x.ndim))
     outer = tuple(range(x.ndim - len(shape)))
-    wide = _wide(gradient)
-    normalized = (_wide(x) - mean) * scale
+    wide = widened(gradient)
+    normalized = (widened(x) - mean) * scale
     of_normalized = wide if weight is None else wide * weight
     of_x = of_weight = of_bias = None
     if output_mask[0]:
@@ -77,7 +73,7 @@ def _rms_norm(
     x: jax.Array, shape: Sequence[int], weight: jax.Array | None, eps: float | None
 ) -> tuple[jax.Array, jax.Array]:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
-    wide = _wide(x)
+    wide = widened(x)
     eps = float(jnp.finfo(wide.dtype).eps) if eps is None else eps
     scale = lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + eps)
     result = wide * scale
@@ -94,7 +90,7 @@ def _rms_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, jax.Array | None]:
     inner = tuple(range(x.ndim - len(shape), x.ndim))
-    wide, normalized = _wide(gradient), _wide(x) * scale
+    wide, normalized = widened(gradient), widened(x) * scale
     of_normalized = wide if weight is None else wide * weight
     along = jnp.mean(of_normalized * normalized, inner, keepdims=True)
     of_x = (of_normalized - normalized * along) * scale if output_mask[0] else None
@@ -114,7 +110,7 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    wide = _wide(x).reshape(batch, groups, -1)
+    wide = widened(x).reshape(batch, groups, -1)
     mean, variance = _moments(wide, (2,))
     scale = lax.rsqrt(variance + eps)
     result = ((wide - mean) * scale).reshape(batch, channels, places)
@@ -136,9 +132,9 @@ def _group_norm_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Three:
-    wide = _wide(gradient).reshape(batch, channels, places)
+    wide = widened(gradient).reshape(batch, channels, places)
     grouped = (batch, groups, -1)
-    centered = _wide(x).reshape(grouped) - mean[..., None]
+    centered = widened(x).reshape(grouped) - mean[..., None]
     normalized = centered * scale[..., None]
     of_x = of_weight = of_bias = None
     if output_mask[0]:
@@ -166,7 +162,7 @@ def _batch_norm(
     mean: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    result = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+    result = (widened(x) - _by_channel(mean, x)) * _by_channel(scale, x)
     result = result if weight is None else result * _by_channel(weight, x)
     return (result if bias is None else result + _by_channel(bias, x)).astype(x.dtype)
 
@@ -191,7 +187,7 @@ def _batch_norm_functional(
         return (*result, running_mean, running_var)
     axes = (0, *range(2, x.ndim))
     count = math.prod(x.shape[a] for a in axes)
-    mean, variance = (v.reshape(-1) for v in _moments(_wide(x), axes))
+    mean, variance = (v.reshape(-1) for v in _moments(widened(x), axes))
     scale = lax.rsqrt(variance + eps)
     return (
         _batch_norm(x, weight, bias, mean, scale),
@@ -210,9 +206,9 @@ def _in_evaluation(
     variance: jax.Array,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    scale = lax.rsqrt(_wide(variance) + eps)
+    scale = lax.rsqrt(widened(variance) + eps)
     empty = jnp.zeros((0,), scale.dtype)
-    return _batch_norm(x, weight, bias, _wide(mean), scale), empty, empty
+    return _batch_norm(x, weight, bias, widened(mean), scale), empty, empty
 
 
 @implements("_native_batch_norm_legit_no_training")
@@ -270,14 +266,14 @@ def _batch_norm_backward(
     output_mask: Sequence[bool],
 ) -> Three:
     axes = (0, *range(2, x.ndim))
-    wide = _wide(gradient)
+    wide = widened(gradient)
     mean, scale = saved_mean, saved_scale
     if not training:
         assert running_mean is not None and running_var is not None
-        mean, scale = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+        mean, scale = widened(running_mean), lax.rsqrt(widened(running_var) + eps)
     assert mean is not None and scale is not None
     scale = _by_channel(scale, x)
-    normalized = (_wide(x) - _by_channel(mean, x)) * scale
+    normalized = (widened(x) - _by_channel(mean, x)) * scale
     of_x = of_weight = of_bias = None
     if output_mask[0]:
         factor = scale if weight is None else scale * _by_channel(weight, x)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mpxla.device.pjrt.dtypes import compute_dtype, jax_dtype
+from mpxla.device.pjrt.dtypes import compute_dtype, jax_dtype, widened
 from mpxla.device.pjrt.table import random
 
 
@@ -101,7 +101,7 @@ def _randperm(key: jax.Array, count: int, *, dtype: torch.dtype | None = torch.i
 
 @random("bernoulli")
 def _bernoulli(key: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.random.bernoulli(key, x.astype(compute_dtype(x.dtype))).astype(x.dtype)
+    return jax.random.bernoulli(key, widened(x)).astype(x.dtype)
 
 
 @random("bernoulli.p")

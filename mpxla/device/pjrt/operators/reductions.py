@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from mpxla.device.pjrt.dtypes import as_float, compute_dtype, jax_dtype
+from mpxla.device.pjrt.dtypes import as_float, compute_dtype, jax_dtype, widened
 from mpxla.device.pjrt.operators.arithmetic import quotient
 from mpxla.device.pjrt.operators.views import convert
 from mpxla.device.pjrt.table import implements
@@ -62,7 +62,7 @@ def _mean(
 ) -> jax.Array:
     x = x if dtype is None else convert(x, jax_dtype(dtype))
     axes = axes_of(dims, x.ndim)
-    total = jnp.sum(x.astype(compute_dtype(x.dtype)), axes, keepdims=keepdim)
+    total = jnp.sum(widened(x), axes, keepdims=keepdim)
     return quotient(total, math.prod(x.shape[a] for a in axes))
 
 
@@ -157,7 +157,7 @@ def _variance(
 ) -> tuple[jax.Array, jax.Array]:
     axes = axes_of(dims, x.ndim)
     wide = as_float(x)[0]
-    wide = wide.astype(compute_dtype(wide.dtype))
+    wide = widened(wide)
     mean = jnp.mean(wide, axes, keepdims=True)
     count = float(np.prod([x.shape[a] for a in axes], dtype=np.int64))
     correction = 1 if correction is None else correction
@@ -218,7 +218,7 @@ def _vector_norm(
         return (jnp.max if order > 0 else jnp.min)(size, axes, keepdims=keepdim)
     if order == 1:
         return jnp.sum(size, axes, keepdims=keepdim)
-    size = size.astype(compute_dtype(size.dtype))
+    size = widened(size)
     if order == 2:
         return jnp.sqrt(jnp.sum(size * size, axes, keepdims=keepdim))
     return jnp.power(jnp.sum(jnp.power(size, order), axes, keepdims=keepdim), 1 / order)
@@ -227,7 +227,7 @@ def _vector_norm(
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
         x = convert(x, _sum_dtype(x, dtype))
-        return function(x.astype(compute_dtype(x.dtype)), dim) if x.ndim else x
+        return function(widened(x), dim) if x.ndim else x
 
     return call
 
@@ -238,7 +238,7 @@ implements("cumprod")(_running(jnp.cumprod))
 
 @implements("logcumsumexp")
 def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
-    return lax.cumlogsumexp(x.astype(compute_dtype(x.dtype)), dim % x.ndim) if x.ndim else x
+    return lax.cumlogsumexp(widened(x), dim % x.ndim) if x.ndim else x
 
 
 def _cumulative_extremum(x: jax.Array, dim: int, is_max: bool) -> tuple[jax.Array, jax.Array]:
@@ -270,7 +270,7 @@ def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 @implements("_softmax")
 def _softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    wide = x.astype(compute_dtype(x.dtype))
+    wide = widened(x)
     result = jax.nn.softmax(wide, dim) if x.ndim else jnp.ones_like(wide)
     return result if half_to_float else result.astype(x.dtype)
 
@@ -285,7 +285,7 @@ def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> j
 
 @implements("_log_softmax")
 def _log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    wide = x.astype(compute_dtype(x.dtype))
+    wide = widened(x)
     result = jax.nn.log_softmax(wide, dim) if x.ndim else jnp.zeros_like(wide)
     return result if half_to_float else result.astype(x.dtype)
 
@@ -296,7 +296,7 @@ def _softmax_backward(
 ) -> jax.Array:
     if not result.ndim:
         return jnp.zeros_like(result)
-    gradient, result = (v.astype(compute_dtype(v.dtype)) for v in (gradient, result))
+    gradient, result = map(widened, (gradient, result))
     product = gradient * result
     return product - result * jnp.sum(product, dim, keepdims=True)
 
@@ -307,5 +307,5 @@ def _log_softmax_backward(
 ) -> jax.Array:
     if not result.ndim:
         return jnp.zeros_like(result)
-    gradient, result = (v.astype(compute_dtype(v.dtype)) for v in (gradient, result))
+    gradient, result = map(widened, (gradient, result))
     return gradient - jnp.exp(result) * jnp.sum(gradient, dim, keepdims=True)
