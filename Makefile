@@ -62,7 +62,7 @@ lint: $(INSTALLED) ## check style and spelling
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
 
-types: $(INSTALLED) ## check types
+types: $(INSTALLED) .venv/.installed-docs ## check types, with all that is imported installed
 	$(BIN)/pyright
 
 docs: .venv/.installed-docs ## build the documentation site into build/site
