@@ -42,6 +42,7 @@ from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
 from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.kept import Kept, open_kept
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
@@ -85,6 +86,7 @@ class Session:
         recorder: notes what runs when, while a profile is taken.
         excepthooks: `sys.excepthook` as it was before `init`, and as `init` left it.
         exchanged: what packages have from mpxla until `shutdown`; closing it undoes it.
+        kept: what earlier starts of the job left on disk.
     """
 
     config: Config
@@ -104,6 +106,7 @@ class Session:
     recorder: Any = None
     excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     exchanged: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    kept: Kept = field(default_factory=Kept)
 
     @property
     def device(self) -> torch.device:
@@ -199,8 +202,9 @@ def init(config: dict[str, Any] | None = None) -> None:
         resolved.sharding_degree(env.world_size),
     )
     with log.root_logger_kept():
-        backend = _open_device(resolved, env)
+        backend, kept = _open_device(resolved, env)
     _session = _connect(resolved, env, topology, backend, owns_group=not dist.is_initialized())
+    _session.kept = kept
     delay_all_models(resolved.delayed_parameter_initialization)
     if shown is not None:
         store = _get_default_store()
@@ -211,19 +215,20 @@ def init(config: dict[str, Any] | None = None) -> None:
     atexit.register(_shutdown_at_exit)
 
 
-def _open_device(config: Config, env: LaunchEnv) -> Backend:
-    """The backend that the configuration or the environment names, with its cache of programs."""
+def _open_device(config: Config, env: LaunchEnv) -> tuple[Backend, Kept]:
+    """The backend that the configuration or the environment names, and what earlier starts left."""
     backend = open_backend(env, config.device)
     _ = backend.device  # claims it, before the first host backward (see `current_device`)
     folder = config.compile_cache
-    is_kept = backend.keep_programs(f"{env.cache_dir}/mpxla/programs" if folder is None else folder)
-    if folder and not is_kept and backend.name != "pjrt":
+    folder = f"{env.cache_dir}/mpxla/programs" if folder is None else folder
+    kept = open_kept(folder, backend.machine)
+    if not backend.keep_programs(kept) and config.compile_cache:
         log.get_logger().warning(
-            "compile_cache has no effect on %s, which keeps no compiled programs there; "
-            'device: "pjrt" does.',
+            "compile_cache keeps no compiled programs of %s, only how steps are cut and lowered; "
+            'device: "pjrt" keeps programs, too.',
             backend.name,
         )
-    return backend
+    return backend, kept
 
 
 def show_uncaught(env: LaunchEnv, is_complete: bool = False) -> UncaughtErrors | None:

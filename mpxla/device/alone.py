@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+from mpxla.kept import Kept
+
 __all__ = ["Alone"]
 
 
 class Alone:
     """A part of `Backend`, for backends whose values are always there, on the host."""
 
-    def keep_programs(self, folder: str) -> bool:
+    machine = "host"
+
+    def keep_programs(self, kept: Kept) -> bool:
         """There is nothing to keep."""
         return False
 

@@ -15,6 +15,7 @@ from torch import fx
 from mpxla.comm.host import HostTransport
 from mpxla.comm.transport import Groups, Transport
 from mpxla.comm.xla_queue import Runner
+from mpxla.kept import Kept
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Backend", "Buffer", "Executable", "Lowering"]
@@ -86,7 +87,8 @@ class Backend(Protocol):
         is_host: whether the device's memory is the host's.
         has_doubles: whether programs may compute in float64.
         donates: whether programs take the memory of donated arguments.
-        num_compilations: programs that this process has compiled so far.
+        num_compilations: programs that this process has compiled or found on disk so far.
+        machine: a name for devices that run the same programs, for the folder of what is kept.
     """
 
     @property
@@ -103,6 +105,8 @@ class Backend(Protocol):
     def donates(self) -> bool: ...  # noqa: D102
     @property
     def num_compilations(self) -> int: ...  # noqa: D102
+    @property
+    def machine(self) -> str: ...  # noqa: D102
 
     def compile(
         self,
@@ -131,14 +135,11 @@ class Backend(Protocol):
         """
         ...
 
-    def keep_programs(self, folder: str) -> bool:
-        """Keeps compiled programs in a folder from now on, for the next start of the job.
-
-        Args:
-            folder: made if need be; "" keeps none.
+    def keep_programs(self, kept: Kept) -> bool:
+        """Keeps compiled programs from now on, for the next start of the job.
 
         Returns:
-            Whether this backend keeps programs there.
+            Whether this backend can do that.
         """
         ...
 

@@ -37,6 +37,7 @@ from mpxla.parallel.update_state import (
     starts_from_zeros,
 )
 from mpxla.parallel.update_trace import wide_dtype
+from mpxla.stage.garbage import collection_paused
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
@@ -159,7 +160,8 @@ class CompiledUpdate:
             self._give_up("its settings change from step to step")
             return None
         try:
-            program = self._compile(slots)
+            with collection_paused():
+                program = self._compile(slots)
         except LoweringError as error:
             is_read = "_local_scalar_dense" in str(error)
             self._give_up("it reads values on the host" if is_read else str(error))

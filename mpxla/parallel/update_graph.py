@@ -5,13 +5,17 @@ for the others. That is right only where a parameter's update depends on nothing
 is known of torch's own optimizers; others are traced as a whole.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.backend import Lowering
+from mpxla.graph.fingerprint import UnknownValue, fingerprint
+from mpxla.graph.typed import outputs_of
 from mpxla.parallel.elementwise import ELEMENTWISE
 from mpxla.parallel.stochastic_rounding import Origin
 from mpxla.parallel.update_slots import Arrangement
@@ -52,9 +56,10 @@ def update_graph(
     graph = fx.Graph()
     arguments = [graph.placeholder(f"argument_{i}") for i in range(len(inputs))]
     rates = range(arrangement.num_slots, len(inputs))
-    traced: dict[Any, fx.GraphModule] = {}
+    traced: dict[Any, dict[tuple[int, ...], fx.GraphModule]] = defaultdict(dict)
     constants: dict[str, Any] = {}
     results: dict[int, fx.Node] = {}
+    shared: dict[Any, fx.Node] = {}
     for number, places in enumerate(arrangement.places):
         for index in range(len(places)):
             alone, slots = arrangement.alone(number, index)
@@ -62,20 +67,79 @@ def update_graph(
             specs = tuple(inputs[i] for i in taken)
             (own,) = alone.places[number]
             state = optimizer.state.get(alone.trained[number][0], {})
-            kind = number, own[:2], tuple(own.state.items()), own.source, python_state(state), specs
-            if kind not in traced:
-                function = UpdateFunction(alone, optimizer, *settings)
-                traced[kind] = trace_program(_NAME, function, specs, lowering)
-                constants |= _renamed_constants(traced[kind], f"kind_{len(traced)}")
-            part = traced[kind].graph
-            holders = part.find_nodes(op="placeholder")
-            copies = {h: arguments[i] for h, i in zip(holders, taken, strict=True)}
-            values: Any = graph.graph_copy(part, copies)
+            shape = specs[own.parameter].shape
+            kinds = [(s.dtype, s.shape if s.shape != shape else None) for s in specs]
+            kind = number, own[:2], tuple(own.state.items()), own.source, python_state(state)
+            parts = traced[*kind, *kinds]
+            if shape not in parts:
+                parts[shape] = _resized(parts, shape) or trace_program(
+                    _NAME, UpdateFunction(alone, optimizer, *settings), specs, lowering
+                )
+                constants |= _renamed_constants(parts[shape], f"kind_{len(constants)}")
+            values = _copied(parts[shape].graph, graph, [arguments[i] for i in taken], shared)
             for slot, value in zip(alone.changed, values, strict=True):
                 results.setdefault(slots[slot], value)  # a count of steps that many share
     graph.output([results[slot] for slot in arrangement.changed])
     graph.lint()
-    return fx.GraphModule(constants, graph)
+    return _make_graph_module(constants, graph)
+
+
+def _copied(
+    part: fx.Graph, graph: fx.Graph, arguments: Sequence[fx.Node], shared: dict[Any, fx.Node]
+) -> list[fx.Node]:
+    """Copies a graph into another one; gives its results there.
+
+    Numbers that follow from counts and rates are computed once for all parameters: else they are
+    half of the graph.
+
+    Args:
+        part: the graph.
+        graph: the other one.
+        arguments: nodes there, for its placeholders.
+        shared: such numbers so far, by what they follow from; takes new ones.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    remaining = iter(arguments)
+    for node in part.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(remaining)
+        elif node.op == "output":
+            return [copies[value] for value in outputs_of(part)]
+        elif node.op == "call_function" and node.meta["val"].shape == ():
+            key = node.target, str(fx.map_arg((node.args, node.kwargs), copies.__getitem__))
+            if key not in shared:
+                shared[key] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = shared[key]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    raise AssertionError("a graph ends with its output")
+
+
+def _resized(
+    traced: Mapping[tuple[int, ...], fx.GraphModule], shape: tuple[int, ...]
+) -> fx.GraphModule | None:
+    """An update as it was traced for parameters of two shapes, for a third one.
+
+    None if it has not been traced twice, or not alike: then something in it depends on the shape.
+    """
+    if len(traced) < 2 or () in (shape, *traced):
+        return None
+    (first, one), (second, other) = list(traced.items())[:2]
+    try:
+        if fingerprint(one.graph, one, ()) != fingerprint(other.graph, other, ()):
+            return None
+    except UnknownValue:
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(one.graph, copies))
+    alike = (node for node in other.graph.nodes if node.op != "output")
+    for node, twin in zip(copies, alike, strict=True):
+        value, shapes = node.meta["val"], (node.meta["val"].shape, twin.meta["val"].shape)
+        if shapes == (first, second):
+            copies[node].meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
+        elif shapes[0] != shapes[1]:
+            return None
+    return _make_graph_module(one, graph)
 
 
 def _renamed_constants(module: fx.GraphModule, prefix: str) -> dict[str, torch.Tensor]:

@@ -31,10 +31,10 @@ from mpxla.runtime.automatic import (
 )
 from mpxla.runtime.calls import Call
 from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
-from mpxla.runtime.plan import CutStep, cut_step
-from mpxla.runtime.saved import saved_tensors
+from mpxla.runtime.plan import CutStep, cut_step, weighs_memory
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
@@ -50,6 +50,7 @@ class StepCutter:
 
     Args:
         session: configuration, topology and backend.
+        kept: what earlier starts have found out.
         states: parameters and buffers of all models.
         members: the models by label; the engine adds to it.
         placement: where parameters and buffers live.
@@ -65,6 +66,7 @@ class StepCutter:
     def __init__(
         self,
         session: Session,
+        kept: KeptSteps,
         states: ModelStates,
         members: Mapping[str, Member],
         placement: Placement,
@@ -76,6 +78,7 @@ class StepCutter:
         self._placement, self._control, self._life = placement, control, life
         self._sharing = session.topology.tp_group(session.rank)
         self._given = config
+        self._kept = kept
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._has_room: bool | None = None
         """Whether whole parameters fit into every rank, once that has been planned."""
@@ -133,9 +136,12 @@ class StepCutter:
             config: to cut by in place of the own one.
         """
         fixed = self._placement.ranks if fixed is None else fixed
+        config = config or self.config
+        if saved is None and weighs_memory(config):
+            saved = self._kept.saved(step)
         return cut_step(
             step,
-            config or self.config,
+            config,
             self._session.backend.lowering,
             self._pins(),
             fixed or None,
@@ -214,25 +220,31 @@ class StepCutter:
 
     def _decide(self, cut: CutStep) -> tuple[dict[str, Any], dict[str, float] | None]:
         """The chosen keys, none of them if something fails, and measured seconds of operators."""
-        session, measured_s = self._session, None
-        try:
-            self._life.at("choice of the schedule")
-            measures_all = any(member.measures_times for member in self._members.values())
+        session = self._session
+        measures_all = any(member.measures_times for member in self._members.values())
+        limit = device_bytes(session.backend.memory_counters(), session.env.local_size)
+
+        def decide() -> tuple[str, dict[str, Any], dict[str, float]]:
             measured = None if measures_all else heaviest_nodes(cut.problem)
             measured_s = measure_operators(cut.step, session.backend, measured)
-            saved = cut.saved or saved_tensors(cut.step, session.backend.lowering)
-            limit = device_bytes(session.backend.memory_counters(), session.env.local_size)
+            saved = cut.saved or self._kept.saved(cut.step)
             found = choose(
                 self._given,
                 lambda config: self.cut_captured(cut.step, measured_s, saved, {}, config),
                 limit,
             )
+            return found.line(limit), dict(found.keys), measured_s
+
+        self._life.at("choice of the schedule")
+        facts = self._given, limit, session.env.local_size, measures_all, self._pins()
+        try:
+            line, keys, measured_s = self._kept.decision(cut.step, facts, decide)
         except Exception as error:  # a user's job goes on with what is documented
             get_logger().warning("no schedule was chosen, the defaults run: %r", error)
-            return {}, measured_s
+            return {}, None
         if session.rank == 0:
-            get_logger().info("%s", found.line(limit))
-        return dict(found.keys), measured_s
+            get_logger().info("%s", line)
+        return keys, measured_s
 
     def gathers_once(self, cut: CutStep) -> bool:
         """Whether divided parameters are whole for all of a step; the first one decides for all.

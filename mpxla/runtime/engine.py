@@ -24,6 +24,7 @@ from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
+from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
@@ -43,6 +44,7 @@ from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session
+from mpxla.stage.garbage import collection_paused
 from mpxla.stage.flat import SHARDING_GROUP
 
 __all__ = ["StepEngine"]
@@ -102,8 +104,10 @@ class StepEngine:
         self._known_to_all: BaseException | None = None
         self._compared: set[str] = set()
         """Names of step functions whose messages were compared."""
+        self._kept = KeptSteps(session.kept, session.backend)
         self._cutter = StepCutter(
             session,
+            self._kept,
             self._states,
             self._members,
             self.placement,
@@ -159,6 +163,7 @@ class StepEngine:
                 with (
                     self._session.progress.busy("capture and compilation"),
                     self.life.during(work, "capture"),
+                    collection_paused(),
                 ):
                     call.plan = self._build(call, name, rule.function)
                 self.calls.agree_to_start(call, call.plan)
@@ -275,6 +280,7 @@ class StepEngine:
                 self._states.gradient_shards,
                 config.sdp_max_live_parameters,
                 self.life.at,
+                self._kept,
             ),
         )
         if name not in self._compared:

@@ -25,6 +25,7 @@ from mpxla.graph.stepgraph import InputKind, StepGraph, is_random
 from mpxla.log import warn_once
 from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
 from mpxla.runtime.executor import CompiledStage
+from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.partition_store import read_decision
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.action import Action, format_schedule
@@ -60,6 +61,7 @@ __all__ = [
     "schedule_step",
     "simulate_step",
     "stage_costs",
+    "weighs_memory",
 ]
 
 
@@ -211,7 +213,7 @@ def cut_step(
     machine = MachineModel()
     placement = placement_of(config)
     if saved is None:
-        saved = saved_tensors(step, lowering) if _weighs_memory(config, len(placement)) else {}
+        saved = saved_tensors(step, lowering) if weighs_memory(config) else {}
     problem = build_problem(step, machine, stateful, measured_s, saved, config.has_masters)
     is_first = not fixed
     fixed = {n: r for n, r in (fixed or {}).items() if n in problem.parameter_bytes}
@@ -267,10 +269,10 @@ def _forward_share(problem: PartitionProblem) -> float:
     return sum(problem.forward_s) / total_s if total_s else 0.0
 
 
-def _weighs_memory(config: Config, num_stages: int) -> bool:
+def weighs_memory(config: Config) -> bool:
     """Whether the automatic partition has a choice that depends on what stages keep."""
     is_automatic = config.auto_partition and not config.load_partition
-    return is_automatic and config.memory_weight > 0 and num_stages > 1
+    return is_automatic and config.memory_weight > 0 and len(placement_of(config)) > 1
 
 
 def _pin_nodes(problem: PartitionProblem, pins: Mapping[str, int]) -> dict[int, int]:
@@ -377,6 +379,7 @@ def compile_stages(
     gradient_shards: Mapping[str, FlatShard] | None = None,
     max_live: int = 0,
     tell: Callable[[str], object] = lambda part: None,
+    kept: KeptSteps | None = None,
 ) -> StepPlan:
     """Lowers and compiles the stages of one pipeline rank.
 
@@ -392,6 +395,7 @@ def compile_stages(
         gradient_shards: of those whose gradients are divided; `shards` are among them.
         max_live: most elements of those that are to be whole at a time.
         tell: is told what begins, as in "stage 1 backward".
+        kept: knows how stages were lowered in an earlier start.
 
     Raises:
         ConfigError: there is too little memory for activations.
@@ -404,17 +408,26 @@ def compile_stages(
 
     own = [stage for stage in cut.stages if cut.placement[stage.index] == pp_rank]
     tell(f"lowering of stage {', '.join(str(stage.index) for stage in own)}")
-    planned = plan_stages(
-        own,
+    facts = (
         schedule[pp_rank],
         pp_rank,
-        backend.lowering,
         activation_memory,
         cut.step.is_training,
         for_speed and not gradient_shards,  # other layouts need whole weights, and gradients
-        shards or {},
-        lambda lowered: divide_stage(lowered, shards or {}, gradient_shards or {}, max_live),
     )
+
+    def plan() -> dict[int, PlannedStage]:
+        return plan_stages(
+            own,
+            *facts[:2],
+            backend.lowering,
+            *facts[2:],
+            divided=shards or {},
+            divide=lambda one: divide_stage(one, shards or {}, gradient_shards or {}, max_live),
+        )
+
+    is_divided = bool(shards or gradient_shards)
+    planned = plan() if kept is None or is_divided else kept.planned(own, facts, plan)
     programs = {
         index: _compile_stage(stage, backend.lowering, compile_) for index, stage in planned.items()
     }

@@ -13,6 +13,7 @@ possible. Values are numbered: the arguments of the graph first, then what one p
 another or as a result. This module is pure: it knows neither devices nor how pieces run.
 """
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -28,7 +29,7 @@ from mpxla.comm.packing import describe
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
-from mpxla.graph.typed import input_of, outputs_of, schema_of
+from mpxla.graph.typed import input_of, outputs_of, schema_of, target_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.spec import TensorSpec
 
@@ -154,10 +155,12 @@ def annotate(
         inputs: specs of its arguments.
         root: holds the constants that the graph reads, if it reads any.
     """
-    module = fx.GraphModule(root or torch.nn.Module(), graph)
-    arguments = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in inputs]
+    specs = iter(inputs)
     with torch.no_grad():
-        _Annotator(module).run(*arguments)
+        for node in graph.nodes:
+            spec = next(specs) if node.op == "placeholder" else None
+            if node.op != "output" and "val" not in node.meta:
+                node.meta["val"] = _value_of(node, spec, root)
     for node in graph.nodes:  # the dtype of an argument, say, is a constant
         constants = {n: n.meta["val"] for n in node.all_input_nodes if not _holds_tensors(n)}
         if constants:
@@ -171,20 +174,20 @@ def _holds_tensors(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta["val"]))
 
 
-class _Annotator(fx.Interpreter):
-    """Runs what is not known on tensors without storage."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "output":
-            return super().run_node(n)
-        if "val" not in n.meta:
-            n.meta["val"] = super().run_node(n)
-        return pytree.tree_map_only(torch.Tensor, _without_storage, n.meta["val"])
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        return super().call_function(target, args, kwargs)
+def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | None) -> Any:
+    """What a node gives, of tensors without storage; its inputs are known."""
+    if spec is not None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    target = target_of(node)
+    if node.op == "get_attr":
+        return functools.reduce(getattr, target.split("."), root)
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs),
+        lambda n: pytree.tree_map_only(torch.Tensor, _without_storage, n.meta["val"]),
+    )
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return target(*args, **kwargs)
 
 
 def _without_storage(tensor: torch.Tensor) -> torch.Tensor:

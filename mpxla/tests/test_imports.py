@@ -25,7 +25,7 @@ LAYERS = (
     ("config_rules", "config", "config_sources"),
     ("topology",),
     # Graphs are cut into stage specifications, so these two know each other's vocabulary.
-    ("schedule", "graph", "comm", "stage.spec"),
+    ("schedule", "graph", "comm", "stage.spec", "kept"),
     ("device.backend", "device.alone"),
     ("stage", "planning"),
     ("device.relay",),

@@ -29,13 +29,13 @@ from mpxla.device.pjrt.arrays import (
     host_view,
     shared_tensors,
 )
-from mpxla.device.pjrt.cache import keep_programs
 from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner, text_of
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
+from mpxla.kept import Kept, kind_of_processor
 from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
@@ -106,6 +106,7 @@ class PjrtBackend:
             maxlen=_NUM_WATCHED
         )
         self._random_state = 0
+        self._kept = Kept()
         self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
     @functools.cached_property
@@ -118,9 +119,15 @@ class PjrtBackend:
         """Programs that this process has compiled, or found on disk, so far."""
         return PjrtExecutable.num_compilations
 
-    def keep_programs(self, folder: str) -> bool:
+    @property
+    def machine(self) -> str:
+        """The kind of processor, or jax's name of the platform."""
+        return kind_of_processor() if self._device.platform == "cpu" else self._device.platform
+
+    def keep_programs(self, kept: Kept) -> bool:
         """Keeps compiled programs on disk, see `cache.py`."""
-        return keep_programs(folder, self._device.platform)
+        self._kept = kept
+        return True
 
     def compile(
         self,
@@ -169,7 +176,7 @@ class PjrtBackend:
         donated: Collection[int],
         keep_text: bool,
     ) -> PjrtExecutable:
-        where = (self._key_kind, self._device, self._started)
+        where = (self._key_kind, self._device, self._started, self._kept)
         return compile_flat(name, module, inputs, donated, keep_text, *where)
 
     def _compile_zeros(self, specs: tuple[TensorSpec, ...]) -> Callable[[], Sequence[jax.Array]]:

@@ -1,83 +1,55 @@
-"""Compiled programs on disk, by jax's persistent cache, so that a second start compiles nothing.
+"""Compiled programs on disk, so that a second start neither compiles nor traces them.
 
-Ranks read and write it at once under jax's lock. What was used least recently goes when it grows
-beyond `MAX_BYTES`. Programs for processors hold machine code: every kind of processor has a folder
-of its own, since XLA loads code for another one and fails in the midst of a step.
+jax has a cache of its own, which knows a program by its lowered form; to have that, jax must trace
+the graph again, which takes several times as long as loading the program does. This one knows it by
+the graph.
 """
 
-import contextlib
-import hashlib
 import os
-import platform
-from pathlib import Path
+import pickle
+from typing import Any
 
 import jax
-from filelock import FileLock, Timeout  # comes with torch; jax needs it to bound its cache
-from jax.experimental.compilation_cache import compilation_cache
+import jaxlib
+from jax.experimental import serialize_executable
 
+from mpxla.device.pjrt.arrays import Device
+from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
-__all__ = ["MAX_BYTES", "keep_programs"]
-
-MAX_BYTES = 4 * 2**30
-"""Of the programs of one platform."""
-
-_LOCK_TIMEOUT_S = 10.0
+__all__ = ["keep_program", "kept_program", "program_key"]
 
 
-def keep_programs(folder: str, platform_name: str) -> bool:
-    """Makes jax keep compiled programs, quickly compiled ones too.
+def program_key(device: Device, *parts: str) -> str:
+    """The key of a program that is made of texts, for one kind of device.
 
-    Args:
-        folder: for the programs of all platforms; made if need be, for this user only. "" keeps
-            none.
-        platform_name: jax's name of the platform.
-
-    Returns:
-        Whether programs are kept; a log line says why they are not.
+    What else changes a program is part of it: versions, jax's settings and XLA's flags.
     """
-    place = Path(folder).expanduser() / _kind_of_machine(platform_name) if folder else None
-    if place is not None:
-        try:
-            _prepare(place)
-        except (OSError, Timeout) as error:
-            get_logger().warning(
-                "compiled programs are not kept: %s cannot be used (%s). Set compile_cache to a "
-                'folder that can be written, or to "".',
-                place,
-                error,
-            )
-            place = None
-    settings = {
-        "jax_compilation_cache_dir": None if place is None else str(place),
-        "jax_compilation_cache_max_size": MAX_BYTES,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # jax opens its cache once, before the first program
-    return place is not None
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
+    versions = jax.__version__, jaxlib.__version__, device.client.platform_version
+    kind = device.platform, device.device_kind
+    return key_of("program", repr(versions), repr(kind), repr(flags), repr(settings), *parts)
 
 
-def _kind_of_machine(platform_name: str) -> str:
-    """The folder for a platform; of processors, for those with the same instructions."""
-    if platform_name != "cpu":
-        return platform_name
-    found = {platform.machine(), platform.processor()}
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        found |= {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return "cpu-" + hashlib.sha256("".join(sorted(found)).encode()).hexdigest()[:12]
+def kept_program(kept: Kept, key: str, device: Device) -> jax.stages.Compiled | None:
+    """The program of a key, ready to be called, if it is there and can be loaded."""
+    value = kept.get(key)
+    if value is None:
+        return None
+    try:
+        held: tuple[bytes, Any, Any] = pickle.loads(value)
+        return serialize_executable.deserialize_and_load(*held, execution_devices=[device])
+    except Exception as error:  # XLA raises anything
+        get_logger().warning("a kept program cannot be loaded, and is compiled anew: %r", error)
+        return None
 
 
-def _prepare(place: Path) -> None:
-    """Makes the folder, and drops what a process that was killed has left half written."""
-    for folder in (place.parent, place):  # the mode is not that of parents
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not os.access(place, os.W_OK):
-        raise PermissionError("it is not writable")
-    with FileLock(place / ".lockfile", timeout=_LOCK_TIMEOUT_S):  # jax's own lock
-        for program in place.glob("*-cache"):
-            # jax writes this file last, under the lock, and fails where it is missing.
-            if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
-                program.unlink()
+def keep_program(kept: Kept, key: str, compiled: jax.stages.Compiled) -> None:
+    """Keeps a program, if the device's runtime can write it down."""
+    try:
+        value = pickle.dumps(serialize_executable.serialize(compiled))
+    except Exception as error:  # a plugin raises anything
+        get_logger().debug("a program is not kept: %r", error)
+        return
+    kept.put(key, value)

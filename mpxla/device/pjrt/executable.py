@@ -17,11 +17,14 @@ from torch import fx
 
 from mpxla.device.pjrt.arrays import Device
 from mpxla.device.pjrt.blas import prefers_blas, use_blas
+from mpxla.device.pjrt.cache import keep_program, kept_program, program_key
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
 from mpxla.errors import LoweringError, MpxlaError
+from mpxla.graph.fingerprint import UnknownValue, fingerprint
 from mpxla.graph.typed import outputs_of
+from mpxla.kept import Kept
 from mpxla.stage.spec import TensorSpec
 
 Started = collections.deque[weakref.ref[jax.Array]]
@@ -99,8 +102,9 @@ def compile_flat(
     key_kind: str,
     device: Device,
     started: Started,
+    kept: Kept,
 ) -> PjrtExecutable:
-    """Compiles a flat graph.
+    """Compiles a flat graph, or finds its program on disk.
 
     Args:
         name: for messages.
@@ -111,6 +115,7 @@ def compile_flat(
         key_kind: jax's name of the random generator, `threefry2x32` or `rbg`.
         device: where it runs.
         started: see `PjrtExecutable`.
+        kept: programs of earlier starts.
 
     Raises:
         LoweringError: an operator has no jax function, or XLA refuses the program.
@@ -122,23 +127,63 @@ def compile_flat(
         return PjrtExecutable(name, None, results, False, "", device, started)
     if device.platform == "cpu" and prefers_blas():
         use_blas(module)
-    function = as_function(name, module)
-
-    def program(*arrays: Any) -> list[Any]:
-        key = jax.random.key(arrays[0], impl=key_kind) if is_random else None
-        found = function(key, arrays[1:] if is_random else arrays)
-        return [found[i] for i in wanted]
-
-    there = jax.sharding.SingleDeviceSharding(device)
     kinds = [(s.shape, jax_dtype(s.dtype)) for s in inputs]
     if is_random:
         kinds.insert(0, ((), np.dtype(np.int64)))
-    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
-    kept = {i for r in results if not isinstance(r, int) for i in r}
-    donors = tuple(i + is_random for i in sorted(donated) if i not in kept)
+    passed_on = {i for r in results if not isinstance(r, int) for i in r}
+    donors = tuple(i + is_random for i in sorted(donated) if i not in passed_on)
+    key, compiled, text = None, None, ""
+    with _products_as_torch(device.platform):
+        if kept and not keep_text:
+            key = _key(module, repr((kinds, donors, wanted, key_kind)), device)
+            compiled = None if key is None else kept_program(kept, key, device)
+        if compiled is None:
+            program = _program(name, module, wanted, key_kind if is_random else None)
+            compiled, text = _compiled(name, program, kinds, donors, device, keep_text)
+            if key is not None:
+                keep_program(kept, key, compiled)
+    PjrtExecutable.num_compilations += 1
+    return PjrtExecutable(name, compiled, results, is_random, text, device, started)
+
+
+def _key(module: fx.GraphModule, settings: str, device: Device) -> str | None:
+    """What the program is kept by; None if the graph computes with something unknown."""
+    options = repr(_OPTIONS.get(device.platform))
     try:
-        with _products_as_torch(device.platform):
-            lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
+        return program_key(device, fingerprint(module.graph, module), settings, options)
+    except UnknownValue:
+        return None
+
+
+def _program(
+    name: str, module: fx.GraphModule, wanted: Sequence[int], key_kind: str | None
+) -> Callable[..., list[Any]]:
+    """The wanted results as a function of arrays; a random one takes a seed first."""
+    function = as_function(name, module)
+
+    def program(*arrays: Any) -> list[Any]:
+        if key_kind is None:
+            found = function(None, arrays)
+        else:
+            found = function(jax.random.key(arrays[0], impl=key_kind), arrays[1:])
+        return [found[i] for i in wanted]
+
+    return program
+
+
+def _compiled(
+    name: str,
+    program: Callable[..., list[Any]],
+    kinds: Sequence[tuple[tuple[int, ...], Any]],
+    donors: tuple[int, ...],
+    device: Device,
+    keep_text: bool,
+) -> tuple[jax.stages.Compiled, str]:
+    """The program, and its StableHLO if that is wanted."""
+    there = jax.sharding.SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
+    try:
+        lowered = jax.jit(program, donate_argnums=donors, keep_unused=True).lower(*specs)
         with explained(f"{name} was compiled", device):
             compiled = lowered.compile(_OPTIONS.get(device.platform))
     except MpxlaError:
@@ -147,9 +192,7 @@ def compile_flat(
         raise LoweringError(
             f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
         ) from error
-    PjrtExecutable.num_compilations += 1
-    text = lowered.as_text() if keep_text else ""
-    return PjrtExecutable(name, compiled, results, is_random, text, device, started)
+    return compiled, lowered.as_text() if keep_text else ""
 
 
 def _products_as_torch(platform: str) -> AbstractContextManager[Any]:

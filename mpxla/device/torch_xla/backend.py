@@ -22,6 +22,7 @@ from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
 from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.kept import Kept, kind_of_processor
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
 
@@ -83,7 +84,12 @@ class TorchXlaBackend:
         """
         return compile_graph(name, graph, inputs, self.device, keep_text, groups or {})
 
-    def keep_programs(self, folder: str) -> bool:
+    @property
+    def machine(self) -> str:
+        """The kind of processor, or torch_xla's name of the device."""
+        return kind_of_processor() if self.is_host else self.device.type
+
+    def keep_programs(self, kept: Kept) -> bool:
         """Nothing is kept.
 
         On the CPU torch_xla 2.9 writes programs and cannot read them again (its counter
