@@ -19,6 +19,7 @@ from mpxla.errors import ConfigError
 __all__ = [
     "ROUNDING_VARIABLE",
     "LaunchEnv",
+    "compiler_flags",
     "cores_per_process",
     "prepare_gloo",
     "prepare_xla",
@@ -190,6 +191,11 @@ def set_variables(values: Mapping[str, str | None]) -> dict[str, str | None]:
         else:
             os.environ[name] = value
     return before
+
+
+def compiler_flags() -> list[str]:
+    """What the environment tells XLA, and so changes its programs."""
+    return [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
 
 
 def cores_per_process(num_processes: int) -> int:

@@ -13,19 +13,19 @@ import platform
 import threading
 import time
 import zlib
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 import mpxla
 from mpxla.log import get_logger
 
-__all__ = ["MAX_BYTES", "Kept", "key_of", "kind_of_processor", "open_kept"]
+__all__ = ["MAX_BYTES", "SUFFIX", "Kept", "key_of", "kind_of_processor", "open_kept"]
 
 MAX_BYTES = 4 * 2**30
 """Of one folder."""
 
 SUFFIX = ".kept"
+"""Of the names of files."""
 _PART = ".part"
 _PART_AGE_S = 3600.0
 """Older ones are of processes that were killed."""
@@ -140,7 +140,7 @@ def _stamp() -> bytes:
     """Of the code: another version, or a changed file, and nothing is found."""
     root = Path(mpxla.__file__).parent
     tests = root / "tests"
-    found = hashlib.sha256(f"{mpxla.__version__} {torch.__version__}".encode())
+    found = hashlib.sha256(f"{mpxla.__version__} {version('torch')}".encode())
     for path in sorted(path for path in root.rglob("*.py") if tests not in path.parents):
         found.update(path.relative_to(root).as_posix().encode())
         found.update(path.read_bytes())

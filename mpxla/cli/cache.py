@@ -1,4 +1,4 @@
-"""`python -m mpxla cache`: compiled programs as one file, for other machines.
+"""`python -m mpxla cache`: what starts of jobs leave on disk as one file, for other machines.
 
 A job on fresh machines finds its programs compiled if the file of an earlier one is loaded first.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError
+from mpxla.kept import SUFFIX
 
 __all__ = ["add_parser"]
 
-_NAME = re.compile(r"[\w.-]+-(cache|atime)")
-"""Of a program in jax's cache, and of the time of its last use."""
+_NAME = re.compile(rf"\w+{re.escape(SUFFIX)}")
 
 
 def add_parser(commands: Any) -> None:
@@ -23,9 +23,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
         help="pack or unpack compiled programs",
-        description="Packs the compiled programs of device: pjrt into a file, or unpacks them: a "
-        "job on another machine of the same kind then compiles nothing. Unpack only files that "
-        "you trust; programs are code.",
+        description="Packs what jobs have left in the folder of compile_cache, or unpacks it: "
+        "compiled programs of device: pjrt, and how steps are cut and lowered. A job on another "
+        "machine of the same kind then compiles nothing. Unpack only files that you trust: "
+        "programs are code.",
     )
     parser.add_argument("action", choices=("save", "load"))
     parser.add_argument("file", type=Path, metavar="FILE")
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Packs or unpacks, and says how many programs."""
+    """Packs or unpacks, and says how many files."""
     folder = options.folder or Path(read_environment().cache_dir, "mpxla", "programs")
     act = _save if options.action == "save" else _load
     try:
@@ -44,25 +45,22 @@ def run(options: argparse.Namespace) -> None:
     except (OSError, tarfile.TarError) as error:
         raise MpxlaError(f"cache {options.action} {options.file}: {error}") from error
     words = "into" if options.action == "save" else "from"
-    print(f"{count} programs of {folder.expanduser()} {words} {options.file}")
+    print(f"{count} files of {folder.expanduser()} {words} {options.file}")
 
 
 def _save(folder: Path, file: Path) -> int:
-    """Ranks may write at the same time: what is not finished has no time of use, and is left."""
-    times = sorted(folder.glob("*/*-atime"))
-    pairs = [(time.with_name(time.name.removesuffix("-atime") + "-cache"), time) for time in times]
-    pairs = [pair for pair in pairs if pair[0].exists()]
-    if not pairs:
+    files = sorted(folder.glob(f"*/*{SUFFIX}"))
+    if not files:
         raise MpxlaError(
-            f"{folder} has no compiled programs. Train with device: pjrt first, or name the folder "
-            f"of compile_cache by --folder."
+            f"{folder} has nothing in it. Train first, or name the folder of compile_cache by "
+            f"--folder."
         )
     part = file.with_name(file.name + ".part")
-    with tarfile.open(part, "w") as archive:  # programs are compressed already
-        for path in (path for pair in pairs for path in pair):
+    with tarfile.open(part, "w") as archive:  # they are compressed already
+        for path in files:
             archive.add(path, path.relative_to(folder).as_posix(), recursive=False)
     part.replace(file)
-    return len(pairs)
+    return len(files)
 
 
 def _load(folder: Path, file: Path) -> int:
@@ -71,10 +69,10 @@ def _load(folder: Path, file: Path) -> int:
     with tarfile.open(file) as archive:
         for member in archive:
             path = PurePosixPath(member.name)
-            is_program = len(path.parts) == 2 and _NAME.fullmatch(path.name)
-            if not is_program or not member.isfile() or path.parts[0] in (".", ".."):
+            is_kept = len(path.parts) == 2 and _NAME.fullmatch(path.name)
+            if not is_kept or not member.isfile() or path.parts[0] in (".", ".."):
                 raise MpxlaError(
-                    f"{file} holds {member.name!r}, which is no compiled program. Load files that "
+                    f"{file} holds {member.name!r}, which is no file of a job. Load files that "
                     f"`python -m mpxla cache save` has written."
                 )
             source, target = archive.extractfile(member), folder / path
@@ -85,5 +83,5 @@ def _load(folder: Path, file: Path) -> int:
             part = target.with_name(target.name + ".part")
             part.write_bytes(source.read())
             part.replace(target)  # ranks may read at the same time
-            count += path.name.endswith("-cache")
+            count += 1
     return count

@@ -18,7 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["UnknownValue", "described", "fingerprint"]
+__all__ = ["UnknownValueError", "described", "fingerprint"]
 
 _PLAIN = (bool, int, str, bytes, complex, type(None), type(...))
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -27,7 +27,7 @@ _OPERATORS = ("aten", "prims", "prim", "higher_order", "mpxla")
 _MODULES = ("mpxla", "torch", "operator", "_operator", "math", "builtins")
 
 
-class UnknownValue(Exception):
+class UnknownValueError(Exception):
     """A value that may mean something else in another process."""
 
 
@@ -42,7 +42,7 @@ def fingerprint(
         metas: which of its nodes' metadata counts.
 
     Raises:
-        UnknownValue: it computes with something that has no text.
+        UnknownValueError: it computes with something that has no text.
     """
     numbers: dict[Any, int] = {}
     lines: list[str] = []
@@ -58,7 +58,7 @@ def fingerprint(
         elif node.op == "call_function":
             target = described(node.target)
         elif node.op not in ("placeholder", "output"):
-            raise UnknownValue(node.op)
+            raise UnknownValueError(node.op)
         held = {name: node.meta[name] for name in metas if name in node.meta}
         lines.append(f"{node.op} {target} {arguments} {described(held, numbers)}")
     return "\n".join(lines)
@@ -73,7 +73,7 @@ def described(value: Any, numbers: dict[Any, int] | None = None) -> str:
             here.
 
     Raises:
-        UnknownValue: it has no text.
+        UnknownValueError: it has no text.
     """
     numbers = {} if numbers is None else numbers
     if isinstance(value, enum.Enum):
@@ -99,28 +99,30 @@ def described(value: Any, numbers: dict[Any, int] | None = None) -> str:
         return _tensor(value)
     if isinstance(value, OpOverload):
         if value.namespace not in _OPERATORS:
-            raise UnknownValue(str(value))
+            raise UnknownValueError(str(value))
         return str(value)
     if isinstance(value, fx.GraphModule):
         return f"graph<{fingerprint(value.graph, value)}>"
     if is_dataclass(value) and not isinstance(value, type):
         held = [(f.name, described(getattr(value, f.name), numbers)) for f in fields(value)]
         is_own = type(value).__eq__ is object.__eq__
-        return f"{_name(type(value))}{held}{numbers.setdefault(value, len(numbers)) if is_own else ''}"
+        return (
+            f"{_name(type(value))}{held}{numbers.setdefault(value, len(numbers)) if is_own else ''}"
+        )
     return _code(value)
 
 
 def _tensor(value: torch.Tensor) -> str:
     """Shape and dtype, and the numbers of a tensor that has some."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or value.is_sparse:
-        raise UnknownValue(type(value).__name__)
+        raise UnknownValueError(type(value).__name__)
     if not all(type(size) is int for size in value.shape):
-        raise UnknownValue("a size that is no number")
+        raise UnknownValueError("a size that is no number")
     kind = f"{[*value.shape]} {value.dtype}"
     if isinstance(value, FakeTensor) or value.device.type == "meta":
         return f"fake[{kind}]"
     if value.device.type != "cpu":
-        raise UnknownValue(f"a constant on {value.device}")
+        raise UnknownValueError(f"a constant on {value.device}")
     numbers = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
     digest = hashlib.sha256(numbers.view(torch.uint8).numpy().tobytes()).hexdigest()
     return f"tensor[{kind} {digest}]"
@@ -136,11 +138,11 @@ def _code(value: Any) -> str:
         return f"{_name(value)}{made}"
     if isinstance(value, (type, types.BuiltinFunctionType)):
         return _name(value)
-    raise UnknownValue(f"{type(value).__module__}.{type(value).__qualname__}")
+    raise UnknownValueError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _name(value: Any) -> str:
     module = value.__module__ or ""
     if module.partition(".")[0] not in _MODULES or module.startswith("mpxla.tests"):
-        raise UnknownValue(f"{module}.{value.__qualname__}")
+        raise UnknownValueError(f"{module}.{value.__qualname__}")
     return f"{module}.{value.__qualname__}"

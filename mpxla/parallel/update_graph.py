@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.backend import Lowering
-from mpxla.graph.fingerprint import UnknownValue, fingerprint
+from mpxla.graph.fingerprint import UnknownValueError, fingerprint
 from mpxla.graph.typed import outputs_of
 from mpxla.parallel.elementwise import ELEMENTWISE
 from mpxla.parallel.stochastic_rounding import Origin
@@ -128,7 +128,7 @@ def _resized(
     try:
         if fingerprint(one.graph, one, ()) != fingerprint(other.graph, other, ()):
             return None
-    except UnknownValue:
+    except UnknownValueError:
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(one.graph, copies))

@@ -23,8 +23,8 @@ from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
-from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.kept_steps import KeptSteps
+from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
@@ -44,8 +44,8 @@ from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session
-from mpxla.stage.garbage import collection_paused
 from mpxla.stage.flat import SHARDING_GROUP
+from mpxla.stage.garbage import collection_paused
 
 __all__ = ["StepEngine"]
 

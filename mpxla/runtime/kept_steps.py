@@ -4,9 +4,8 @@ The tensors that derivatives read, the choice of open keys with the measured tim
 and stages as they were lowered. A start that finds none of it works as one that keeps nothing.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -15,9 +14,13 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx._lazy_graph_module import (
+    _make_graph_module,  # pyright: ignore[reportPrivateUsage]
+    _use_lazy_graph_module,  # pyright: ignore[reportPrivateUsage]
+)
 
 from mpxla.device.backend import Backend
-from mpxla.graph.fingerprint import UnknownValue, described, fingerprint
+from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
@@ -26,6 +29,7 @@ from mpxla.log import get_logger
 from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.saved import saved_tensors
 from mpxla.stage.spec import StageSpec, TensorSpec
+from mpxla.stage.split_backward import Part
 
 __all__ = ["KeptSteps"]
 
@@ -59,10 +63,8 @@ class KeptSteps:
             self._kept.put(key, json.dumps(saved).encode())
         return saved
 
-    def decision(
-        self, step: StepGraph, facts: Any, decide: Callable[[], _Decision]
-    ) -> _Decision:
-        """A log line, chosen keys, measured seconds of operators: of an earlier start, or found now.
+    def decision(self, step: StepGraph, facts: Any, decide: Callable[[], _Decision]) -> _Decision:
+        """A log line, chosen keys, measured seconds of operators: an earlier start's, or new ones.
 
         That also lets starts of a job compute the same numbers, where a measurement would differ.
 
@@ -110,7 +112,7 @@ class KeptSteps:
         try:
             texts = [_text_of_stage(stage) for stage in stages]
             return key_of("stages", self._backend.name, *texts, described(facts))
-        except UnknownValue:
+        except UnknownValueError:
             return None
 
     def _key(self, what: str, step: StepGraph, *others: Any) -> str | None:
@@ -121,7 +123,7 @@ class KeptSteps:
         try:
             texts = _text_of_graph(step.graph), described((roles, others))
             return key_of(what, self._backend.name, *texts)
-        except UnknownValue:
+        except UnknownValueError:
             return None
 
 
@@ -144,55 +146,69 @@ def _text_of_stage(stage: StageSpec) -> str:
 
 
 def _dumped(planned: Mapping[int, PlannedStage]) -> bytes | None:
-    """Lowered stages without the stages that they were made from; None if they cannot be written."""
-    bare = {i: replace(p, lowered=replace(p.lowered, spec=None)) for i, p in planned.items()}  # pyright: ignore[reportArgumentType]
-    with _plain_metas(graph for stage in planned.values() for graph in _graphs_of(stage)):
-        try:
-            return GraphPickler.dumps(bare, Options(ops_filter=None))
-        except Exception as error:  # a graph may hold anything
-            get_logger().debug("lowered stages are not kept: %r", error)
-            return None
+    """Lowered stages without what they were made from; None if they cannot be written."""
+    nothing = cast(StageSpec, None)
+    bare = {
+        index: _with_modules(replace(one, lowered=replace(one.lowered, spec=nothing)), _plain)
+        for index, one in planned.items()
+    }
+    try:
+        return GraphPickler.dumps(bare, Options(ops_filter=None))
+    except Exception as error:  # a graph may hold anything
+        get_logger().debug("lowered stages are not kept: %s", error)
+        return None
 
 
 def _restored(value: bytes, stages: Sequence[StageSpec]) -> dict[int, PlannedStage]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     bare = cast(dict[int, PlannedStage], GraphPickler.loads(value, mode))
-    for graph in (graph for planned in bare.values() for graph in _graphs_of(planned)):
-        for node in graph.nodes:
-            if "val" in node.meta:
-                node.meta["val"] = pytree.tree_map_only(TensorSpec, _without_storage, node.meta["val"])
-    return {
-        stage.index: replace(planned, lowered=replace(planned.lowered, spec=stage))
-        for stage, planned in ((stage, bare[stage.index]) for stage in stages)
-    }
+    found: dict[int, PlannedStage] = {}
+    for stage in stages:
+        planned = _with_modules(bare[stage.index], _revived)
+        found[stage.index] = replace(planned, lowered=replace(planned.lowered, spec=stage))
+    return found
+
+
+def _with_modules(
+    stage: PlannedStage, change: Callable[[fx.GraphModule], fx.GraphModule]
+) -> PlannedStage:
+    """A stage with other graphs."""
+
+    def part(one: Part | None) -> Part | None:
+        return None if one is None else replace(one, graph=change(one.graph))
+
+    lowered, split = stage.lowered, stage.split
+    backward = lowered.backward
+    if backward is not None:
+        backward = replace(backward, derivative=change(backward.derivative))
+    if split is not None:
+        parts = part(split.input_part), part(split.weight_part)
+        split = replace(split, input_part=parts[0], weight_part=parts[1])
+    return PlannedStage(replace(lowered, forward=change(lowered.forward), backward=backward), split)
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes know their shapes and dtypes, and where they come from, as plain data."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node, twin in copies.items():
+        twin.meta = {k: node.meta[k] for k in ("val", "stack_trace") if k in node.meta}
+        if "val" in twin.meta:  # stand-ins take longest to restore
+            twin.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, twin.meta["val"])
+        for name in ("nn_module_stack", "fwd_nn_module_stack"):
+            if node.meta.get(name):  # with classes, which need not be there again
+                twin.meta[name] = {k: (path, "") for k, (path, _) in node.meta[name].items()}
+    return _make_graph_module(module, graph)
+
+
+def _revived(module: fx.GraphModule) -> fx.GraphModule:
+    """What `_plain` has made, with stand-ins for values; it can be called."""
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(TensorSpec, _without_storage, node.meta["val"])
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(module, module.graph)
 
 
 def _without_storage(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
-
-def _graphs_of(stage: PlannedStage) -> list[fx.Graph]:
-    lowered, split = stage.lowered, stage.split
-    modules = [lowered.forward, None if lowered.backward is None else lowered.backward.derivative]
-    if split is not None:
-        modules += [part and part.graph for part in (split.input_part, split.weight_part)]
-    return [module.graph for module in modules if module is not None]
-
-
-@contextlib.contextmanager
-def _plain_metas(graphs: Iterable[fx.Graph]) -> Generator[None]:
-    """Meanwhile nodes know no more than their values and where they come from."""
-    nodes = [node for graph in graphs for node in graph.nodes]
-    metas = [node.meta for node in nodes]
-    try:
-        for node, meta in zip(nodes, metas, strict=True):
-            node.meta = {name: meta[name] for name in ("val", "stack_trace") if name in meta}
-            if "val" in meta:  # stand-ins take longest to restore
-                node.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, meta["val"])
-            for name in ("nn_module_stack", "fwd_nn_module_stack"):
-                if meta.get(name):  # with classes, which need not be there again
-                    node.meta[name] = {k: (path, "") for k, (path, _) in meta[name].items()}
-        yield
-    finally:
-        for node, meta in zip(nodes, metas, strict=True):
-            node.meta = meta

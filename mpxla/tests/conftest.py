@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+import tempfile
 import zlib
 
 import pytest
@@ -15,8 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # but for the tests marked `devic
 # Most of a test's time goes into LLVM, which makes tiny programs fast that run a few times. To run
 # the tests with code as fast as in real use: XLA_FLAGS= make test
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# Tests compile; those of the cache turn it on.
-os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
+# What one test leaves on disk others find, in this run only: so a key that says too little shows.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="mpxla-tests-")
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 
 _ON_TORCH_XLA = name_here() == "torch_xla"
 # These are about torch_xla, and some import it.

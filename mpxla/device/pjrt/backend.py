@@ -35,11 +35,11 @@ from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
-from mpxla.kept import Kept, kind_of_processor
 from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe
+from mpxla.kept import Kept, kind_of_processor
 from mpxla.log import get_logger
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.host import HostRunner

@@ -5,7 +5,6 @@ the graph again, which takes several times as long as loading the program does. 
 the graph.
 """
 
-import os
 import pickle
 from typing import Any
 
@@ -14,6 +13,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from mpxla.device.pjrt.arrays import Device
+from mpxla.env import compiler_flags
 from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
@@ -25,11 +25,12 @@ def program_key(device: Device, *parts: str) -> str:
 
     What else changes a program is part of it: versions, jax's settings and XLA's flags.
     """
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
     versions = jax.__version__, jaxlib.__version__, device.client.platform_version
     kind = device.platform, device.device_kind
-    return key_of("program", repr(versions), repr(kind), repr(flags), repr(settings), *parts)
+    return key_of(
+        "program", repr(versions), repr(kind), repr(compiler_flags()), repr(settings), *parts
+    )
 
 
 def kept_program(kept: Kept, key: str, device: Device) -> jax.stages.Compiled | None:

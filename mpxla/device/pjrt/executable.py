@@ -22,7 +22,7 @@ from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
 from mpxla.errors import LoweringError, MpxlaError
-from mpxla.graph.fingerprint import UnknownValue, fingerprint
+from mpxla.graph.fingerprint import UnknownValueError, fingerprint
 from mpxla.graph.typed import outputs_of
 from mpxla.kept import Kept
 from mpxla.stage.spec import TensorSpec
@@ -151,7 +151,7 @@ def _key(module: fx.GraphModule, settings: str, device: Device) -> str | None:
     options = repr(_OPTIONS.get(device.platform))
     try:
         return program_key(device, fingerprint(module.graph, module), settings, options)
-    except UnknownValue:
+    except UnknownValueError:
         return None
 
 

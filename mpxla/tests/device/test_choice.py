@@ -12,6 +12,7 @@ from mpxla.device import choice
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, read_environment
 from mpxla.errors import ConfigError
+from mpxla.kept import Kept
 from mpxla.tests.device.null import NullBackend
 
 pytestmark = pytest.mark.unit
@@ -132,14 +133,14 @@ def test_the_variable_wins_over_the_key(key, variable, expected, monkeypatch):
 def test_where_programs_are_kept(key, folder, monkeypatch, caplog):
     asked = []
 
-    class Keeping(NullBackend):
-        def keep_programs(self, folder):
-            asked.append(folder)
-            return False
+    def opened(folder, kind):
+        asked.append(folder)
+        return Kept()
 
-    monkeypatch.setattr(session, "open_backend", lambda env, key: Keeping())
+    monkeypatch.setattr(session, "open_backend", lambda env, key: NullBackend())
+    monkeypatch.setattr(session, "open_kept", opened)
     session._open_device(Config(compile_cache=key), LaunchEnv(cache_dir="/home/me/.cache"))
     assert asked == [folder]
-    said = "compile_cache has no effect on null" in caplog.text
+    said = "compile_cache keeps no compiled programs of null" in caplog.text
     assert said == bool(key), "only who asked for it is told"
     assert read_environment({"XDG_CACHE_HOME": "/cache"}).cache_dir == "/cache"

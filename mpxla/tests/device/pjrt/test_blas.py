@@ -1,7 +1,6 @@
 """Products of large matrices by PyTorch's own library: the same numbers, and when it is used."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 
@@ -169,17 +168,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mpxla.device.pjrt import blas, executable
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
-from mpxla.tests.device.pjrt.found import counted
+from mpxla.kept import open_kept
 executable.prefers_blas = blas.has_blas
 backend = PjrtBackend("cpu")
-backend.keep_programs(sys.argv[1])
+kept = open_kept(sys.argv[1], backend.machine)
+backend.keep_programs(kept)
 x = torch.arange(128 * 128.0).view(128, 128) / 1e4
 module = make_fx(lambda x: [x @ x])(x)
-with counted() as counts:
-    program = backend.compile("product", module, [TensorSpec((128, 128), torch.float32)])
+program = backend.compile("product", module, [TensorSpec((128, 128), torch.float32)])
 (value,) = backend.get(program(backend.put([x])))
 torch.testing.assert_close(value, x @ x)
-print("found", counts["hits"])
+print("found", kept.num_found)
 """
 
 
@@ -188,6 +187,5 @@ def test_a_program_that_calls_the_library_is_found_on_disk(tmp_path):
     """A second process runs what the first one has compiled."""
     for found in (0, 1):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-        environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "true"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"found {found}" in done.stdout, done.stderr
