@@ -144,9 +144,10 @@ class Config:
     device that it finds; `auto` is `pjrt` if jax is installed, but `torch_xla` where the script has
     imported that or PJRT_DEVICE names a device of it. MPXLA_DEVICE wins over it."""
     compile_cache: str | None = key(None, text(is_nullable=True))
-    """Extension. Folder in which `device: "pjrt"` keeps compiled programs, so that the next start
-    of the job compiles nothing; by default `~/.cache/mpxla/programs`, and `""` keeps
-    none. Whoever writes there can run code in the job."""
+    """Extension. Folder in which jobs keep how steps are cut, scheduled and lowered and, with
+    `device: "pjrt"`, compiled programs, so that the next start of the job compiles nothing; by
+    default `~/.cache/mpxla/programs`, and `""` keeps nothing. Whoever writes there can run code in
+    the job."""
     transport: str = key("auto", word("auto", "host", "xla"))
     """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
     inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for

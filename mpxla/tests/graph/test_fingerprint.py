@@ -88,7 +88,7 @@ def test_which_node_is_read_counts():
         ),
         (functools.partial(copy_nodes, 1), functools.partial(copy_nodes, 2)),
     ],
-    ids=str,
+    ids=["numbers", "floats", "torchs", "mappings", "tensors", "functions", "partials"],
 )
 def test_values_are_told_apart(values):
     texts = [described(value) for value in values]
