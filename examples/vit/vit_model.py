@@ -1,4 +1,4 @@
-"""The vision transformer of both scripts, its fake images, and the clock of their steps.
+"""timm's vision transformer for both scripts, its fake images, and the clock of their steps.
 
 The convolution that cuts an image into patches is written as what it is, a linear layer of the
 pixels of each patch: devices are good at matrix products, and not all at convolutions.
@@ -8,21 +8,28 @@ import argparse
 import statistics
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
 
 
 class PatchEmbedding(nn.Module):
-    """Images [N, C, H, W] to one vector for each patch [N, H/P * W/P, D], without a convolution."""
+    """Images [N, C, H, W] to one vector for each patch [N, H/P * W/P, D], without a convolution.
 
-    def __init__(self, config: ViTConfig) -> None:
+    Args:
+        img_size: H and W.
+        patch_size: P.
+        in_chans: C.
+        embed_dim: D.
+        **options: what else `VisionTransformer` says to its `embed_layer`.
+    """
+
+    def __init__(
+        self, img_size: int, patch_size: int, in_chans: int, embed_dim: int, **options: object
+    ) -> None:
         super().__init__()
-        self.patch_size = config.patch_size
-        self.num_patches = (config.image_size // config.patch_size) ** 2
-        self.image_size = (config.image_size, config.image_size)
-        self.projection = nn.Linear(
-            config.num_channels * config.patch_size**2, config.hidden_size
-        )  # the name that transformers looks for
+        self.patch_size = patch_size
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Linear(in_chans * patch_size**2, embed_dim)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Cuts the images and projects the patches."""
@@ -31,24 +38,21 @@ class PatchEmbedding(nn.Module):
         patches = images.reshape(
             count, channels, height // size, size, width // size, size
         ).permute(0, 2, 4, 1, 3, 5)
-        return self.projection(patches.reshape(count, self.num_patches, -1))
+        return self.proj(patches.reshape(count, self.num_patches, -1))
 
 
-def make_model(args: argparse.Namespace) -> ViTForImageClassification:
+def make_model(args: argparse.Namespace) -> VisionTransformer:
     """Builds the model from its sizes, with the random values of the seed."""
     torch.manual_seed(args.seed)
-    config = ViTConfig(
-        image_size=args.image_size,
+    return VisionTransformer(
+        img_size=args.image_size,
         patch_size=args.patch_size,
-        hidden_size=args.width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        intermediate_size=4 * args.width,
-        num_labels=args.classes,
+        num_classes=args.classes,
+        embed_dim=args.width,
+        depth=args.layers,
+        num_heads=args.heads,
+        embed_layer=PatchEmbedding,
     )
-    model = ViTForImageClassification(config)
-    model.vit.embeddings.patch_embeddings = PatchEmbedding(config)
-    return model
 
 
 def make_batch(args: argparse.Namespace, number: int) -> tuple[torch.Tensor, torch.Tensor]:

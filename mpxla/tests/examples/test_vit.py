@@ -48,13 +48,10 @@ def test_bfloat16():
 
 def patches_and_convolution():
     """The example's patches, and those of the convolution with the same weights."""
-    from transformers import ViTConfig
-
-    config = ViTConfig(image_size=12, patch_size=4, num_channels=3, hidden_size=5)
-    patches = load_beside("vit", "vit_model").PatchEmbedding(config)
+    patches = load_beside("vit", "vit_model").PatchEmbedding(12, 4, 3, 5)
     convolution = torch.nn.Conv2d(3, 5, kernel_size=4, stride=4)
-    convolution.weight.data = patches.projection.weight.data.view(5, 3, 4, 4)
-    convolution.bias = patches.projection.bias
+    convolution.weight.data = patches.proj.weight.data.view(5, 3, 4, 4)
+    convolution.bias = patches.proj.bias
     images = torch.randn(2, 3, 12, 12)
     expected = convolution(images).flatten(2).transpose(1, 2)
     return patches(images).detach(), expected.detach()
