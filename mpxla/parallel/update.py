@@ -32,6 +32,7 @@ from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
 from mpxla.parallel.update_state import (
     StartEntry,
+    counts_of,
     idles_without_gradients,
     share_counters,
     starts_from_zeros,
@@ -78,6 +79,7 @@ class CompiledUpdate:
         self._slots: Slots | None = None
         self._rates: dict[float, torch.Tensor] = {}
         self._starts: dict[torch.dtype, dict[str, StartEntry] | None] = {}
+        self._counts = counts_of(optimizer)
         self.reason: str | None = None
         self.was_compiled = False
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
@@ -187,9 +189,9 @@ class CompiledUpdate:
             origins = self._rounding.origins()
         arguments = slots.arrangement, self._optimizer, inputs, self._backend.lowering
         try:
-            graph = update_graph(*arguments, (True, rate.dtype, origins))
+            graph = update_graph(*arguments, (True, rate.dtype, self._counts, origins))
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
-            graph = update_graph(*arguments, (False, rate.dtype, origins))
+            graph = update_graph(*arguments, (False, rate.dtype, self._counts, origins))
         return self._backend.compile("optimizer update", graph, inputs, slots.donated)
 
     def _give_up(self, reason: str) -> None:
@@ -225,7 +227,7 @@ class CompiledUpdate:
         states = self._optimizer.state
         new = [p for group in trained for p in group if not states.get(p)]
         if not new:
-            share_counters(states, (), self._backend)
+            share_counters(states, (), self._backend, self._counts)
             return True
         for dtype in {parameter.dtype for parameter in new} - self._starts.keys():
             self._starts[dtype] = starts_from_zeros(self._optimizer, dtype)
@@ -240,7 +242,7 @@ class CompiledUpdate:
                 continue
             uploaded = self._backend.publish(self._backend.put(list(like.values())))
             states[parameter] = dict(zip(like, uploaded, strict=True))
-        share_counters(states, new, self._backend)
+        share_counters(states, new, self._backend, self._counts)
         return True
 
     def _is_elsewhere(self, parameter: torch.Tensor) -> bool:

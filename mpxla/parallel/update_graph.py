@@ -33,7 +33,7 @@ def update_graph(
     optimizer: Any,
     inputs: Sequence[TensorSpec],
     lowering: Lowering,
-    settings: tuple[bool, torch.dtype, Mapping[int, Origin] | None],
+    settings: tuple[bool, torch.dtype, frozenset[str], Mapping[int, Origin] | None],
 ) -> fx.GraphModule:
     """An optimizer's update as one graph; see `UpdateFunction`.
 
@@ -105,7 +105,7 @@ def _copied(
             copies[node] = next(remaining)
         elif node.op == "output":
             return [copies[value] for value in outputs_of(part)]
-        elif node.op == "call_function" and node.meta["val"].shape == ():
+        elif node.op == "call_function" and _shape_of(node) == ():
             key = node.target, str(fx.map_arg((node.args, node.kwargs), copies.__getitem__))
             if key not in shared:
                 shared[key] = graph.node_copy(node, copies.__getitem__)
@@ -134,12 +134,18 @@ def _resized(
     graph.output(graph.graph_copy(one.graph, copies))
     alike = (node for node in other.graph.nodes if node.op != "output")
     for node, twin in zip(copies, alike, strict=True):
-        value, shapes = node.meta["val"], (node.meta["val"].shape, twin.meta["val"].shape)
+        shapes = _shape_of(node), _shape_of(twin)
         if shapes == (first, second):
-            copies[node].meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
+            dtype = node.meta["val"].dtype
+            copies[node].meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
         elif shapes[0] != shapes[1]:
             return None
     return _make_graph_module(one, graph)
+
+
+def _shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """None where it is not known yet."""
+    return tuple(node.meta["val"].shape) if "val" in node.meta else None
 
 
 def _renamed_constants(module: fx.GraphModule, prefix: str) -> dict[str, torch.Tensor]:

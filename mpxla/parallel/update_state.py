@@ -1,7 +1,7 @@
 """The state of an optimizer before its first step: what it starts from, and counters shared."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from mpxla.parallel.update_trace import clone_optimizer
 
 __all__ = [
     "StartEntry",
+    "counts_of",
     "dtypes_of_start",
     "idles_without_gradients",
     "share_counters",
@@ -24,24 +25,49 @@ _VALUES = (0.3, -0.7, 1.1, 0.9, -0.2, 0.4)
 _State = Mapping[torch.Tensor, dict[str, Any]]
 
 
-def share_counters(states: _State, new: Sequence[torch.Tensor], backend: Backend) -> None:
+def share_counters(
+    states: _State, new: Sequence[torch.Tensor], backend: Backend, counts: Collection[str]
+) -> None:
     """Gives parameters with the same count of steps one tensor for it, on their device.
 
     Counters on the host are those of a loaded state; counters of `new` parameters are all zero.
+
+    Args:
+        states: of all parameters.
+        new: those that have just got theirs.
+        backend: of their device.
+        counts: what `counts_of` says.
     """
-    shared: dict[tuple[str, float], torch.Tensor] = {}
+    shared: dict[tuple[str, float], torch.Tensor] = {}  # moments of scalars by what they are
     fresh = set(map(id, new))
     for parameter, state in states.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() != 0:
                 continue
             if id(parameter) in fresh:
-                state[key] = shared.setdefault((key, 0.0), value)
+                if key in counts:
+                    state[key] = shared.setdefault((key, 0.0), value)
             elif not backend.is_on_device(value) and backend.is_on_device(parameter):
-                number = (key, value.item())
+                number = (key, value.item() if key in counts else id(value))
                 if number not in shared:
                     (shared[number],) = backend.publish(backend.put([value]))
                 state[key] = shared[number]
+
+
+def counts_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The entries of a parameter's state that are one number, as counts of steps are.
+
+    The state of a parameter that is one number itself (a temperature, a scale) does not show that:
+    its moments are numbers too, and are not to be shared.
+
+    Args:
+        optimizer: is tried on a vector, and stays as it is.
+    """
+    try:
+        _, state = _tried(optimizer, (3,), torch.float32, None)
+    except Exception:  # an optimizer may raise anything on what it was not written for
+        return frozenset({"step"})
+    return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0)
 
 
 class StartEntry:

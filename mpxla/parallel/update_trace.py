@@ -8,7 +8,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class UpdateFunction:
         optimizer: the optimizer.
         is_capturable: whether to have it compute with its count of steps on the device.
         wide: dtype of counts and rates, see `wide_dtype`.
+        counts: the entries of states that are counts.
         origins: id of a parameter -> where it is in the model; None to round to the nearest.
     """
 
@@ -94,11 +95,13 @@ class UpdateFunction:
         optimizer: Any,
         is_capturable: bool,
         wide: torch.dtype,
+        counts: Collection[str],
         origins: Mapping[int, Origin] | None = None,
     ):
         self._origins = origins
         self._is_capturable = is_capturable
         self._wide = wide
+        self._counts = counts
         self._arrangement = arrangement
         self._optimizer = optimizer
 
@@ -135,7 +138,9 @@ class UpdateFunction:
                 if held.source is not None:
                     of_place[held.source] = (stand_in, None)  # it is rounded below
                 for key, state_place in held.state.items():
-                    argument = _widened(arguments[state_place], self._wide)
+                    argument = arguments[state_place]
+                    if key in self._counts and argument.is_floating_point():
+                        argument = argument.to(self._wide)
                     state[stand_in][key] = self._copied(argument)
                     of_place.setdefault(state_place, (stand_in, key))
                 stand_ins.append(stand_in)
@@ -211,11 +216,6 @@ def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
     rows of an embedding (torch 2.9).
     """
     return torch.where(rate == 0, _NEXT_TO_ZERO, rate)
-
-
-def _widened(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    is_count = value.dim() == 0 and value.is_floating_point()
-    return value.to(dtype) if is_count else value
 
 
 def _python_values(optimizer: Any) -> Any:

@@ -13,6 +13,19 @@ pytestmark = pytest.mark.unit
 SHAPES = [(3, 4), (4,), (3, 4), (4,), (4,), (2, 2)]
 
 
+SCALARS = [
+    (optim.SGD, {"momentum": 0.9}),
+    (optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (optim.Adadelta, {}),
+    (optim.AdamW, {"amsgrad": True}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {}),
+    (optim.Rprop, {}),
+    (optim.ASGD, {}),
+]
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """Numbers of arguments of the functions that are traced."""
@@ -54,9 +67,71 @@ def assert_equal(make, num_steps=3):
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.NAdam])
-def test_one_of_each_shape_is_traced(kind, traced):
+def test_two_shapes_are_traced_for_all(kind, traced):
     assert_equal(lambda ps: kind(ps, lr=0.1, weight_decay=0.1))
+    assert len(traced) == 2
+
+
+class ByMean(optim.SGD):
+    """Adds the mean of a gradient: a number of the graph follows from the shape."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sum() / p.numel() * group["lr"])
+
+
+class ByLength(optim.SGD):
+    """Depends on the first of the sizes by the graph alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    rows = p.grad.flatten(1) if p.dim() > 1 else p.grad[None]
+                    p.sub_((rows * torch.ones_like(rows[:1])).sum() * group["lr"])
+
+
+@pytest.mark.parametrize("kind", [ByMean, ByLength])
+def test_what_depends_on_the_shape_is_traced_for_each(kind, traced, monkeypatch):
+    monkeypatch.setattr(module, "ELEMENTWISE", (*module.ELEMENTWISE, kind))
+    assert_equal(lambda ps: kind(ps, lr=0.1))
     assert len(traced) == 3
+
+
+@pytest.mark.parametrize("options", SCALARS, ids=lambda options: options[0].__name__)
+def test_scalars_have_state_of_their_own(options, traced, monkeypatch):
+    """Their moments are single numbers, as counts of steps are, and are not shared like these."""
+    kind, settings = options
+    monkeypatch.setattr(f"{__name__}.SHAPES", [(2,), (3,), (), (), (4,)])
+    assert_equal(lambda ps: kind(ps, lr=0.1, **settings), num_steps=4)
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize("options", SCALARS, ids=lambda options: options[0].__name__)
+def test_loaded_state_of_scalars_stays_their_own(options, monkeypatch):
+    kind, settings = options
+    monkeypatch.setattr(f"{__name__}.SHAPES", [(), (), (3,)])
+
+    def train(compiled):
+        parameters, optimizer = stepped(lambda ps: kind(ps, lr=0.1, **settings), compiled, 2)
+        state, values = optimizer.state_dict(), [p.detach() for p in parameters]
+        others = [nn.Parameter(value.clone()) for value in values]
+        loaded = kind(others, lr=0.1, **settings)
+        loaded.load_state_dict(state)
+        update = CompiledUpdate(loaded, EagerBackend()) if compiled else loaded
+        for step in range(2):
+            for number, p in enumerate(others):
+                p.grad = torch.full_like(p, number - step + 0.5)
+            update.step()
+        assert not compiled or update.reason is None
+        return others
+
+    for p, other in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(p, other)
 
 
 def test_groups_have_settings_of_their_own(traced):
