@@ -9,6 +9,8 @@ __all__ = ["Alone"]
 class Alone:
     """A part of `Backend`, for backends whose values are always there, on the host."""
 
+    kind = "host"
+
     def keep_programs(self, folder: str) -> bool:
         """There is nothing to keep."""
         return False

@@ -81,6 +81,7 @@ class Backend(Protocol):
 
     Attributes:
         name: "torch_xla", "pjrt", "eager" or "null".
+        kind: what decides how fast programs are, in words: kind of device, version of its compiler.
         device: where users see parameters, gradients and results. First use claims the device.
         lowering: what it wants of graphs; does not touch the device.
         is_host: whether the device's memory is the host's.
@@ -91,6 +92,8 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str: ...  # noqa: D102
+    @property
+    def kind(self) -> str: ...  # noqa: D102
     @property
     def device(self) -> torch.device: ...  # noqa: D102
     @property

@@ -12,6 +12,7 @@ import torch
 
 from mpxla.config import Config
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
@@ -34,6 +35,7 @@ from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import CutStep, cut_step
+from mpxla.runtime.rates import rates_of_job
 from mpxla.runtime.saved import saved_tensors
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
@@ -60,6 +62,7 @@ class StepCutter:
     Attributes:
         is_tracing: whether a step function is being captured.
         chosen: open keys of the configuration; None until a step has been cut.
+        machine: rates by which steps are estimated.
     """
 
     def __init__(
@@ -81,11 +84,17 @@ class StepCutter:
         """Whether whole parameters fit into every rank, once that has been planned."""
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
+        self.machine = MachineModel()
 
     @property
     def config(self) -> Config:
         """The given one with what was chosen."""
         return with_keys(self._given, self.chosen) if self.chosen else self._given
+
+    def settle_rates(self) -> None:
+        """Learns the job's rates; every rank calls it, before the first step is cut."""
+        self._life.at("rates of the device")
+        self.machine = rates_of_job(self._session)
 
     def cut(
         self, call: Call, function: Callable[..., Any]
@@ -142,6 +151,7 @@ class StepCutter:
             self._placement.stateful,
             measured_s,
             saved,
+            self.machine,
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:
@@ -195,7 +205,7 @@ class StepCutter:
         """Whether keys are open for the first step; asked once, all keys are settled with it."""
         self.chosen, config = {}, self._given
         is_open = cut.step.is_training and bool(free_keys(config))
-        return is_open and is_worth_choosing(cut, config)
+        return is_open and is_worth_choosing(cut, config, self.machine)
 
     def choose(self, cut: CutStep) -> dict[str, float] | None:
         """Chooses open keys: the first rank of a pipeline decides, the others follow.
@@ -226,6 +236,7 @@ class StepCutter:
                 self._given,
                 lambda config: self.cut_captured(cut.step, measured_s, saved, {}, config),
                 limit,
+                self.machine,
             )
         except Exception as error:  # a user's job goes on with what is documented
             get_logger().warning("no schedule was chosen, the defaults run: %r", error)

@@ -108,6 +108,13 @@ class PjrtBackend:
         self._random_state = 0
         self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
+    @property
+    def kind(self) -> str:
+        """The device's model, and what compiles for it."""
+        device = self._device
+        compiler = " ".join(device.client.platform_version.split())
+        return f"{device.platform} {device.device_kind}, jax {jax.__version__}, {compiler}"
+
     @functools.cached_property
     def lowering(self) -> Lowering:
         """How stages are lowered for jax."""

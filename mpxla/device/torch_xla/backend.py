@@ -34,6 +34,11 @@ class TorchXlaBackend:
     name = "torch_xla"
     donates = False
 
+    @property
+    def kind(self) -> str:
+        """The type of device, and what compiles for it."""
+        return f"{xm.xla_device_hw(self.device)}, torch_xla {torch_xla.__version__}"
+
     @functools.cached_property
     def device(self) -> torch.device:
         """The XLA device of this process, with its index."""
