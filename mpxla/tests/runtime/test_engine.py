@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from mpxla.comm.codec import DATA
 from mpxla.comm.stall import Progress
@@ -16,6 +17,7 @@ from mpxla.errors import LoweringError, MpxlaError, PeerFailure, RankMismatch, S
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime import calls, cutting
+from mpxla.runtime.automatic import Choice
 from mpxla.runtime.calls import AnnouncedError
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.member import Member
@@ -117,7 +119,7 @@ class Rank:
         calls: of the backend, the link and the reductions, in order.
     """
 
-    def __init__(self, monkeypatch, rank=0, world=1, told=(), **keys):
+    def __init__(self, monkeypatch, rank=0, world=1, told=(), make=two_layers, **keys):
         self.rank, self.told = rank, list(told)
         monkeypatch.setattr(calls, "ControlChannel", lambda *_: self)
         own = {"auto_partition": False, "default_partition": 0, "device_rates": "constant"}
@@ -136,7 +138,7 @@ class Rank:
             progress=Progress(),
         )
         self.engine = StepEngine(self.session, Link(self.backend), Reducers(self.calls))
-        self.model = model = two_layers()
+        self.model = model = make()
 
         def step(x):
             loss = model(x).square().mean()
@@ -244,6 +246,22 @@ def test_a_call_that_cannot_be_split_fails_on_all_ranks_and_nobody_else_is_told(
     assert first.ran() == EACH, "the session goes on"
 
 
+def test_inputs_that_a_new_plan_cannot_use_fail_on_all_ranks_before_it_runs(rank):
+    def make():
+        return nn.Sequential(nn.Embedding(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    first, ids = rank(0, 2, make=make), torch.zeros(NUM_MICROBATCHES, 1, dtype=torch.int64)
+    with pytest.raises(StepError, match="index 7"):
+        first.call(batch=ids + 7)
+    second = rank(1, 2, told=first.told, make=make)
+    with pytest.raises(StepError, match=r"index 7.*\(found on pp_rank 0\)"):
+        second.call(batch=ids)
+    for one in first, second:
+        assert one.ran() == {} and one.lifeline.reports == []
+    first.call(batch=ids)
+    assert first.ran() == EACH and len(first.programs()) == 2
+
+
 def test_an_error_while_building_is_the_ranks_own_and_known_to_all(rank):
     one = rank(0, 2)
 
@@ -295,15 +313,23 @@ def test_a_copy_of_a_model_cannot_be_trained(rank):
     assert one.ran() == EACH
 
 
-def test_schedules_are_chosen_and_cuts_made_by_the_rates_of_the_job(rank, monkeypatch):
-    slow = MachineModel(task_s=1.0)
-    monkeypatch.setattr(cutting, "rates_of_job", lambda session: slow)
-    keys = {"auto_partition": True, "memory_weight": 0.2, "set_by": {"memory_weight": "init"}}
-    one = rank(0, 2, **keys)
+@pytest.mark.parametrize(
+    "machine", [MachineModel(task_s=1.0), MachineModel(link_bytes_per_s=1.0), MachineModel()]
+)
+def test_schedules_are_chosen_and_cuts_made_by_the_rates_of_the_job(rank, monkeypatch, machine):
+    given = []
+
+    def choose(config, cut, limit_bytes, machine):
+        given.append(machine)
+        return Choice({"pipeline": "simple"}, step_s=1.0, rank_bytes=1, default_s=2.0)
+
+    monkeypatch.setattr(cutting, "rates_of_job", lambda session: machine)
+    monkeypatch.setattr(cutting, "choose", choose)
+    monkeypatch.setattr(cutting, "measure_operators", lambda *_: {})
+    one = rank(0, 2, auto_partition=True)
     one.call()
-    assert one.engine._cutter.chosen, "a step of seconds is worth it"
-    assert sum(one.engine.first_cuts[one.label].problem.forward_s) > 1.0
-    monkeypatch.undo()
-    other = rank(0, 2, **keys)
-    other.call()
-    assert other.engine._cutter.chosen == {}
+    is_slow = machine != MachineModel()  # steps of seconds are worth it
+    assert given == [machine] * is_slow
+    assert one.engine._cutter.chosen == ({"pipeline": "simple"} if is_slow else {})
+    seconds = sum(one.engine.first_cuts[one.label].problem.forward_s)
+    assert seconds == pytest.approx(6 * machine.task_s, rel=0.01), "six operators"
