@@ -93,7 +93,6 @@ class StepCutter:
 
     def settle_rates(self) -> None:
         """Learns the job's rates; every rank calls it, before the first step is cut."""
-        self._life.at("rates of the device")
         self.machine = rates_of_job(self._session)
 
     def cut(
