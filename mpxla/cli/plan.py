@@ -235,7 +235,7 @@ def _planned(
         has_weight = options.memory_weight is not None
         rows = search_plans(config, step, machine, lowering, limit_of_search, tried, has_weight)
         return _Planned(layout, rows[0].found, rows[0].config, describe_rows(rows, len(tried)))
-    cut = cut_step(step, config, lowering, {}, None)
+    cut = cut_step(step, config, lowering, {}, None, machine=machine)
     return _Planned(layout, forecast(cut, config, machine, lowering), config)
 
 

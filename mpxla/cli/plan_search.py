@@ -19,7 +19,7 @@ from mpxla.graph.cost import MachineModel
 from mpxla.graph.partition_report import format_size
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.runtime.forecast import Forecast, forecast, predict_costs
-from mpxla.runtime.plan import cut_step
+from mpxla.runtime.plan import CutStep, cut_step
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.choice import placement_of
 from mpxla.schedule.search import Candidate, Found, StepCosts, candidates, search
@@ -122,7 +122,7 @@ class _Search:
             config = self._config_of(candidate, weight)
             kind = placement_of(config)
             if kind not in known:
-                cut = cut_step(self._step, config, self._lowering, {}, None, saved=self._saved)
+                cut = self._cut(config)
                 costs = predict_costs(cut, self._machine, self._lowering, shares)
                 known[kind] = dict(zip(shares, costs, strict=True))
             return known[kind][candidate.share]
@@ -145,8 +145,12 @@ class _Search:
                 return self._planned(self._config_of(candidate, weight, left))
         return None
 
+    def _cut(self, config: Config) -> CutStep:
+        saved, machine = self._saved, self._machine
+        return cut_step(self._step, config, self._lowering, {}, None, saved=saved, machine=machine)
+
     def _planned(self, config: Config) -> Row:
-        cut = cut_step(self._step, config, self._lowering, {}, None, saved=self._saved)
+        cut = self._cut(config)
         return Row(config, forecast(cut, config, self._machine, self._lowering))
 
     def _config_of(

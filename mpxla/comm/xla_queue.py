@@ -21,14 +21,25 @@ from mpxla.comm.handle import FailureWatch, Handle
 from mpxla.comm.transport import Group
 from mpxla.comm.xla_programs import GraphProgram, Program
 from mpxla.errors import MpxlaError
+from mpxla.log import warn_once
 
-__all__ = ["Job", "ProgramQueue", "Runner"]
+__all__ = ["MAX_PROGRAMS", "Job", "ProgramQueue", "Runner"]
 
+MAX_PROGRAMS = 1024
+"""Of messages and collectives. The plans that a pipeline keeps use some hundreds; there are more
+where shapes change in each step."""
 _ABORT_S = 2.0
 
 
 class Runner(Protocol):
-    """Executes programs on the device of this process."""
+    """Executes programs on the device of this process.
+
+    Attributes:
+        loads_alone: whether `load` does without the other members of the mesh.
+    """
+
+    @property
+    def loads_alone(self) -> bool: ...  # noqa: D102
 
     def meet(self, ranks: Group, what: str, purpose: str, text: str) -> None:
         """Waits for all ranks to come to the same communication, if they can tell."""
@@ -77,13 +88,24 @@ class Job(NamedTuple):
     """Whether results are read back from the device."""
 
 
+_Made = dict[str, Any]
+"""What has been made of a program: `lowered`, and in its place `loaded`."""
+
+
+class _Queued(NamedTuple):
+    """A communication, and what has been made of its program."""
+
+    job: Job
+    made: _Made
+
+
 class _Loading(NamedTuple):
     """Programs to load together."""
 
     handle: Handle[None]
     ranks: Group
     text: str
-    programs: list[Program]
+    made: list[_Made]
 
 
 class ProgramQueue:
@@ -100,19 +122,19 @@ class ProgramQueue:
         self._rank = rank
         self._watch = watch
         self._runner = runner
-        self._small: dict[Program, dict[str, Any]] = {}
+        self._small: dict[Program, _Made] = {}
+        """The last used is the last."""
         self._graphs: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
         self._is_closed = False
-        self._queue: SimpleQueue[Job | _Loading | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Queued | _Loading | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> Handle[Any]:
         """Queues a communication."""
         assert not self._is_closed, "the transport is closed"
-        if job.program is not None:
-            self._lower(job.program)
-        self._queue.put(job)
+        made = {} if job.program is None else self._lowered(job.program)
+        self._queue.put(_Queued(job, made))
         return job.handle
 
     def load(self, programs: Sequence[Program], ranks: Group) -> Handle[None]:
@@ -121,12 +143,11 @@ class ProgramQueue:
         Those that this rank is no member of are left out here.
         """
         here = [program for program in programs if self._rank in program.mesh.members]
-        for program in here:
-            self._lower(program)
+        made = [self._lowered(program) for program in here]
         text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
         others = [rank for rank in ranks if rank != self._rank]
         handle: Handle[None] = Handle(self._watch, f"the loading of {len(here)} programs", others)
-        self._queue.put(_Loading(handle, ranks, text, here))
+        self._queue.put(_Loading(handle, ranks, text, made))
         return handle
 
     def close(self, timeout_s: float) -> None:
@@ -155,27 +176,35 @@ class ProgramQueue:
         for program in self._graphs:
             program.made.clear()
 
-    def _made(self, program: Program | GraphProgram) -> dict[str, Any]:
-        """What has been made of a program: `lowered`, and in its place `loaded`."""
-        if not isinstance(program, GraphProgram):
-            return self._small.setdefault(program, {})
-        self._graphs.add(program)
-        return program.made
-
-    def _lower(self, program: Program | GraphProgram) -> None:
-        made = self._made(program)
+    def _lowered(self, program: Program | GraphProgram) -> _Made:
+        """What has been made of a program, or will be after this."""
+        if isinstance(program, GraphProgram):
+            self._graphs.add(program)
+            made = program.made
+        else:
+            made = self._small[program] = self._small.pop(program, {})
         if not made:
             made["lowered"] = self._runner.lower(program)
+        # Where members load together, one of them must not have to load again by itself.
+        if len(self._small) > MAX_PROGRAMS and self._runner.loads_alone:
+            self._small.pop(next(iter(self._small)), None)
+            warn_once(
+                "message programs are forgotten",
+                f"more than {MAX_PROGRAMS} programs of messages and collectives were compiled, the "
+                f"last one for {program}; those that were not used for longest are forgotten. "
+                f"Give steps fewer different shapes, such as lengths that are padded.",
+            )
+        return made
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            if isinstance(job, _Loading):
-                self._load_together(job)
+        while (queued := self._queue.get()) is not None:
+            if isinstance(queued, _Loading):
+                self._load_together(queued)
             else:
-                self._do(job)
-            del job  # its tensors are not needed while the thread waits for the next one
+                self._do(*queued)
+            del queued  # its tensors are not needed while the thread waits for the next one
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Job, made: _Made) -> None:
         try:
             operands = [None if t is None else self._runner.fetch(t) for t in job.operands]
         except BaseException as error:  # the other ranks wait for this one: they have to be told
@@ -183,29 +212,29 @@ class ProgramQueue:
             return
         try:
             if job.program is not None:
-                self._load(job.program)
+                self._load(made)
             self._runner.meet(job.ranks, job.handle.what, job.purpose, job.text)
-            job.handle.set_result(job.finish(self._execute(job, operands)))
+            job.handle.set_result(job.finish(self._execute(job, made, operands)))
         except Exception as error:  # the thread goes on; the caller gets it
             job.handle.set_error(self._explained(error, job.handle))
 
-    def _execute(self, job: Job, operands: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _execute(
+        self, job: Job, made: _Made, operands: list[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
         if job.program is None:
             return []
-        loaded = self._made(job.program)["loaded"]
-        return self._runner.execute(loaded, operands, job.to_host)
+        return self._runner.execute(made["loaded"], operands, job.to_host)
 
     def _load_together(self, job: _Loading) -> None:
         try:
             self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
-            for program in job.programs:
-                self._load(program)
+            for made in job.made:
+                self._load(made)
             job.handle.set_result(None)
         except Exception as error:  # the thread goes on; the caller gets it
             job.handle.set_error(self._explained(error, job.handle))
 
-    def _load(self, program: Program | GraphProgram) -> None:
-        made = self._made(program)
+    def _load(self, made: _Made) -> None:
         if "loaded" not in made:
             made["loaded"] = self._runner.load(made["lowered"])
             del made["lowered"]  # after that: the calling thread looks whether anything is there

@@ -41,7 +41,10 @@ class CpuWorld:
         jax: the parts of jax that are used.
         devices: those of the world, by rank.
         device: this process's.
+        loads_alone: programs are compiled for this process, and members meet before they run.
     """
+
+    loads_alone = True
 
     def __init__(self, host: HostTransport, address: str) -> None:
         """Connects the processes' clients. Every rank constructs it, at the same point.

@@ -40,11 +40,16 @@ _NARROW_STATE_FACTOR_ALONE = 5
 """Without a master: a weight and moments of 2 bytes, and a gradient that is summed in 4."""
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True)
 class MachineModel:
     """Rates that turn counts into seconds. The defaults describe one core of a server CPU."""
 
     flops_per_s: float = 8e10
+    narrow_flops_per_s: float | None = None
+    """Of products with 16-bit results; None: as of all others."""
     memory_bytes_per_s: float = 1e10
     link_bytes_per_s: float = 1e9
     """Between two ranks, copies on both sides included."""
@@ -52,6 +57,10 @@ class MachineModel:
     """Between the memories of a device and its host."""
     task_s: float = 2e-6
     """Fixed cost of a node."""
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second of products with results of this type."""
+        return (dtype in _NARROW and self.narrow_flops_per_s) or self.flops_per_s
 
 
 @dataclass(frozen=True)
@@ -215,7 +224,10 @@ class _Times:
             return self.measured_s[head.name]
         values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
         moved_bytes = sum(_num_bytes(n) for n in (*head.all_input_nodes, *values))
-        arithmetic_s = sum(self.flops.get(n, 0) for n in group) / self.machine.flops_per_s
+        operations = sum(self.flops.get(n, 0) for n in group)
+        arithmetic_s = 0.0
+        if operations:  # the first value is the product; attention gives sums in float32, too
+            arithmetic_s = operations / self.machine.flops_of(values[0].meta["val"].dtype)
         return max(arithmetic_s, moved_bytes / self.machine.memory_bytes_per_s)
 
 
@@ -223,7 +235,7 @@ def _state_factor(parameter: torch.Tensor, has_masters: bool) -> int:
     """What is held of a parameter, in units of it."""
     if not parameter.requires_grad:
         return 1
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
+    if parameter.dtype not in _NARROW:
         return _STATE_FACTOR
     return _NARROW_STATE_FACTOR if has_masters else _NARROW_STATE_FACTOR_ALONE
 

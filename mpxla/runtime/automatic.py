@@ -111,9 +111,9 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
     return replace(config, **{**open_keys, **keys}, set_by=dict(config.sources))
 
 
-def is_worth_choosing(cut: CutStep, config: Config) -> bool:
+def is_worth_choosing(cut: CutStep, config: Config, machine: MachineModel) -> bool:
     """Whether the step is long enough for its schedule to matter, by estimated costs."""
-    return _step_s(cut, config, MachineModel(), dispatch_s=0.0) >= _WORTH_S
+    return _step_s(cut, config, machine, dispatch_s=0.0) >= _WORTH_S
 
 
 def heaviest_nodes(problem: PartitionProblem) -> set[str]:
@@ -156,7 +156,7 @@ def choose(
     config: Config,
     cut: Callable[[Config], CutStep],
     limit_bytes: int,
-    machine: MachineModel | None = None,
+    machine: MachineModel,
 ) -> Choice:
     """Simulates the candidates.
 
@@ -169,7 +169,6 @@ def choose(
     Returns:
         The fastest that fits, of nearly equal ones the simplest; if none fits, the smallest.
     """
-    machine = machine or MachineModel()
     default_s = _step_s(cut(config), config, machine)
     smallest: Choice | None = None
     for kinds in _rounds(config):

@@ -12,6 +12,7 @@ import torch
 
 from mpxla.config import Config
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
@@ -35,6 +36,7 @@ from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import CutStep, cut_step, weighs_memory
+from mpxla.runtime.rates import rates_of_job
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
@@ -61,6 +63,7 @@ class StepCutter:
     Attributes:
         is_tracing: whether a step function is being captured.
         chosen: open keys of the configuration; None until a step has been cut.
+        machine: rates by which steps are estimated.
     """
 
     def __init__(
@@ -84,11 +87,16 @@ class StepCutter:
         """Whether whole parameters fit into every rank, once that has been planned."""
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
+        self.machine = MachineModel()
 
     @property
     def config(self) -> Config:
         """The given one with what was chosen."""
         return with_keys(self._given, self.chosen) if self.chosen else self._given
+
+    def settle_rates(self) -> None:
+        """Learns the job's rates; every rank calls it, before the first step is cut."""
+        self.machine = rates_of_job(self._session)
 
     def cut(
         self, call: Call, function: Callable[..., Any]
@@ -148,6 +156,7 @@ class StepCutter:
             self._placement.stateful,
             measured_s,
             saved,
+            self.machine,
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:
@@ -201,7 +210,7 @@ class StepCutter:
         """Whether keys are open for the first step; asked once, all keys are settled with it."""
         self.chosen, config = {}, self._given
         is_open = cut.step.is_training and bool(free_keys(config))
-        return is_open and is_worth_choosing(cut, config)
+        return is_open and is_worth_choosing(cut, config, self.machine)
 
     def choose(self, cut: CutStep) -> dict[str, float] | None:
         """Chooses open keys: the first rank of a pipeline decides, the others follow.
@@ -232,11 +241,12 @@ class StepCutter:
                 self._given,
                 lambda config: self.cut_captured(cut.step, measured_s, saved, {}, config),
                 limit,
+                self.machine,
             )
             return found.line(limit), dict(found.keys), measured_s
 
         self._life.at("choice of the schedule")
-        facts = self._given, limit, session.env.local_size, measures_all, self._pins()
+        facts = self._given, self.machine, limit, session.env.local_size, measures_all, self._pins()
         try:
             line, keys, measured_s = self._kept.decision(cut.step, facts, decide)
         except Exception as error:  # a user's job goes on with what is documented

@@ -222,7 +222,8 @@ class StepEngine:
             self._session.lifeline.check()  # all messages may be there, and their sender gone
         recorder, progress = self._session.recorder, self._session.progress
         if recorder is not None:
-            description = describe_plan(runner.plan, self._group, self._pp_rank)
+            machine = self._cutter.machine
+            description = describe_plan(runner.plan, self._group, self._pp_rank, machine)
             recorder.begin_step(signature.function, description)
         count = signature.num_microbatches
         own_count = count // self._num_batches
@@ -242,6 +243,8 @@ class StepEngine:
     def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
+        if not self._states.is_any_placed():
+            self._cutter.settle_rates()
         cut, signature, reads = self._cut_together(call, function)
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)

@@ -192,6 +192,7 @@ def cut_step(
     stateful: frozenset[str] = frozenset(),
     measured_s: Mapping[str, float] | None = None,
     saved: Mapping[str, tuple[SavedTensor, ...]] | None = None,
+    machine: MachineModel | None = None,
 ) -> CutStep:
     """Partitions a step and splits it.
 
@@ -205,12 +206,13 @@ def cut_step(
         measured_s: seconds of nodes by name, in place of estimates.
         saved: the result of `saved_tensors`, if it is known already. By default it is found where
             it decides something, because that takes about half as long as lowering.
+        machine: rates of the target, for what was not measured; the built-in ones by default.
 
     Raises:
         PartitionError: the step cannot be cut as asked.
         ScheduleError: the user's schedule has stages elsewhere.
     """
-    machine = MachineModel()
+    machine = machine or MachineModel()
     placement = placement_of(config)
     if saved is None:
         saved = saved_tensors(step, lowering) if weighs_memory(config) else {}
@@ -308,15 +310,18 @@ def simulate_step(cut: CutStep, schedule: tuple[tuple[Action, ...], ...], costs:
     return simulate(schedule, cut.placement, *cut.edges, costs, rendezvous=False)
 
 
-def describe_plan(plan: StepPlan, group: Sequence[int], pp_rank: int) -> dict[str, object]:
+def describe_plan(
+    plan: StepPlan, group: Sequence[int], pp_rank: int, machine: MachineModel
+) -> dict[str, object]:
     """A plan and its estimated costs as plain data, for traces.
 
     Args:
         plan: what runs.
         group: global ranks of the pipeline.
         pp_rank: this rank, of whose stages it is known what they hold.
+        machine: rates of the target.
     """
-    cut, machine = plan.cut, MachineModel()
+    cut = plan.cut
     forward, backward = cut.edges
     costs = stage_costs(cut, machine)
     assert isinstance(costs.transfer, Mapping), "estimates are for each edge"

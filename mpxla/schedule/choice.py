@@ -123,4 +123,6 @@ def paces(
         return (1.0,) * len(counts)
     lengths = [config.microbatches - 1 - (count - 1) * forward_share for count in counts]
     mean = sum(lengths) / len(lengths)
-    return tuple(length / mean for length in lengths) if mean > 0 else (1.0,) * len(counts)
+    if min(lengths) <= 0:  # one microbatch, or backwards that take nothing: any cut is as good
+        return (1.0,) * len(counts)
+    return tuple(length / mean for length in lengths)

@@ -20,7 +20,7 @@ from mpxla.graph.stepgraph import StepGraph
 from mpxla.stage.program import compile_function
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["measure_operators"]
+__all__ = ["fastest", "measure_operators"]
 
 _NUM_RUNS = 3
 
@@ -41,14 +41,14 @@ def measure_operators(
     known: dict[Any, float] = {}
     found: dict[str, float] = {}
     scalar = TensorSpec((), torch.float32)
-    empty_s = _fastest("an empty program", lambda value: [value + value], [scalar], backend)
+    empty_s = fastest("an empty program", lambda value: [value + value], [scalar], backend)
     for node in step.graph.nodes:
         if not _is_measured(node) or (only is not None and node.name not in only):
             continue
         key = _key(node)
         if key not in known:
             function, inputs = _as_function(node, backend.lowering.device)
-            taken_s = _fastest(f"operator {node.name}", function, inputs, backend)
+            taken_s = fastest(f"operator {node.name}", function, inputs, backend)
             known[key] = max(taken_s - empty_s, 0.0)
         found[node.name] = known[key]
     return found
@@ -91,13 +91,13 @@ def _as_function(
     return function, [TensorSpec.of(flat[i].meta["val"]) for i in places]
 
 
-def _fastest(
+def fastest(
     name: str,
     function: Callable[..., list[torch.Tensor]],
     inputs: list[TensorSpec],
     backend: Backend,
 ) -> float:
-    """Seconds of the fastest run; the first one does not count."""
+    """Seconds of the fastest run of a function as a program, on zeros; the first does not count."""
     program = compile_function(backend, name, function, inputs)
     arguments = backend.zeros(inputs)
     seed = backend.put([torch.zeros((), dtype=torch.int64)])[0] if program.is_random else None

@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "schedule": None,
     "device": "auto",
     "compile_cache": None,
+    "device_rates": "auto",
     "transport": "auto",
     "reduction_dtype": "same",
     "master_dtype": "float32",

@@ -144,7 +144,7 @@ CONFIG_KEYS = {
     *("trust_checkpoints", "master_dtype", "stochastic_rounding"),
     *("check_indices", "activation_memory"),
     *("log_metrics_every", "metrics_dir"),
-    *("virtual_pipeline_degree", "schedule"),
+    *("virtual_pipeline_degree", "schedule", "device_rates"),
 }
 
 

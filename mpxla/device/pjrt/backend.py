@@ -6,6 +6,7 @@ programs take and give jax's arrays.
 
 import collections
 import functools
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
@@ -121,8 +122,11 @@ class PjrtBackend:
 
     @property
     def machine(self) -> str:
-        """The kind of processor, or jax's name of the platform."""
-        return kind_of_processor() if self._device.platform == "cpu" else self._device.platform
+        """The kind of processor, or jax's names of the platform and of the device's model."""
+        device = self._device
+        if device.platform == "cpu":
+            return kind_of_processor()
+        return re.sub(r"\W+", "-", f"{device.platform} {device.device_kind}").lower()
 
     def keep_programs(self, kept: Kept) -> bool:
         """Keeps compiled programs on disk, see `cache.py`."""

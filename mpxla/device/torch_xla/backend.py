@@ -35,6 +35,16 @@ class TorchXlaBackend:
     name = "torch_xla"
     donates = False
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the processor itself."""
+        return tensors.is_host_device()
+
+    @property
+    def has_doubles(self) -> bool:
+        """Accelerators compute in float32 at most."""
+        return tensors.is_host_device()
+
     @functools.cached_property
     def device(self) -> torch.device:
         """The XLA device of this process, with its index."""
@@ -49,16 +59,6 @@ class TorchXlaBackend:
     def lowering(self) -> Lowering:
         """How stages are lowered for the device."""
         return make_lowering(self.is_host)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the device is the processor itself."""
-        return tensors.is_host_device()
-
-    @property
-    def has_doubles(self) -> bool:
-        """Accelerators compute in float32 at most."""
-        return tensors.is_host_device()
 
     @property
     def num_compilations(self) -> int:
@@ -87,7 +87,7 @@ class TorchXlaBackend:
     @property
     def machine(self) -> str:
         """The kind of processor, or torch_xla's name of the device."""
-        return kind_of_processor() if self.is_host else self.device.type
+        return kind_of_processor() if self.is_host else str(xm.xla_device_hw(self.device)).lower()
 
     def keep_programs(self, kept: Kept) -> bool:
         """Nothing is kept.

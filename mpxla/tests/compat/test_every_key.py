@@ -92,7 +92,7 @@ def test_every_key_is_in_the_table():
     own = {"virtual_pipeline_degree", "schedule", "transport", "reduction_dtype", "check_indices"}
     own |= {"device", "compile_cache", "activation_memory", "log_metrics_every", "metrics_dir"}
     own |= {"master_dtype", "stochastic_rounding", "shard_gradients"}
-    own |= {"sdp_gather"}
+    own |= {"sdp_gather", "device_rates"}
     own |= {"stall_timeout_s", "init_timeout_s", "trust_checkpoints"}
     known = {*DEFAULTS, *ALIASES, *IGNORED_KEYS} - own
     assert known == {*WORKS, *WARNS, *REFUSED}

@@ -77,6 +77,15 @@ def test_memory_traffic_counts_where_it_takes_longer():
     assert tanh.cost.compute_s == pytest.approx(2 * 4 * 6 * 4)
 
 
+def test_products_of_16_bits_have_a_rate_of_their_own():
+    machine = MachineModel(1.0, narrow_flops_per_s=8.0, memory_bytes_per_s=1e12, task_s=0.0)
+    for dtype, factor in ((torch.float32, 1), (torch.bfloat16, 8), (torch.float16, 8)):
+        step = captured_step(nn.Linear(6, 5, bias=False).to(dtype), False, dtype)
+        seconds = sum(build_problem(step, machine).forward_s)
+        assert seconds == pytest.approx(2 * 4 * 6 * 5 / factor)
+    assert MachineModel().flops_of(torch.bfloat16) == MachineModel().flops_per_s
+
+
 def test_inputs_views_and_random_nodes():
     problem = problem_of(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Unflatten(1, (2, 3))))
     kinds = {node.kind: node for node in problem.nodes}

@@ -52,7 +52,7 @@ def cut(config):
 
 def chosen(limit=PLENTY, **keys):
     config = Config(**{"pipeline_parallel_degree": 4, "microbatches": 8, **keys})
-    return config, choose(config, cut, limit)
+    return config, choose(config, cut, limit, MachineModel())
 
 
 def step_s(config):
@@ -160,9 +160,9 @@ def test_short_steps_keep_the_defaults():
     config = Config(pipeline_parallel_degree=2, microbatches=2)
     step, saved = captured(8)
     tiny = cut_step(step, config, plain_lowering(), {}, None, saved=saved)
-    assert not is_worth_choosing(tiny, config)
+    assert not is_worth_choosing(tiny, config, MachineModel())
     long = Config(pipeline_parallel_degree=2, microbatches=64)
-    assert is_worth_choosing(cut(long), long)
+    assert is_worth_choosing(cut(long), long, MachineModel())
 
 
 def test_the_heaviest_nodes_are_most_of_the_step():

@@ -63,6 +63,8 @@ def test_compute_of_early_stages_counts_less_under_eager_1f1b():
     assert early / late == pytest.approx((7 - 2 / 3) / 7)
     single = Config(pipeline_parallel_degree=2, microbatches=1, pipeline="eager_1f1b")
     assert paces(single, (1, 1), True, 1 / 3) == (1.0, 1.0), "one microbatch: any cut is as good"
+    three = Config(pipeline_parallel_degree=2, microbatches=3, pipeline="eager_1f1b")
+    assert paces(three, (3, 1), True, 1.0) == (1.0, 1.0), "backwards that take nothing"
 
 
 @pytest.mark.parametrize("forward_share", [0.25, 1 / 3, 0.5])

@@ -39,6 +39,8 @@ def is_device_world(world_size: int) -> bool:
 class DeviceRunner:
     """Compiles and executes programs in the world of this process's device."""
 
+    loads_alone = False
+
     def __init__(self, rank: int, world_size: int) -> None:
         """Checks that ranks are numbered as devices are.
 
