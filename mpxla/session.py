@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 from mpxla import __version__, log
 from mpxla.comm.addresses import interface_for
+from mpxla.comm.agreement import agreed
 from mpxla.comm.claims import claims_in, open_agent_store
 from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
@@ -41,7 +42,7 @@ from mpxla.config_sources import resolve
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
-from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.errors import MpxlaError
 from mpxla.schedule.choice import placement_of
 from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
@@ -379,22 +380,20 @@ def _open_transport(
 
 def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
     """Raises on every rank if any two ranks have different configurations, or backends."""
-    world = tuple(range(env.world_size))
-    everyone = objects.allgather({**config.as_dict(), "MPXLA_DEVICE": backend.name}, world)
-    first = everyone[0]
-    for rank, values in enumerate(everyone):
-        if values != first:
-            with contextlib.suppress(PeerFailure):
-                objects.barrier(world)  # nobody ends before all others know as much
-            difference = "".join(
-                f"{name}: {value!r} on rank 0, {values[name]!r} on rank {rank}\n"
-                for name, value in first.items()
-                if value != values[name]
-            )
-            raise RankMismatch(
-                f"ranks 0 and {rank} were started with different configurations:\n{difference}"
-                f"Give smp.init the same configuration on all ranks, in the same environment."
-            )
+
+    def problem(others: list[int], first: dict[str, Any], other: dict[str, Any]) -> str:
+        difference = "".join(
+            f"{name}: {value!r} on rank 0, {other[name]!r} on rank {others[0]}\n"
+            for name, value in first.items()
+            if value != other[name]
+        )
+        return (
+            f"ranks 0 and {others[0]} were started with different configurations:\n{difference}"
+            f"Give smp.init the same configuration on all ranks, in the same environment."
+        )
+
+    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
+    agreed(objects, range(env.world_size), own, problem)
 
 
 def _make_process_groups(

@@ -11,13 +11,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
