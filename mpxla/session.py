@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Session",
     "current",
+    "current_models",
     "init",
     "is_initialized",
     "show_uncaught",
@@ -154,6 +155,11 @@ def current() -> Session:
     if _session is None:
         raise MpxlaError("smp.init() has not been called; call it first in the script.")
     return _session
+
+
+def current_models() -> "Models | None":
+    """The distributed models; None before the first one, and where there is no session."""
+    return None if _session is None else _session.models
 
 
 def is_initialized() -> bool:
@@ -364,11 +370,7 @@ def _reach_all_processes(session: Session) -> None:
 
 
 def _open_transport(
-    config: Config,
-    host: HostTransport,
-    lifeline: Lifeline,
-    topology: Topology,
-    backend: Backend,
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology, backend: Backend
 ) -> Transport:
     """What carries tensors: the host transport itself, or programs beside it."""
     on_device = config.transport != "host" and backend.reaches(host.world_size)

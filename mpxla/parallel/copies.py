@@ -57,7 +57,7 @@ class DistributedCopy(PartitionedModule):
             )
         refuse_with_parts("copy.deepcopy(model)", source.tensors)
         module = copy.deepcopy(source.module, memo)
-        super().__init__(module, source._backend, source.shards_of_tensors)
+        super().__init__(module, source._session, source.shards_of_tensors)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source
         # A reference that is no submodule.

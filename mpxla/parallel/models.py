@@ -39,12 +39,11 @@ from mpxla.session import Session, current
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
 
-__all__ = ["Models", "cut_report", "models_of_session"]
+__all__ = ["Models", "cut_report", "models_of"]
 
 
-def models_of_session() -> "Models":
-    """Those of the current session; made with the first call."""
-    session = current()
+def models_of(session: Session) -> "Models":
+    """Those of a session; made with the first call."""
     if session.models is None:
         session.models = Models(session)
     return session.models
@@ -207,7 +206,7 @@ class Models:
         Raises:
             RankMismatch: another rank does something else.
         """
-        session, line = self._session, at_user_line()
+        session, line = current(), at_user_line()  # an error after smp.shutdown()
         try:
             self.engine.calls.meet(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):
