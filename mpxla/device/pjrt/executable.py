@@ -40,12 +40,10 @@ class PjrtExecutable:
         call: the program, or None where there is nothing to compute.
         results: for every result, the number of the program's result, or of an argument as (i,).
         is_random: whether it takes a seed as well.
-        text: StableHLO, if it is kept.
         device: where it runs.
         started: takes a weak reference to one result of every call, for `PjrtBackend.wait`.
     """
 
-    host_operators: tuple[str, ...] = ()
     num_compilations: ClassVar[int] = 0
 
     def __init__(
@@ -54,7 +52,6 @@ class PjrtExecutable:
         call: Callable[..., Sequence[jax.Array]] | None,
         results: Sequence[int | tuple[int]],
         is_random: bool,
-        text: str,
         device: Device,
         started: Started,
     ):
@@ -65,7 +62,6 @@ class PjrtExecutable:
         self._call = call
         self._results = tuple(results)
         self._is_plain = self._results == tuple(range(len(self._results)))
-        self._text = text
 
     def __call__(
         self, arguments: Sequence[jax.Array], seed: jax.Array | None = None
@@ -85,17 +81,12 @@ class PjrtExecutable:
             return list(computed)
         return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
-    def text(self) -> str:
-        """The program's StableHLO, for reading only."""
-        return self._text
-
 
 def compile_flat(
     name: str,
     module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     donated: Collection[int],
-    keep_text: bool,
     key_kind: str,
     device: Device,
     started: Started,
@@ -107,7 +98,6 @@ def compile_flat(
         module: every node knows its value (`meta["val"]`).
         inputs: specs of its arguments.
         donated: arguments whose memory the results may take.
-        keep_text: whether to keep the program's StableHLO.
         key_kind: jax's name of the random generator, `threefry2x32` or `rbg`.
         device: where it runs.
         started: see `PjrtExecutable`.
@@ -119,7 +109,7 @@ def compile_flat(
     wanted, results = _results_of(module)
     is_random = is_random_graph(module.graph)
     if not wanted:
-        return PjrtExecutable(name, None, results, False, "", device, started)
+        return PjrtExecutable(name, None, results, False, device, started)
     if device.platform == "cpu" and prefers_blas():
         use_blas(module)
     function = as_function(name, module)
@@ -148,8 +138,7 @@ def compile_flat(
             f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
         ) from error
     PjrtExecutable.num_compilations += 1
-    text = lowered.as_text() if keep_text else ""
-    return PjrtExecutable(name, compiled, results, is_random, text, device, started)
+    return PjrtExecutable(name, compiled, results, is_random, device, started)
 
 
 def _products_as_torch(platform: str) -> AbstractContextManager[Any]:
