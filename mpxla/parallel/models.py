@@ -29,11 +29,11 @@ from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.store import ParameterStore
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.member import Member
 from mpxla.runtime.metrics_file import MetricsFile
-from mpxla.runtime.plan import CutStep
 from mpxla.session import Session, current
 
 if TYPE_CHECKING:

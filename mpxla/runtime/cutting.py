@@ -31,9 +31,9 @@ from mpxla.runtime.automatic import (
 )
 from mpxla.runtime.calls import Call
 from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.cut import CutStep, cut_step
 from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
-from mpxla.runtime.plan import CutStep, cut_step
 from mpxla.runtime.saved import saved_tensors
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature

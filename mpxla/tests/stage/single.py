@@ -61,7 +61,7 @@ def differences(
 def _lowered(model, x):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step, current_recorder
-    from mpxla.runtime.plan import cut_step
+    from mpxla.runtime.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     def step(leaves):
