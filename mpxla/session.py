@@ -39,12 +39,12 @@ from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
 from mpxla.config import Config
 from mpxla.config_sources import resolve
+from mpxla.delayed import delay_all_models
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
 from mpxla.errors import MpxlaError
 from mpxla.schedule.choice import placement_of
-from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
 from mpxla.uncaught import UncaughtErrors, show_in_notebook
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.transport import Group
+from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
@@ -20,7 +21,6 @@ from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
-from mpxla.stage.delayed import is_delayed
 
 __all__ = ["PartitionedModule"]
 

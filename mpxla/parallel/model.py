@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group, Members
+from mpxla.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
@@ -48,7 +49,6 @@ from mpxla.parallel.wrappable import check_module
 from mpxla.runtime.member import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
-from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 
 __all__ = ["DistributedModel"]
 
