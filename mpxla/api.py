@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mpxla.config import Config
 from mpxla.errors import ConfigError
-from mpxla.session import current, is_initialized
+from mpxla.session import current, current_models
 from mpxla.topology import CommGroup, RankType
 
 __all__ = [
@@ -36,7 +36,7 @@ state = _State()
 
 def is_tracing() -> bool:
     """Whether this process is capturing a step function."""
-    models = current().models if is_initialized() else None
+    models = current_models()
     return models is not None and models.is_tracing
 
 

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 from mpxla import __version__, log
 from mpxla.comm.addresses import interface_for
+from mpxla.comm.agreement import agreed
 from mpxla.comm.claims import claims_in, open_agent_store
 from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
@@ -38,13 +39,13 @@ from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
 from mpxla.config import Config
 from mpxla.config_sources import resolve
+from mpxla.delayed import delay_all_models
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
-from mpxla.errors import MpxlaError, PeerFailure, RankMismatch
+from mpxla.errors import MpxlaError
 from mpxla.kept import Kept, open_kept
 from mpxla.schedule.choice import placement_of
-from mpxla.stage.delayed import delay_all_models
 from mpxla.topology import CommGroup, Topology
 from mpxla.uncaught import UncaughtErrors, show_in_notebook
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Session",
     "current",
+    "current_models",
     "init",
     "is_initialized",
     "show_uncaught",
@@ -156,6 +158,11 @@ def current() -> Session:
     if _session is None:
         raise MpxlaError("smp.init() has not been called; call it first in the script.")
     return _session
+
+
+def current_models() -> "Models | None":
+    """The distributed models; None before the first one, and where there is no session."""
+    return None if _session is None else _session.models
 
 
 def is_initialized() -> bool:
@@ -368,11 +375,7 @@ def _reach_all_processes(session: Session) -> None:
 
 
 def _open_transport(
-    config: Config,
-    host: HostTransport,
-    lifeline: Lifeline,
-    topology: Topology,
-    backend: Backend,
+    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology, backend: Backend
 ) -> Transport:
     """What carries tensors: the host transport itself, or programs beside it."""
     on_device = config.transport != "host" and backend.reaches(host.world_size)
@@ -384,22 +387,20 @@ def _open_transport(
 
 def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
     """Raises on every rank if any two ranks have different configurations, or backends."""
-    world = tuple(range(env.world_size))
-    everyone = objects.allgather({**config.as_dict(), "MPXLA_DEVICE": backend.name}, world)
-    first = everyone[0]
-    for rank, values in enumerate(everyone):
-        if values != first:
-            with contextlib.suppress(PeerFailure):
-                objects.barrier(world)  # nobody ends before all others know as much
-            difference = "".join(
-                f"{name}: {value!r} on rank 0, {values[name]!r} on rank {rank}\n"
-                for name, value in first.items()
-                if value != values[name]
-            )
-            raise RankMismatch(
-                f"ranks 0 and {rank} were started with different configurations:\n{difference}"
-                f"Give smp.init the same configuration on all ranks, in the same environment."
-            )
+
+    def problem(others: list[int], first: dict[str, Any], other: dict[str, Any]) -> str:
+        difference = "".join(
+            f"{name}: {value!r} on rank 0, {other[name]!r} on rank {others[0]}\n"
+            for name, value in first.items()
+            if value != other[name]
+        )
+        return (
+            f"ranks 0 and {others[0]} were started with different configurations:\n{difference}"
+            f"Give smp.init the same configuration on all ranks, in the same environment."
+        )
+
+    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
+    agreed(objects, range(env.world_size), own, problem)
 
 
 def _make_process_groups(

@@ -1,7 +1,7 @@
 """python examples/vit/train_plain.py [--steps 20]
 
-Trains timm's vision transformer on fake images in plain PyTorch, on the CPU. train.py beside it does the
-same on several devices.
+Trains timm's vision transformer on fake images in plain PyTorch, on the CPU. train.py beside it
+does the same on several devices.
 """
 
 import time

@@ -214,8 +214,8 @@ def _planned(
     from mpxla.cli.factory import capture_factory, load_factory
     from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
     from mpxla.cli.tensor import capture_part
+    from mpxla.runtime.cut import cut_step
     from mpxla.runtime.forecast import forecast
-    from mpxla.runtime.plan import cut_step
 
     memory = options.activation_memory
     keys = schedule_keys(options) | {"memory_weight": options.memory_weight}

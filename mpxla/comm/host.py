@@ -171,7 +171,7 @@ class HostTransport:
             key: Of the session; see `secret`.
             address: Of this process's host, by which the others reach it.
         """
-        self.bytes_sent = 0
+        self._collective_bytes = 0
         self.seal = Seal(rank, key)
         self._to_host = to_host
         self._is_ready = is_ready
@@ -195,6 +195,11 @@ class HostTransport:
         self._addresses = self._exchange(self._door.address)
         atexit.register(self._abort)
 
+    @property
+    def bytes_sent(self) -> int:
+        """See `Transport.bytes_sent`."""
+        return self._collective_bytes + sum(box.num_bytes for box in list(self._outboxes.values()))
+
     def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
         """Sends one tensor; see `Transport.send`."""
         return self.send_many([tensor], dst, channel)
@@ -202,7 +207,6 @@ class HostTransport:
     def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
         """Sends several tensors as one message; see `Transport.send_many`."""
         self._check_peer(dst, channel)
-        self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         return self._outbox(dst).put(tuple(tensors), channel)
 
     def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
@@ -366,13 +370,12 @@ class HostTransport:
         self._is_closed = True
         if self.watch.told_failure() is None and dist.is_initialized():
             self._flush(timeout_s)
-            self._part()
+            self._await(lambda: not self._living_threads(), _FAREWELL_S)
         self._abort()
 
     def _flush(self, timeout_s: float) -> None:
-        for peer in self._world:
-            if peer in self._outboxes:
-                self._outboxes[peer].finish(is_orderly=True)
+        for outbox in self._outboxes.values():
+            outbox.finish(is_orderly=True)
         for collectives in self._collectives.values():
             collectives.finish()
         threads = [collectives.thread for collectives in self._collectives.values()]
@@ -383,9 +386,6 @@ class HostTransport:
             ),
             timeout_s,
         )
-
-    def _part(self) -> None:
-        self._await(lambda: not self._living_threads(), _FAREWELL_S)
 
     def _abort(self) -> None:
         """Gets every thread out of gloo: it must not be there when the interpreter ends."""
@@ -398,20 +398,18 @@ class HostTransport:
             outbox.finish(is_orderly=False)
         for collectives in self._collectives.values():
             collectives.finish()
-        groups = [collectives.group for collectives in self._collectives.values()]
+        groups = [c.group for c in self._collectives.values() if c.group is not None]
         groups += [group for phases in self._by_host.values() for group in phases]
         if self._living_threads():
             for box in (*self._outboxes.values(), *self._inboxes.values()):
                 box.interrupt()
             for group in groups:
-                if group is not None:
-                    _interrupt(group)
+                _interrupt(group)
             self._await(lambda: not self._living_threads(), _ABORT_S)
         if not self._living_threads() and dist.is_initialized():
             for group in groups:
-                if group is not None:
-                    with contextlib.suppress(ValueError):  # it is gone with all of them
-                        dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError):  # it is gone with all of them
+                    dist.destroy_process_group(group)
 
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -492,7 +490,7 @@ class HostTransport:
             raise not_made(name, ranks, self.rank, self._collectives)
         others = tuple(rank for rank in ranks if rank != self.rank)
         if others and not awaited:  # who receives a broadcast awaits its source, and sends nothing
-            self.bytes_sent += getattr(tensor, "nbytes", 0)
+            self._collective_bytes += getattr(tensor, "nbytes", 0)
         about = f" of {describe([tensor])}" if tensor is not None else ""
         what = f"{name}{about} with rank {', '.join(map(str, others)) or 'none'}"
         peers = others if peers is None else peers

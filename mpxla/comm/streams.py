@@ -117,6 +117,8 @@ class Outbox:
         self._is_finished = False
         self._is_orderly = True
         self._num_sent = 0
+        self.num_bytes = 0
+        """Of all messages so far."""
         self._broken: BaseException | None = None
         self.flushed = threading.Event()
         """Set when everything queued is delivered, after `finish`."""
@@ -128,8 +130,10 @@ class Outbox:
         what = f"the delivery of a {channel!r} message to rank {self._dst}"
         handle: Handle[None] = Handle(self._watch, what, (self._dst,))
         message = _Message(tensors, channel, handle)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         with self._changed:
-            if self._may_send_at_once(tensors):
+            self.num_bytes += num_bytes
+            if num_bytes <= _AT_ONCE_BYTES and self._may_send_at_once(tensors):
                 self._deliver(message, at_once=True)
             else:
                 self._waiting.append(message)
@@ -155,11 +159,7 @@ class Outbox:
 
     def _may_send_at_once(self, tensors: Sequence[torch.Tensor]) -> bool:
         is_idle = not (self._is_busy or self._waiting or self._broken)
-        return (
-            is_idle
-            and sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_BYTES
-            and all(map(self._is_ready, tensors))
-        )
+        return is_idle and all(map(self._is_ready, tensors))
 
     def _run(self) -> None:
         try:

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from mpxla.compat import CompatError
 from mpxla.compat.names import cuda_name
+from mpxla.delayed import is_delayed
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
 from mpxla.env import read_environment
 from mpxla.session import current, is_initialized
-from mpxla.stage.delayed import is_delayed
 from mpxla.user_lines import at_script_line
 
 __all__ = ["DeviceMap", "DeviceMapping", "device_backend"]

@@ -31,12 +31,10 @@ class Executable(Protocol):
     Attributes:
         name: for messages, for instance "stage 1 forward".
         is_random: whether it draws random numbers, from the seed given with each call.
-        host_operators: names of operators that run on the host.
     """
 
     name: str
     is_random: bool
-    host_operators: tuple[str, ...]
 
     def __call__(self, arguments: Sequence[Buffer], seed: Buffer | None = None) -> list[Buffer]:
         """Starts the program; returns its results at once, as buffers still being computed.
@@ -45,10 +43,6 @@ class Executable(Protocol):
             arguments: one buffer per spec. Donated ones must not be used afterwards.
             seed: an int64 scalar on the device, for a random program.
         """
-        ...
-
-    def text(self) -> str:
-        """The program, for reading; empty unless it was compiled with `keep_text`."""
         ...
 
 
@@ -114,7 +108,6 @@ class Backend(Protocol):
         graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
-        keep_text: bool = False,
         groups: Groups | None = None,
     ) -> Executable:
         """Compiles a graph for the device.
@@ -125,7 +118,6 @@ class Backend(Protocol):
                 one tensor per spec and returns a list of tensors. The backend may change it.
             inputs: specs of its arguments.
             donated: arguments whose memory results may take; a backend may leave it.
-            keep_text: whether to keep the program's text.
             groups: those that collectives in the graph name. Where programs of the device do not
                 reach the others, their collectives run over the transport between pieces.
 

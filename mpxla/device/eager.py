@@ -39,8 +39,6 @@ class EagerExecutable:
         module: functional; takes one tensor per argument and returns a list of tensors.
     """
 
-    host_operators: tuple[str, ...] = ()
-
     def __init__(self, name: str, module: fx.GraphModule):
         self.name = name
         self.is_random = any(is_random(node) for node in module.graph.nodes)
@@ -58,10 +56,6 @@ class EagerExecutable:
         with torch.no_grad(), _seeded(seed if self.is_random else None):
             results = _Operators(self.name, self._module).run(*given)
         return _apart(results, given)
-
-    def text(self) -> str:
-        """Nothing."""
-        return ""
 
 
 class _Operators(fx.Interpreter):
@@ -163,7 +157,6 @@ class EagerBackend(Alone):
         graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
-        keep_text: bool = False,
         groups: Groups | None = None,
     ) -> EagerExecutable | PiecewiseExecutable:
         """Keeps the graph, to be interpreted, with collectives between pieces; donates nothing."""

@@ -34,11 +34,9 @@ class FusedExecutable:
         results: for every result, the number of the program's result, or of an argument as (i,).
         transport: executes it.
         put: host tensors as values of the device.
-        text: gives the program for reading.
     """
 
     is_random = False
-    host_operators: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -46,14 +44,12 @@ class FusedExecutable:
         results: Sequence[int | tuple[int]],
         transport: XlaTransport,
         put: Callable[[Sequence[torch.Tensor]], list[Any]],
-        text: Callable[[GraphProgram], str],
     ):
         self.name = program.name
         self._program = program
         self._results = tuple(results)
         self._transport = transport
         self._put = put
-        self._text = text
 
     def __call__(self, arguments: Sequence[Any], seed: Any = None) -> list[Any]:
         """Runs the program together with the other members."""
@@ -61,10 +57,6 @@ class FusedExecutable:
         pairs = zip(found, self._program.results, strict=True)
         computed = self._put([value.to(s.dtype).reshape(s.shape) for value, s in pairs])
         return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
-
-    def text(self) -> str:
-        """The program's StableHLO."""
-        return self._text(self._program)
 
 
 def fuse(
@@ -75,7 +67,6 @@ def fuse(
     groups: Groups,
     collectives: Mapping[Any, Callable[..., Any]],
     put: Callable[[Sequence[torch.Tensor]], list[Any]],
-    text: Callable[[GraphProgram], str],
 ) -> FusedExecutable | None:
     """A graph as one program, if its collectives can be part of it.
 
@@ -88,7 +79,6 @@ def fuse(
         collectives: operator -> what a backend's program has for it: (mesh, value, options) ->
             value.
         put: host tensors as values of the device.
-        text: gives a program for reading.
 
     Returns:
         None where the pieces have to run one by one.
@@ -115,7 +105,7 @@ def fuse(
         fx.GraphModule(root, copy),
         tuple(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in wanted),
     )
-    return FusedExecutable(program, results, members.transport, put, text)
+    return FusedExecutable(program, results, members.transport, put)
 
 
 def _the_group(

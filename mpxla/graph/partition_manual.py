@@ -25,9 +25,9 @@ from mpxla.graph.partition import GraphNode, NodeKind, Partition, check_graph
 from mpxla.graph.partition_build import build_partition
 from mpxla.graph.partition_flow import Flow, Role, analyse
 
-__all__ = ["DEFAULT_LINK", "fixed_ranks", "partition_manual", "place_by_rank"]
+__all__ = ["fixed_ranks", "partition_manual", "place_by_rank"]
 
-DEFAULT_LINK = 1e-9
+_LINK = 1e-9
 """Seconds per byte of a transfer; decides what input-only work is redone instead of sent."""
 
 Ranks = Mapping[int, frozenset[int]]
@@ -41,8 +41,6 @@ def partition_manual(
     pins: Mapping[int, int],
     default_rank: int,
     fixed: Mapping[str, int | tuple[int, ...]] | None = None,
-    *,
-    link: float = DEFAULT_LINK,
 ) -> Partition:
     """Form the stages that the user's placement of modules asks for.
 
@@ -56,7 +54,6 @@ def partition_manual(
         default_rank: pp_rank of nodes that read a parameter outside of all tagged modules.
         fixed: pp_rank or pp_ranks of parameters that have been placed before and must stay; goes
             before `pins`.
-        link: Seconds per byte of a transfer.
 
     Returns:
         The partition. Stage 0 is on rank 0 whenever the step has inputs, even if it does nothing
@@ -68,7 +65,7 @@ def partition_manual(
     check_graph(nodes, parameter_bytes)
     _check_ranks(nodes, num_ranks, pins, default_rank)
     fixed = fixed or {}
-    flow = analyse(nodes, link)
+    flow = analyse(nodes, _LINK)
     grouped = {member for group in flow.groups for member in group.members}
     pinned: dict[int, frozenset[int]] = {}
     for index in flow.order:

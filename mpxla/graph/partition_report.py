@@ -20,14 +20,14 @@ HEADER = (
 )
 MODULES_COLUMN = HEADER.index("modules")
 GAP = "  "
+MODULES_WIDTH = 48
+"""Characters after which the list of modules continues on the next line."""
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def format_report(
     partition: Partition,
     *,
-    title: str = "Partition assignments:",
-    modules_width: int = 48,
     flops: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
     weight_bytes: Mapping[str, int] | None = None,
@@ -37,8 +37,6 @@ def format_report(
 
     Args:
         partition: What to show.
-        title: The first line.
-        modules_width: Characters after which the list of modules continues on the next line.
         flops: Floating-point operations of every node, forward and backward; without them, there
             is no column for them.
         in_flight: Microbatches of which every stage holds activations at a time; 1 by default.
@@ -60,7 +58,7 @@ def format_report(
     for load in partition.loads:
         modules = textwrap.wrap(
             ", ".join(load.modules) or "-",
-            modules_width,
+            MODULES_WIDTH,
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -80,7 +78,7 @@ def format_report(
         tuple(cell for title, cell in zip(HEADER, row, strict=True) if title not in left_out)
         for row in rows
     ]
-    return "\n".join([title, *_aligned(rows), *_notes(partition, counts)])
+    return "\n".join(["Partition assignments:", *_aligned(rows), *_notes(partition, counts)])
 
 
 def _flops_by_stage(partition: Partition, flops: Sequence[int] | None) -> list[int]:

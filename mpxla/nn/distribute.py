@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.transport import Members
+from mpxla.delayed import materialize
 from mpxla.errors import ConfigError
 from mpxla.log import get_logger
 from mpxla.nn.base import SETTINGS
@@ -25,7 +26,6 @@ from mpxla.nn.plans import Unit, units_of
 from mpxla.nn.registry import exchange, is_registered, known_arguments
 from mpxla.nn.shards import Shard
 from mpxla.nn.transformer import DistributedTransformerLayer, DistributedTransformerLMHead
-from mpxla.stage.delayed import materialize
 
 __all__ = [
     "distribute",

@@ -1,21 +1,20 @@
 """What does not go with tensor parallelism yet."""
 
 from mpxla.errors import ConfigError
-from mpxla.session import current
 
 __all__ = ["refuse_with_shards"]
 
 
-def refuse_with_shards(what: str) -> None:
+def refuse_with_shards(what: str, size: int) -> None:
     """Checks that tensors are whole here, before something that would take parts for wholes.
 
     Args:
         what: the call or setting, for the text.
+        size: `tensor_parallel_degree`.
 
     Raises:
-        ConfigError: `tensor_parallel_degree` is above 1.
+        ConfigError: it is above 1.
     """
-    size = current().topology.tp_size
     if size > 1:
         raise ConfigError(
             f"{what} does not go with tensor_parallel_degree: {size} yet, where ranks hold parts "

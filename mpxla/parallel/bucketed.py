@@ -25,8 +25,8 @@ from mpxla.errors import StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.gradients import sum_over_holders
-from mpxla.runtime.plan import CutStep
 
 if TYPE_CHECKING:
     from mpxla.parallel.reducer import GradientReducer

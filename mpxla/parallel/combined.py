@@ -13,7 +13,7 @@ from mpxla.errors import StepError
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.rounds import Rounds
-from mpxla.runtime.plan import CutStep
+from mpxla.runtime.cut import CutStep
 
 __all__ = ["CombinedReduction", "ModelReducers"]
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.config import Config
+from mpxla.delayed import convert_delayed
 from mpxla.errors import ConfigError
 from mpxla.graph.typed import Function
-from mpxla.stage.delayed import convert_delayed
 
 __all__ = ["compute_dtype", "convert", "in_dtype", "narrowed", "widened", "with_scaled_gradients"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mpxla.comm.transport import Group
-from mpxla.device.backend import Backend
+from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
@@ -20,8 +20,7 @@ from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
 from mpxla.runtime.state import ModelState
-from mpxla.session import current
-from mpxla.stage.delayed import is_delayed
+from mpxla.session import Session
 
 __all__ = ["PartitionedModule"]
 
@@ -33,15 +32,16 @@ class PartitionedModule(nn.Module):
 
     Args:
         module: the user's model.
-        backend: of the device where they live here.
+        session: the session.
         shards: parameters of which this rank has a part, by canonical name.
     """
 
     def __init__(
-        self, module: nn.Module, backend: Backend, shards: Mapping[str, Shard] | None = None
+        self, module: nn.Module, session: Session, shards: Mapping[str, Shard] | None = None
     ):
         super().__init__()
-        self._backend = backend
+        self._session = session
+        self._backend = session.backend
         self.module = module
         self._state = ModelState(module)
         self.shards_of_tensors: dict[str, Shard] = dict(shards or {})
@@ -94,20 +94,20 @@ class PartitionedModule(nn.Module):
 
     def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
         """Whether a parameter sees the batches of all ranks that share tensors: all of them do."""
-        return current().topology.tp_size > 1
+        return self._session.topology.tp_size > 1
 
     def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
         """The same of a buffer."""
-        return current().topology.tp_size > 1
+        return self._session.topology.tp_size > 1
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those whose gradients are reduced over `DP_GROUP`."""
-        if current().topology.tp_size == 1:
+        if self._session.topology.tp_size == 1:
             yield from self._state.parameters.items()
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those whose gradients are reduced over `RDP_GROUP`."""
-        if current().topology.tp_size > 1:
+        if self._session.topology.tp_size > 1:
             yield from self._state.parameters.items()
 
     @property
@@ -163,11 +163,9 @@ class PartitionedModule(nn.Module):
 
         Divided parameters (`sharded_data_parallel_degree`) are whole here; all ranks call it then.
         """
-        session = current()
         if not self._state.shards:
             return self._local_values()
-        world = session.topology.world_group()
-        with self.together("model.local_state_dict()", world):
+        with self.together("model.local_state_dict()", self._session.topology.world_group()):
             return self._local_values()
 
     def _local_values(self) -> dict[str, Any]:
@@ -190,7 +188,7 @@ class PartitionedModule(nn.Module):
 
     def _whole(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""
-        session, shard = current(), self._state.shards[name]
+        session, shard = self._session, self._state.shards[name]
         group = session.topology.sdp_group(session.rank)
         (own,) = self._backend.get([self._parts[name]])
         return shard.join(session.transport.all_gather(shard.padded(own), group).result())
@@ -236,7 +234,7 @@ class PartitionedModule(nn.Module):
                     f"values yet (smp.delay_param_initialization); call it after the first step."
                 )
             return self.with_whole_tensors(to_host(own, self._backend))
-        session = current()
+        session = self._session
         group = session.topology.pp_group(session.rank)
         on_first = gather_to_rank0 and not self.shards_of_tensors
         gather = gather_on_first if on_first else gather_full
@@ -253,7 +251,7 @@ class PartitionedModule(nn.Module):
         """The values with split parameters put together. All ranks of the group call it."""
         if not self.shards_of_tensors:
             return values
-        session, names = current(), self._state.canonical_names
+        session, names = self._session, self._state.canonical_names
         group = session.topology.tp_group(session.rank)
         split = {n: v for n, v in values.items() if names.get(n, n) in self.shards_of_tensors}
         whole: dict[str, torch.Tensor] = {}

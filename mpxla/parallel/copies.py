@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from mpxla.comm.transport import Group
+from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
@@ -29,7 +30,6 @@ from mpxla.nn.distribute import without_shards
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.runtime.state import load_into
-from mpxla.stage.delayed import is_delayed
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
@@ -57,7 +57,7 @@ class DistributedCopy(PartitionedModule):
             )
         refuse_with_parts("copy.deepcopy(model)", source.tensors)
         module = copy.deepcopy(source.module, memo)
-        super().__init__(module, source._backend, source.shards_of_tensors)
+        super().__init__(module, source._session, source.shards_of_tensors)
         self.training = source.training
         original = source.original if isinstance(source, DistributedCopy) else source
         # A reference that is no submodule.

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.delayed import build_delayed
 from mpxla.errors import ConfigError
 from mpxla.nn.distribute import mark_modules
 from mpxla.session import current
-from mpxla.stage.delayed import build_delayed
 
 __all__ = ["delay_param_initialization", "model_creation", "register_parameter"]
 

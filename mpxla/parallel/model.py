@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group, Members
+from mpxla.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.errors import ConfigError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
@@ -30,7 +31,7 @@ from mpxla.parallel.compute_dtype import (
 )
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
-from mpxla.parallel.models import cut_report, models_of_session
+from mpxla.parallel.models import cut_report, models_of
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
 from mpxla.parallel.sharded import (
@@ -48,7 +49,6 @@ from mpxla.parallel.wrappable import check_module
 from mpxla.runtime.member import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
-from mpxla.stage.delayed import accept_changes, delay_all_models, is_delayed
 
 __all__ = ["DistributedModel"]
 
@@ -104,7 +104,8 @@ class DistributedModel(PartitionedModule):
         session = current()
         _check_options(module, trace_device, trace_execution_times, backward_passes_per_step)
         if trace_execution_times:
-            refuse_with_shards("DistributedModel(trace_execution_times=True)")
+            what = "DistributedModel(trace_execution_times=True)"
+            refuse_with_shards(what, session.topology.tp_size)
         if gradient_as_bucket_view:
             warn_once(
                 "gradient_as_bucket_view",
@@ -118,7 +119,7 @@ class DistributedModel(PartitionedModule):
         sharing = session.topology.tp_group(session.rank)
         module = exchange_registered(module)
         shards = distribute(module, Members(sharing, session.transport))
-        super().__init__(module, session.backend, shards)
+        super().__init__(module, session, shards)
         place = session.topology.sdp_group(session.rank).index(session.rank)
         threshold = session.config.sdp_param_persistence_threshold
         keeps_whole = session.config.shard_gradients
@@ -140,7 +141,7 @@ class DistributedModel(PartitionedModule):
             and session.topology.rdp_size > 1,
             1 if session.config.prescaled_batch else session.topology.tp_size,
         )
-        self._models = models_of_session()
+        self._models = models_of(session)
         refuse_shared_parts(self._state, [other.tensors for other in self._models])
         self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
@@ -149,7 +150,7 @@ class DistributedModel(PartitionedModule):
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
         see_all_overflows()
-        save_whole(self)
+        save_whole(self, session)
         self._plain_backward: PlainBackward | None = None
         if self._is_single:
             self._engine.adopt_single_stage(self.label)
@@ -164,12 +165,12 @@ class DistributedModel(PartitionedModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved by `torch.save`, it is the user's module as a whole; see `whole`."""
-        return whole_copy(self).__reduce_ex__(1)  # of a form that may be of another class
+        return whole_copy(self, self._session).__reduce_ex__(1)  # may be of another class
 
     @property
     def num_stages(self) -> int:
         """Pipeline ranks that share the model."""
-        return current().topology.pp_size
+        return self._session.topology.pp_size
 
     def _living_copies(self) -> list[DistributedCopy]:
         found = [(reference, reference()) for reference in self.copies]
@@ -302,7 +303,7 @@ class DistributedModel(PartitionedModule):
         values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
         values = without_shards(values, self.shards_of_tensors, self.canonical_names)
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
-            session = current()
+            session = self._session
             group = session.topology.pp_group(session.rank)
             names = self.module.state_dict(keep_vars=True)
             values = to_host(values, self._backend)
@@ -457,8 +458,8 @@ class DistributedModel(PartitionedModule):
             ConfigError: without `ddp` or `overlapping_allreduce`, with a reduction dtype, after the
                 first training step, or a second time.
         """
-        refuse_with_shards("model.register_comm_hook()")
-        self._reducer.set_hook(state, hook, current().config.ddp)
+        refuse_with_shards("model.register_comm_hook()", self._session.topology.tp_size)
+        self._reducer.set_hook(state, hook, self._session.config.ddp)
 
     @contextlib.contextmanager
     def join(self) -> Generator[None]:
@@ -475,7 +476,7 @@ class DistributedModel(PartitionedModule):
             ConfigError: with `shard_optimizer_state` or a comm hook.
         """
         refuse_with_divided_gradients("model.join()", self._state)
-        if current().topology.rdp_size == 1:
+        if self._session.topology.rdp_size == 1:
             yield
             return
         with self._models.joined(self._reducer):

@@ -29,22 +29,21 @@ from mpxla.parallel.reducer import GradientReducer, ReductionOptions
 from mpxla.parallel.replica import Replica
 from mpxla.parallel.rounds import Rounds
 from mpxla.parallel.store import ParameterStore
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.engine import StepEngine
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.member import Member
 from mpxla.runtime.metrics_file import MetricsFile
-from mpxla.runtime.plan import CutStep
 from mpxla.session import Session, current
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
 
-__all__ = ["Models", "cut_report", "models_of_session"]
+__all__ = ["Models", "cut_report", "models_of"]
 
 
-def models_of_session() -> "Models":
-    """Those of the current session; made with the first call."""
-    session = current()
+def models_of(session: Session) -> "Models":
+    """Those of a session; made with the first call."""
     if session.models is None:
         session.models = Models(session)
     return session.models
@@ -207,7 +206,7 @@ class Models:
         Raises:
             RankMismatch: another rank does something else.
         """
-        session, line = self._session, at_user_line()
+        session, line = current(), at_user_line()  # an error after smp.shutdown()
         try:
             self.engine.calls.meet(what, line)
             if set(ranks) - set(session.topology.pp_group(session.rank)):

@@ -55,15 +55,15 @@ def clip_grad_norm_(
         ValueError: `norm_type` is not positive.
     """
     models = current().models
-    norms = None if models is None else models.gradient_norm
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if models is None or norms is None or norms.is_too_early(given):
+    if models is None or models.gradient_norm.is_too_early(given):
         raise MpxlaError(
             "smp.clip_grad_norm_ needs gradients: call it after the first call of a step function "
             "that uses the model."
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; use a positive order, or float('inf').")
+    norms = models.gradient_norm
     strangers = norms.strangers(given)
     if strangers:
         raise MpxlaError(

@@ -97,9 +97,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
         if session.topology.tp_size > 1 and not is_elementwise(optimizer):
-            refuse_with_shards(
-                f"{type(optimizer).__name__}, which does not update every element by itself,"
-            )
+            what = f"{type(optimizer).__name__}, which does not update every element by itself,"
+            refuse_with_shards(what, session.topology.tp_size)
+        self._session = session
         self._session_models = session.models
         self._models = session.models.of_optimizer(optimizer)
         if any(model.divides_updates and model.partitioned for model in self._models):
@@ -308,7 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _join(self, partial: Mapping[str, Any]) -> dict[str, Any]:
         """States of whole parameters from the shares of all replicas."""
-        session = current()
+        session = self._session
         group = session.topology.rdp_group(session.rank)
         return join_shards(session.state_objects.allgather(dict(partial), group))
 
@@ -321,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         All ranks of a replica must call it; with `shard_optimizer_state`, all ranks.
         """
-        session = current()
+        session = self._session
         group = session.topology.pp_group(session.rank)
         ranks = session.topology.world_group() if self._are_divided else group
         what = "optimizer.state_dict"
@@ -346,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = self.local_state_dict(gather_if_shard)
         is_own = SHARD_KEY in state
-        if is_own or current().topology.rdp_rank(current().rank) == 0:
+        if is_own or self._session.topology.rdp_rank(self._session.rank) == 0:
             save(state, f, v3=is_own)
 
     def load_optimizer_backcompat(self, f: str, gather_if_shard: bool = True) -> None:
@@ -370,7 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         given, state_dict = state_dict, self.contents.without_numbers(state_dict)
         if PARTIAL_KEY in state_dict:
-            session = current()
+            session = self._session
             group, is_divided = session.topology.pp_group(session.rank), SHARD_KEY in state_dict
             ranks = session.topology.world_group() if is_divided else group
             with self._session_models.together("optimizer.load_state_dict(partial state)", ranks):
@@ -391,7 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             source: index of that replica.
         """
-        session = current()
+        session = self._session
         group = session.topology.rdp_group(session.rank)
         own = self.local_state_dict() if session.rank == group[source] else None
         state = session.state_objects.allgather(own, group)[source]
@@ -452,7 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._pieces.exchange(model.store)
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
-            take_along(current(), self.optimizer, before, states, self._pieces.heir)
+            take_along(self._session, self.optimizer, before, states, self._pieces.heir)
             self._agree_on_seed()
         if self._deferred is not None and self.is_placed:
             deferred, self._deferred = self._deferred, None
@@ -461,7 +461,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _agree_on_seed(self) -> None:
         """The noise of rounding is that of rank 0, whatever seeds other processes have."""
         if self._rounding is not None and not self._rounding.has_seed:
-            session = current()
+            session = self._session
             world = session.topology.world_group()
             self._rounding.seed = session.objects.allgather(torch.initial_seed(), world)[0]
 

@@ -23,7 +23,6 @@ from torch import nn
 
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
-from mpxla.errors import StepError
 from mpxla.log import warn_once
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.parallel.parts import Parts, Pieces
@@ -31,6 +30,7 @@ from mpxla.parallel.programs import Programs
 from mpxla.parallel.sums import GradientPrograms
 from mpxla.parallel.update_copy import Masters, UpdateCopy
 from mpxla.parallel.zero import Shard
+from mpxla.runtime.divided import check_no_gradient
 from mpxla.runtime.state import ModelState
 from mpxla.stage.accumulation import accumulator_spec
 from mpxla.stage.spec import TensorSpec
@@ -348,19 +348,9 @@ class ParameterStore:
             StepError: there are some that belong to pieces.
         """
         parameters = self.state.parameters
-        divided = (
-            name for part in self._parts if not isinstance(part, Masters) for name in part.names
-        )
-        for name in divided:
-            if parameters[name].grad is not None:
-                raise StepError(
-                    f"the parameter {name} has a gradient from outside of step functions (a "
-                    f"backward there, or an assignment), which no optimizer sees: replicas divide "
-                    f"updates (shard_optimizer_state, shard_gradients or "
-                    f"sharded_data_parallel_degree), and each holds a piece. Add the term to the "
-                    f"loss in the step function, or change the gradients of the pieces in "
-                    f"optimizer.param_groups."
-                )
+        for part in self._parts:
+            for name in () if isinstance(part, Masters) else part.names:
+                check_no_gradient(name, parameters[name])
         names = [
             name
             for part in self._parts

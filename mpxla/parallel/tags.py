@@ -44,10 +44,10 @@ def set_partition(module: nn.Module, index: int) -> None:
         PartitionError: the index is out of range.
         MpxlaError: the model has been partitioned already.
     """
-    from mpxla.session import current, is_initialized
+    from mpxla.session import current_models
 
     _check_index(index)
-    models = current().models if is_initialized() else None
+    models = current_models()
     if models is not None and models.placed_with(module) is not None:
         raise MpxlaError(
             "smp.set_partition was called after the model was partitioned; call it before the "

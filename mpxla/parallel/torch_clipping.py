@@ -25,8 +25,9 @@ from torch.nn.utils import clip_grad
 from mpxla.errors import MpxlaError
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.parallel.models import Models
 from mpxla.parallel.norms import GradientNorm, clip_grad_norm_
-from mpxla.session import current, is_initialized
+from mpxla.session import current_models
 
 __all__ = ["new_body", "see_all_gradients"]
 
@@ -69,17 +70,16 @@ def new_body(*args: Any) -> torch.Tensor:
     return _bodies["clip_grad_norm_"](*args)
 
 
-def _norm_of(given: list[torch.Tensor]) -> GradientNorm | None:
-    """What clips some parameters, if they are a model's and torch would not see all of them.
+def _models_with(given: list[torch.Tensor]) -> Models | None:
+    """The models, if some parameters are theirs and torch would not see all gradients of them.
 
     A rank that holds none of the parameters may give an empty list, and has to take part.
     """
-    models = current().models if is_initialized() else None
+    models = current_models()
     if models is None or not models.gradient_norm.is_spread:
         return None
-    norm = models.gradient_norm
-    is_ours = not given or len(norm.strangers(given)) < len(given)
-    return norm if is_ours else None
+    is_ours = not given or len(models.gradient_norm.strangers(given)) < len(given)
+    return models if is_ours else None
 
 
 def _listed(parameters: _Parameters) -> list[torch.Tensor]:
@@ -95,7 +95,7 @@ def _clip_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = _listed(parameters)
-        if _norm_of(given) is not None:
+        if _models_with(given) is not None:
             return clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
         rest = given or parameters  # torch warns of an empty generator
         return original(rest, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -106,8 +106,9 @@ def _clip_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
     def clip_all(parameters: _Parameters, clip_value: float, foreach: bool | None = None) -> None:
         given = _listed(parameters)
-        norm = _norm_of(given)
-        original(given if norm is None else norm.owners(given), clip_value, foreach)
+        models = _models_with(given)
+        owners = given if models is None else models.gradient_norm.owners(given)
+        original(owners, clip_value, foreach)
 
     return clip_all
 
@@ -120,8 +121,8 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
         foreach: bool | None = None,
     ) -> None:
         given = _listed(parameters)
-        norm = _norm_of(given)
-        if norm is not None and norm.has_copies:
+        models = _models_with(given)
+        if models is not None and models.gradient_norm.has_copies:
             raise MpxlaError(
                 "torch.nn.utils.clip_grads_with_norm_ was called with shard_optimizer_state or "
                 "mixed precision, where gradients are on what the optimizer holds in the place of "
@@ -141,10 +142,10 @@ def _total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = _listed(tensors)
-        models = current().models if is_initialized() else None
-        norm = _norm_of([])
-        if models is None or norm is None or (given and not norm.knows(given)):
+        models = _models_with([])
+        if models is None or (given and not models.gradient_norm.knows(given)):
             return original(given, norm_type, error_if_nonfinite, foreach)
+        norm = models.gradient_norm
         if norm.has_copies or not norm.covers(given):
             _warn_of_share(norm, len(given))
             return original(given, norm_type, error_if_nonfinite, foreach)

@@ -58,7 +58,6 @@ class CompiledUpdate:
         rounding: rounds results stochastically; None to the nearest.
 
     Attributes:
-        num_programs: programs compiled so far.
         reason: why updates are not compiled, or None.
         was_compiled: whether the last update was.
     """
@@ -84,11 +83,6 @@ class CompiledUpdate:
         self.was_compiled = False
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
         self._post_hook = optimizer.register_step_post_hook(self._after)
-
-    @property
-    def num_programs(self) -> int:
-        """Programs compiled so far."""
-        return len(self._programs)
 
     def step(self) -> None:
         """Runs the optimizer's `step`, compiled if that is possible.

@@ -17,7 +17,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.nn.layers import make_whole
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
-from mpxla.session import current, is_initialized
+from mpxla.session import Session, current, is_initialized
 
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
@@ -33,13 +33,13 @@ _NONE_OF_ITS_OWN = (
 )
 
 
-def save_whole(model: "DistributedModel") -> None:
+def save_whole(model: "DistributedModel", session: Session) -> None:
     """Lets everything that saves the model's module write all of it.
 
     Pickling asks the object itself how, so the module gets that answer as an attribute, unless its
     class has one. Copies in memory stay what they were: of this rank's part.
     """
-    module, reference, session = model.module, weakref.ref(model), current()
+    module, reference = model.module, weakref.ref(model)
 
     def owner() -> "DistributedModel | None":
         """The model, unless its session has ended: then there is nobody to ask."""
@@ -62,7 +62,7 @@ def save_whole(model: "DistributedModel") -> None:
 
     def reduce(protocol: Any) -> Any:
         model = owner()
-        saved = without_own(vars(module)) if model is None else whole_copy(model)
+        saved = without_own(vars(module)) if model is None else whole_copy(model, session)
         return object.__reduce_ex__(saved, 2)
 
     def copied(memo: dict[int, Any]) -> nn.Module:
@@ -74,7 +74,7 @@ def save_whole(model: "DistributedModel") -> None:
         vars(module).update(zip(_OWN, (reduce, copied), strict=True))
 
 
-def whole_copy(model: "DistributedModel") -> nn.Module:
+def whole_copy(model: "DistributedModel", session: Session) -> nn.Module:
     """A plain copy of the module on the host, without gradients. All ranks of a replica call it."""
     refuse_with_parts("saving the model as a whole (torch.save)", model.tensors)
     state = model.tensors
@@ -82,7 +82,6 @@ def whole_copy(model: "DistributedModel") -> nn.Module:
     values = {name: tensor.detach() for name, tensor in tensors.items()}
     if model.partitioned:
         held = state.local_names or frozenset()
-        session = current()
         own = {name: value for name, value in values.items() if name in held}
         local = to_host(own, session.backend)
         group = session.topology.pp_group(session.rank)

@@ -86,6 +86,6 @@ class DeviceModel:
         moved_s = share * num_bytes / (bandwidth * self.achievable_link_share)
         return moved_s + latency * math.ceil(math.log2(size))
 
-    def all_reduce_s(self, num_bytes: float, size: int, stride: int = 1) -> float:
+    def all_reduce_s(self, num_bytes: float, size: int) -> float:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.reduce_scatter_s(num_bytes, size, stride)
+        return 2 * self.reduce_scatter_s(num_bytes, size)

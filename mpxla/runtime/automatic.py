@@ -16,7 +16,8 @@ from typing import Any
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel, PartitionProblem
-from mpxla.runtime.plan import CutStep, schedule_step, simulate_step, stage_costs
+from mpxla.runtime.cut import CutStep
+from mpxla.runtime.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
 from mpxla.schedule.simulate import Costs

@@ -32,10 +32,10 @@ from mpxla.runtime.automatic import (
 )
 from mpxla.runtime.calls import Call
 from mpxla.runtime.control import ControlChannel
+from mpxla.runtime.cut import CutStep, cut_step, weighs_memory
 from mpxla.runtime.kept_steps import KeptSteps
 from mpxla.runtime.member import Member
 from mpxla.runtime.placement import Placement
-from mpxla.runtime.plan import CutStep, cut_step, weighs_memory
 from mpxla.runtime.rates import rates_of_job
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature

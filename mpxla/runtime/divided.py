@@ -12,7 +12,27 @@ from torch import nn
 
 from mpxla.errors import StepError
 
-__all__ = ["DividedParameter"]
+__all__ = ["DividedParameter", "check_no_gradient"]
+
+
+def check_no_gradient(name: str, parameter: nn.Parameter) -> None:
+    """Checks that nobody has put a gradient on a parameter whose updates ranks divide.
+
+    Args:
+        name: of the parameter.
+        parameter: in the module, where no optimizer looks.
+
+    Raises:
+        StepError: somebody has.
+    """
+    if parameter.grad is not None:
+        raise StepError(
+            f"the parameter {name} has a gradient from outside of step functions (a backward "
+            f"there, or an assignment), which no optimizer sees: replicas divide updates "
+            f"(shard_optimizer_state, shard_gradients or sharded_data_parallel_degree), and each "
+            f"holds a piece. Add the term to the loss in the step function, or change the "
+            f"gradients of the pieces in optimizer.param_groups."
+        )
 
 
 class DividedParameter(nn.Parameter):
@@ -62,10 +82,4 @@ class DividedParameter(nn.Parameter):
                 f"treats every element alike, as a clamp does, may write to the parts in "
                 f"optimizer.param_groups."
             )
-        if self.grad is not None:
-            raise StepError(
-                f"the parameter {name} has a gradient from outside of step functions (a backward "
-                f"there, or an assignment), which no optimizer sees: its values are divided over "
-                f"ranks (sharded_data_parallel_degree). Add the term to the loss in the step "
-                f"function, or change the gradients of the parts in optimizer.param_groups."
-            )
+        check_no_gradient(name, self)

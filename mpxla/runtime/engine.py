@@ -11,14 +11,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import TENSOR_GROUP
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.agreement import check_agreement, share_error
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
@@ -30,16 +31,11 @@ from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.partition_store import write_decision
 from mpxla.runtime.placement import Placement
-from mpxla.runtime.plan import (
-    CutStep,
-    StepPlan,
-    compile_stages,
-    describe_plan,
-    schedule_step,
-)
+from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates

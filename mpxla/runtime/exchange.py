@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mpxla.comm.handle import Handle
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.plan import CutStep
 
 __all__ = ["exchange_results"]
 

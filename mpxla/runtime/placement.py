@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpxla.errors import StepError
+from mpxla.runtime.cut import CutStep
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.partition_store import cut_settings
-from mpxla.runtime.plan import CutStep
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from mpxla.runtime.plan import CutStep
+from mpxla.runtime.cut import CutStep
 
 __all__ = ["Reducers", "StepReduction"]
 

@@ -17,7 +17,7 @@ from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.outputs import build_outputs
-from mpxla.runtime.plan import StepPlan, constant_tensors
+from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
 from mpxla.runtime.states import ModelStates
@@ -64,7 +64,7 @@ class PlanRunner:
         self._backend = backend
         self._reduction = reduction
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
-        self._given = {n: v for n, v in constant_tensors(plan.cut).items() if n in needed}
+        self._given = {n: v for n, v in plan.cut.step.constants.items() if n in needed}
         self._constants: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._upload_constants()

@@ -8,11 +8,11 @@ other replicas may. This module must not know how parameters are divided.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from mpxla.comm.agreement import agreed, check_agreement
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Group
-from mpxla.errors import RankMismatch
-from mpxla.runtime.agreement import check_agreement
 from mpxla.runtime.plans import Plan
 
 __all__ = ["ShardedCalls"]
@@ -49,21 +49,20 @@ class ShardedCalls:
         Raises:
             RankMismatch: another rank makes another call; on all of them.
         """
-        if len(self._ranks) == 1:
-            return
-        own = text, None if plan is None else plan.digest, line
-        everyone = self._objects.allgather(own, self._ranks)
-        (first, digest, first_line), *_ = everyone
-        for rank, (other, _, other_line) in zip(self._ranks, everyone, strict=True):
-            if other != first:
-                raise RankMismatch(
-                    f"the ranks {list(self._ranks)} hold the parameters of a model together "
-                    f"(sharded_data_parallel_degree), and have to call the same step functions, "
-                    f"and what gathers parameters or norms, in the same order: rank "
-                    f"{self._ranks[0]} came with {first}{first_line}, and rank {rank} with "
-                    f"{other}{other_line}. Evaluate, save and log on all of them, or on none; what "
-                    f"is for one rank alone goes into `if smp.rank() == 0:` after such a call."
-                )
+
+        def problem(others: list[int], first: Sequence[Any], other: Sequence[Any]) -> str:
+            return (
+                f"the ranks {list(self._ranks)} hold the parameters of a model together "
+                f"(sharded_data_parallel_degree), and have to call the same step functions, "
+                f"and what gathers parameters or norms, in the same order: rank "
+                f"{self._ranks[0]} came with {first[0]}{first[2]}, and rank {others[0]} with "
+                f"{other[0]}{other[2]}. Evaluate, save and log on all of them, or on none; what "
+                f"is for one rank alone goes into `if smp.rank() == 0:` after such a call."
+            )
+
+        digest = None if plan is None else plan.digest
+        own = text, digest, line
+        everyone = agreed(self._objects, self._ranks, own, problem, lambda call: call[0])
         if plan is not None and any(d is None or d != digest for _, d, _ in everyone):
             self.settle(plan.exchanges)
 

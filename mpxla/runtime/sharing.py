@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from mpxla.comm.agreement import agreed
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
-from mpxla.errors import RankMismatch
 
 __all__ = ["Sharing"]
 
@@ -54,9 +54,8 @@ class Sharing:
             RankMismatch: another rank has another call or other values; on all of them.
         """
         if len(self._ranks) > 1:
-            text = _with_shapes(text, tensors)
-            digest = self._digest(tensors, str(signature))
-            self._check_equal(self._objects.allgather((text, digest), self._ranks))
+            own = _with_shapes(text, tensors), self._digest(tensors, str(signature))
+            agreed(self._objects, self._ranks, own, self._problem)
 
     def gather(
         self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any
@@ -73,36 +72,34 @@ class Sharing:
         """
         flat = self._backend.get([t for leaves in tensors for t in leaves])
         own = _with_shapes(text, tensors), self._digest((), str(signature)), flat
-        everyone = self._objects.allgather(own, self._ranks)
-        self._check_equal([(other, digest) for other, digest, *_ in everyone])
+        everyone = agreed(self._objects, self._ranks, own, self._problem, lambda call: call[:2])
         found: list[list[torch.Tensor]] = []
         for _, _, values in everyone:
             rest = iter(values)
             found += [[next(rest) for _ in leaves] for leaves in tensors]
         return found
 
-    def _check_equal(self, everyone: Sequence[tuple[str, str]]) -> None:
-        for rank, (text, digest, *_) in zip(self._ranks, everyone, strict=True):
-            first, text_of_first = self._ranks[0], everyone[0][0]
-            if (text, digest) == tuple(everyone[0][:2]):
-                continue
-            if text != text_of_first:
-                what = f"rank {first} came with {text_of_first}, and rank {rank} with {text}"
-            else:
-                what = f"the values that ranks {first} and {rank} were given differ, in {text}"
-            start = f"the ranks {list(self._ranks)} share the tensors of a model, and have to"
-            if not self.is_prescaled:
-                raise RankMismatch(
-                    f"{start} call the step function together, with batches of one shape: {what}. "
-                    f"Give every rank as many samples, and equal arguments that are no tensors "
-                    f"(drop_last=True in the loader)."
-                )
-            raise RankMismatch(
-                f"{start} call the step function with the same batch: {what}. Divide the data by "
-                f"smp.rdp_rank() and smp.rdp_size(), and draw it from the same seed in the whole "
-                f"group; or set prescaled_batch: False, with which every rank has samples of its "
-                f"own."
+    def _problem(self, others: list[int], first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+        """The error of ranks with different (text, digest)."""
+        ranks = self._ranks[0], others[0]
+        what = f"rank {ranks[0]} came with {first[0]}, and rank {ranks[1]} with {other[0]}"
+        if first[0] == other[0]:
+            what = (
+                f"the values that ranks {ranks[0]} and {ranks[1]} were given differ, in {other[0]}"
             )
+        start = f"the ranks {list(self._ranks)} share the tensors of a model, and have to"
+        if not self.is_prescaled:
+            return (
+                f"{start} call the step function together, with batches of one shape: {what}. "
+                f"Give every rank as many samples, and equal arguments that are no tensors "
+                f"(drop_last=True in the loader)."
+            )
+        return (
+            f"{start} call the step function with the same batch: {what}. Divide the data by "
+            f"smp.rdp_rank() and smp.rdp_size(), and draw it from the same seed in the whole "
+            f"group; or set prescaled_batch: False, with which every rank has samples of its "
+            f"own."
+        )
 
     def seed(self, own: int) -> int:
         """The first rank's seed, on all ranks. All of them call it."""

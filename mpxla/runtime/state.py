@@ -15,10 +15,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.comm.packing import describe
+from mpxla.delayed import forget, materialize
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.runtime.divided import DividedParameter
-from mpxla.stage.delayed import forget, materialize
 from mpxla.stage.flat import FlatShard
 
 __all__ = ["ModelState", "load_into"]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.timeline import Span, Timeline
 
@@ -22,33 +21,27 @@ _IDLE = "."
 _GOES_ON = "="
 
 
-def render_text(timeline: Timeline, unit: float | None = None, max_columns: int = 120) -> str:
+def render_text(timeline: Timeline, max_columns: int = 120) -> str:
     """Draws a timeline with one line per rank and one column per unit of time.
+
+    The unit is the shortest forward or backward, so that each one is visible, or longer where that
+    would be too many columns.
 
     A cell shows what the rank does in the middle of the column: a forward or backward, ``=`` if it
     goes on from the column before, ``>`` or ``<`` during a transfer, or a dot.
 
     Args:
         timeline: what to draw.
-        unit: time per column; None: the shortest forward or backward, so that each one is visible.
-        max_columns: the unit is made longer where more columns would be needed.
+        max_columns: how many there may be.
 
     Returns:
         The grid, and a line with makespan, bubble and peaks below it.
-
-    Raises:
-        ScheduleError: `unit` or `max_columns` is not positive.
     """
-    if max_columns < 1 or (unit is not None and not unit > 0):
-        raise ScheduleError(
-            f"A timeline cannot be drawn with unit {unit} and max_columns {max_columns}. Use "
-            "positive values."
-        )
     computes = (
         s.end - s.start for spans in timeline.spans for s in spans if s.action.op.is_compute
     )
     shortest = min((duration for duration in computes if duration > 0), default=1.0)
-    unit = max(unit or shortest, timeline.makespan / max_columns)
+    unit = max(shortest, timeline.makespan / max_columns)
     # A whole number of units may have been lost to rounding on the way.
     num_columns = math.ceil(timeline.makespan / unit - 1e-9)
     rows = [

@@ -90,10 +90,6 @@ class CollectiveRunner:
                 values[node] = self._start(node, args)
         return self._put(results)
 
-    def text(self) -> str:
-        """What runs, as Python code."""
-        return f"{self._title} over the transport\n{self._piece.module.code}"
-
     def _members(self, node: fx.Node) -> Members:
         return self._groups[str(node.args[-1])]
 

@@ -101,11 +101,6 @@ class HostRunner:
         own.add(value.untyped_storage().data_ptr())
         return value.clone() if shared else value
 
-    def text(self) -> str:
-        """What runs, as Python code."""
-        names = ", ".join(self.operators)
-        return f"{self._title} on the host: {names}\n{self._piece.module.code}"
-
     def _announce(self) -> None:
         """One line per operator and process."""
         self._is_announced = True

@@ -42,8 +42,6 @@ class PiecewiseExecutable:
     ):
         self.name = name
         self.is_random = any(runner.is_random for runner in runners)
-        found = (r.operators for r in runners if isinstance(r, HostRunner))
-        self.host_operators = tuple(sorted({name for names in found for name in names}))
         self.plan = plan
         self.on_piece: Callable[[int], object] = lambda number: None
         self._runners = tuple(runners)
@@ -71,10 +69,6 @@ class PiecewiseExecutable:
         if isinstance(runner, HostRunner):
             return number
         return self._put([torch.tensor(number, dtype=torch.int64)])[0]
-
-    def text(self) -> str:
-        """Text of the compute pieces and code of the host pieces, in order."""
-        return "\n".join(runner.text() for runner in self._runners)
 
 
 class _Seeds:

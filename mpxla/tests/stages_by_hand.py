@@ -63,7 +63,7 @@ def run_in_stages(
     """
     from mpxla.cli.factory import capture_factory
     from mpxla.config import Config
-    from mpxla.runtime.plan import cut_step
+    from mpxla.runtime.cut import cut_step
 
     def step(model, batch):
         loss = loss_of(model, batch)
@@ -176,13 +176,12 @@ class _Run:
     """Values of one step on the host, by their names in the step's graph."""
 
     def __init__(self, model: nn.Module, cut: Any, leaves: Sequence[torch.Tensor]):
-        from mpxla.runtime.plan import constant_tensors
         from mpxla.runtime.state import ModelState
 
         names = ModelState(model).canonical_names
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         self.state = {names[name]: tensor.detach() for name, tensor in tensors}
-        self.state.update(constant_tensors(cut))
+        self.state.update(cut.step.constants)
         self.leaves = leaves
         self.values: dict[str, torch.Tensor] = {}
         self.gradients_of: dict[tuple[str, int], torch.Tensor] = {}

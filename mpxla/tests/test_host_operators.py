@@ -12,6 +12,7 @@ import mpxla as smp
 from mpxla.tests.models import classify, labelled, mlp
 from mpxla.tests.parity import Case, Plain, train, train_plainly
 from mpxla.tests.parity_checks import assert_parity
+from mpxla.tests.programs import host_operators
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.stage.single import differences
 
@@ -87,8 +88,8 @@ def train_odd():
     (plan,) = model._engine.calls.plans
     (stage,) = plan.runner.plan.programs.values()
     programs = {program.name: program for program in stage.programs}
-    named = {name: program.host_operators for name, program in programs.items()}
-    return rows, lines, named, programs["stage 0 forward"].text()
+    named = {name: host_operators(program) for name, program in programs.items()}
+    return rows, lines, named
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +120,10 @@ def test_one_line_per_operator_names_it_and_its_cost(odd):
     assert " ms in the first one. Each call waits for the device." in line
 
 
-def test_programs_tell_their_host_operators(odd):
-    *_, named, text = odd
+def test_programs_have_the_host_operators_that_they_need(odd):
+    *_, named = odd
     assert named["stage 0 forward"] == ("aten::_upsample_bilinear2d_aa",)
     assert named["stage 0 backward"] == ("aten::_upsample_bilinear2d_aa_backward",)
-    assert "piece 2 of 3 on the host: " in text and "torch.ops.aten." in text
 
 
 def test_shapes_that_depend_on_values_are_refused():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mpxla.tests.nn.test_split_models import WORDS, built, gpt2, llama, vit
+from mpxla.tests.programs import traced_text
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
@@ -181,7 +182,7 @@ def train(case):
         programs = [p for s in stages for p in (s.forward, s.backward)]
         kinds = {program.name: type(program).__name__ for program in programs}
         assert set(kinds.values()) == {"FusedExecutable"}, kinds
-        found.texts = [program.text() for program in programs]
+        found.texts = [traced_text(program) for program in programs]
     found.state = {name: value.cpu() for name, value in model.state_dict().items()}
     found.sizes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return found

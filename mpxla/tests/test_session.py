@@ -93,6 +93,31 @@ def keep_excepthook_of_script():
     return kept
 
 
+@smp.step
+def loss_step(model, x):
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def use_model_after_shutdown():
+    smp.init({"pipeline_parallel_degree": 2})
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    loss_step(model, torch.ones(2, 4))
+    smp.shutdown()
+    for use in (model.state_dict, optimizer.state_dict, lambda: loss_step(model, torch.ones(2, 4))):
+        with pytest.raises(MpxlaError, match=r"smp\.init\(\) has not been called"):
+            use()
+
+
+@pytest.mark.ranks
+def test_models_cannot_be_used_after_shutdown():
+    run_ranks(use_model_after_shutdown, 2)
+
+
 @pytest.mark.ranks
 def test_an_excepthook_set_after_init_is_kept():
     assert run_ranks(keep_excepthook_of_script, 2) == [True, True]

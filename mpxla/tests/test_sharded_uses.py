@@ -112,7 +112,7 @@ def test_checkpoints_of_and_for_other_topologies(tmp_path):
 def train_without_values(case):
     """Runs on every rank: a model that is built without values; losses of its first steps."""
     import mpxla as smp
-    from mpxla.stage.delayed import is_delayed
+    from mpxla.delayed import is_delayed
 
     made = []
 

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import mpxla as smp
 from mpxla.tests.backends import backend_here
 from mpxla.tests.models import Gpt, classify, labelled, mlp, predict_tokens, tokens
+from mpxla.tests.programs import texts_of_programs
 from mpxla.tests.ranks.run import run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
@@ -60,8 +61,9 @@ def compile_counts():
     def compile_noting(backend, name, *args, **kwargs):
         if not name.startswith("stage "):
             return original(backend, name, *args, **kwargs)
-        program = original(backend, name, *args, **{**kwargs, "keep_text": True})
-        asked.append((name, program.text()))
+        with texts_of_programs() as texts:
+            program = original(backend, name, *args, **kwargs)
+        asked.append((name, "\n".join(texts)))
         return program
 
     kind.compile = compile_noting

@@ -11,6 +11,7 @@ from mpxla.compat.patching import Patches
 from mpxla.log import warn_once
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.whole import whole_copy
+from mpxla.session import current
 
 __all__ = ["patch_evaluation", "patch_generation"]
 
@@ -44,7 +45,7 @@ def patch_generation(module: ModuleType, patches: Patches) -> None:
                 "predict_with_generate",
                 "predict_with_generate=True: a copy of the whole model generates on the host.",
             )
-            setattr(self, _COPY, whole_copy(model).eval())
+            setattr(self, _COPY, whole_copy(model, current()).eval())
         own, self.model = self.model, getattr(self, _COPY)
         try:
             return step(self, self.model, inputs, prediction_loss_only, **kwargs)

@@ -30,7 +30,7 @@ from mpxla.device.pjrt.arrays import (
     host_view,
     shared_tensors,
 )
-from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner, text_of
+from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
@@ -139,7 +139,6 @@ class PjrtBackend:
         graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
-        keep_text: bool = False,
         groups: Groups | None = None,
     ) -> PjrtExecutable | PiecewiseExecutable | FusedExecutable:
         """Compiles a graph; see `Backend.compile`.
@@ -150,16 +149,14 @@ class PjrtBackend:
         """
         annotate(graph.graph, inputs, graph)
         if not unknown_nodes(graph.graph):
-            return self._compile(name, graph, inputs, donated, keep_text)
+            return self._compile(name, graph, inputs, donated)
         fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
         # Between pieces lie values that nobody else has; arguments are not donated to any of them.
         plan = split_graph(graph.graph, functools.partial(_kind_of, name), graph)
         runners = [
-            self._runner_of(
-                f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, keep_text, groups or {}
-            )
+            self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, groups or {})
             for i, piece in enumerate(plan.pieces)
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)
@@ -170,7 +167,7 @@ class PjrtBackend:
         """The graph as one program of the transport, if that runs programs."""
         if not all(map(is_collective, unknown_nodes(module.graph))):
             return None
-        return fuse(name, module.graph, module, inputs, groups, COLLECTIVES, self.put, text_of)
+        return fuse(name, module.graph, module, inputs, groups, COLLECTIVES, self.put)
 
     def _compile(
         self,
@@ -178,10 +175,9 @@ class PjrtBackend:
         module: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int],
-        keep_text: bool,
     ) -> PjrtExecutable:
         where = (self._key_kind, self._device, self._started, self._kept)
-        return compile_flat(name, module, inputs, donated, keep_text, *where)
+        return compile_flat(name, module, inputs, donated, *where)
 
     def _compile_zeros(self, specs: tuple[TensorSpec, ...]) -> Callable[[], Sequence[jax.Array]]:
         there = jax.sharding.SingleDeviceSharding(self._device)
@@ -193,14 +189,14 @@ class PjrtBackend:
         return jax.jit(program, out_shardings=there).lower().compile()
 
     def _runner_of(
-        self, name: str, piece: Piece, keep_text: bool, groups: Groups
+        self, name: str, piece: Piece, groups: Groups
     ) -> PjrtExecutable | HostRunner | CollectiveRunner:
         if isinstance(piece, HostPiece):
             return HostRunner(name, piece, self.view, self.put)
         if isinstance(piece, CollectivePiece):
             put = functools.partial(self.put, owned=True)
             return CollectiveRunner(name, piece, groups, self.view, put)
-        return self._compile(name, piece.module, piece.input_specs, (), keep_text)
+        return self._compile(name, piece.module, piece.input_specs, ())
 
     def put(self, tensors: Sequence[Any], owned: bool = False) -> list[jax.Array]:
         """Host tensors as arrays, with memory of their own if others have them; arrays stay."""

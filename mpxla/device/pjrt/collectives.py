@@ -20,7 +20,7 @@ from mpxla.device.pjrt.arrays import host_view, import_tensor, shared_tensors
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function
 
-__all__ = ["COLLECTIVES", "WorldRunner", "text_of"]
+__all__ = ["COLLECTIVES", "WorldRunner"]
 
 _AXES = ("group", "rank")
 _RANK = "rank"
@@ -147,11 +147,3 @@ class WorldRunner(CpuWorld):
         results = [result.addressable_data(0) for result in loaded.call(*arrays)]
         # Copies: memory of the world's client must not outlive it.
         return [found[0].clone() for found in shared_tensors(results, _CPU, "cpu")]
-
-
-def text_of(program: GraphProgram) -> str:
-    """A program's StableHLO, for reading."""
-    groups = program.mesh.groups
-    mesh = jax.sharding.AbstractMesh((len(groups), len(groups[0])), _AXES)
-    traced, _ = _traced(program, mesh)
-    return traced.lower(lowering_platforms=("cpu",)).as_text()

@@ -43,12 +43,10 @@ class PjrtExecutable:
         call: the program, or None where there is nothing to compute.
         results: for every result, the number of the program's result, or of an argument as (i,).
         is_random: whether it takes a seed as well.
-        text: StableHLO, if it is kept.
         device: where it runs.
         started: takes a weak reference to one result of every call, for `PjrtBackend.wait`.
     """
 
-    host_operators: tuple[str, ...] = ()
     num_compilations: ClassVar[int] = 0
 
     def __init__(
@@ -57,7 +55,6 @@ class PjrtExecutable:
         call: Callable[..., Sequence[jax.Array]] | None,
         results: Sequence[int | tuple[int]],
         is_random: bool,
-        text: str,
         device: Device,
         started: Started,
     ):
@@ -68,7 +65,6 @@ class PjrtExecutable:
         self._call = call
         self._results = tuple(results)
         self._is_plain = self._results == tuple(range(len(self._results)))
-        self._text = text
 
     def __call__(
         self, arguments: Sequence[jax.Array], seed: jax.Array | None = None
@@ -88,17 +84,12 @@ class PjrtExecutable:
             return list(computed)
         return [computed[r] if isinstance(r, int) else arguments[r[0]] for r in self._results]
 
-    def text(self) -> str:
-        """The program's StableHLO, for reading only."""
-        return self._text
-
 
 def compile_flat(
     name: str,
     module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     donated: Collection[int],
-    keep_text: bool,
     key_kind: str,
     device: Device,
     started: Started,
@@ -111,7 +102,6 @@ def compile_flat(
         module: every node knows its value (`meta["val"]`).
         inputs: specs of its arguments.
         donated: arguments whose memory the results may take.
-        keep_text: whether to keep the program's StableHLO.
         key_kind: jax's name of the random generator, `threefry2x32` or `rbg`.
         device: where it runs.
         started: see `PjrtExecutable`.
@@ -124,7 +114,7 @@ def compile_flat(
     wanted, results = _results_of(module)
     is_random = is_random_graph(module.graph)
     if not wanted:
-        return PjrtExecutable(name, None, results, False, "", device, started)
+        return PjrtExecutable(name, None, results, False, device, started)
     if device.platform == "cpu" and prefers_blas():
         use_blas(module)
     kinds = [(s.shape, jax_dtype(s.dtype)) for s in inputs]
@@ -132,18 +122,18 @@ def compile_flat(
         kinds.insert(0, ((), np.dtype(np.int64)))
     passed_on = {i for r in results if not isinstance(r, int) for i in r}
     donors = tuple(i + is_random for i in sorted(donated) if i not in passed_on)
-    key, compiled, text = None, None, ""
+    key, compiled = None, None
     with _products_as_torch(device.platform):
-        if kept and not keep_text:
+        if kept:
             key = _key(module, repr((kinds, donors, wanted, key_kind)), device)
             compiled = None if key is None else kept_program(kept, key, device)
         if compiled is None:
             program = _program(name, module, wanted, key_kind if is_random else None)
-            compiled, text = _compiled(name, program, kinds, donors, device, keep_text)
+            compiled = _compiled(name, program, kinds, donors, device)
             if key is not None:
                 keep_program(kept, key, compiled)
     PjrtExecutable.num_compilations += 1
-    return PjrtExecutable(name, compiled, results, is_random, text, device, started)
+    return PjrtExecutable(name, compiled, results, is_random, device, started)
 
 
 def _key(module: fx.GraphModule, settings: str, device: Device) -> str | None:
@@ -177,9 +167,7 @@ def _compiled(
     kinds: Sequence[tuple[tuple[int, ...], Any]],
     donors: tuple[int, ...],
     device: Device,
-    keep_text: bool,
-) -> tuple[jax.stages.Compiled, str]:
-    """The program, and its StableHLO if that is wanted."""
+) -> jax.stages.Compiled:
     there = jax.sharding.SingleDeviceSharding(device)
     specs = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in kinds]
     try:
@@ -192,7 +180,7 @@ def _compiled(
         raise LoweringError(
             f"{name} cannot be compiled by XLA: {type(error).__name__}: {error}"
         ) from error
-    return compiled, lowered.as_text() if keep_text else ""
+    return compiled
 
 
 def _products_as_torch(platform: str) -> AbstractContextManager[Any]:

@@ -71,7 +71,6 @@ class TorchXlaBackend:
         graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
-        keep_text: bool = False,
         groups: Groups | None = None,
     ) -> Executable | PiecewiseExecutable | FusedExecutable:
         """See `Backend.compile`; nothing is donated.
@@ -82,7 +81,7 @@ class TorchXlaBackend:
         pending values need, so it is off (`env.prepare_xla`); then a program that is compiled with
         donors is not found by its hash. With the variable on, donation was seen to work on the CPU.
         """
-        return compile_graph(name, graph, inputs, self.device, keep_text, groups or {})
+        return compile_graph(name, graph, inputs, self.device, groups or {})
 
     @property
     def machine(self) -> str:

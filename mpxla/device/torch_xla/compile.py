@@ -5,8 +5,7 @@ up by its hash and hands over the argument buffers: no operator is traced again.
 operators that the device has no code for becomes several executables, with those operators on the
 host between them (`stage/pieces.py`, `stage/piecewise.py`, `stage/host.py`).
 
-`Traced -> Lowered -> Compiled` here is: an fx graph module, `Executable.text()` (its HLO), and the
-`Executable` itself.
+`Traced -> Lowered -> Compiled` here is: an fx graph module, its HLO, and the `Executable`.
 
 XLA's CPU client runs programs that do not depend on each other at the same time, on the one core of
 a rank: the value that another rank waits for would be ready only when all of them are. There every
@@ -29,7 +28,7 @@ from torch._ops import OpOverload
 
 from mpxla.comm.transport import Groups
 from mpxla.device.fused import FusedExecutable, fuse
-from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, text_of
+from mpxla.device.torch_xla.collectives.programs import COLLECTIVES
 from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
 from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
@@ -63,10 +62,7 @@ class Executable:
         name: for messages, for instance "stage 1 forward".
         is_random: whether it draws random numbers, from the seed given with each call (an int64
             scalar on the device).
-        host_operators: names of operators that run on the host; none in a program of one piece.
     """
-
-    host_operators: tuple[str, ...] = ()
 
     # The ticket that the next program takes; None before the first one and after a failure.
     next_ticket: ClassVar[torch.Tensor | None] = None
@@ -77,7 +73,6 @@ class Executable:
         graph_hash: bytes,
         sources: Sequence[int | torch.Tensor | None],
         results: Sequence[int | tuple[int]],
-        text: str,
         is_ordered: bool = False,
     ):
         self.name = name
@@ -86,7 +81,6 @@ class Executable:
         self._hash = graph_hash
         self._sources = tuple(sources)
         self._results = tuple(results)
-        self._text = text
 
     def __call__(
         self, arguments: Sequence[torch.Tensor], seed: torch.Tensor | None = None
@@ -128,10 +122,6 @@ class Executable:
     ) -> list[torch.Tensor]:
         Executable.next_ticket = None
         return _xla._run_cached_graph(self._hash, self._buffers([*arguments, ticket], seed))
-
-    def text(self) -> str:
-        """The program's HLO."""
-        return self._text
 
 
 def _new_ticket() -> torch.Tensor:
@@ -198,7 +188,6 @@ def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     device: torch.device,
-    keep_text: bool = False,
     groups: Groups | None = None,
 ) -> Executable | PiecewiseExecutable | FusedExecutable:
     """Compiles a graph module for the device.
@@ -210,7 +199,6 @@ def compile_graph(
         module: takes one tensor per spec; returns a list of tensors.
         inputs: specs of its arguments.
         device: the XLA device.
-        keep_text: whether to keep the program's HLO for `Executable.text`.
         groups: those that collectives in the graph name.
 
     Raises:
@@ -219,13 +207,13 @@ def compile_graph(
     try:
         if not any(needs_host(n) or is_collective(n) for n in module.graph.nodes):
             try:
-                return _compile_whole(name, module, inputs, device, keep_text)
+                return _compile_whole(name, module, inputs, device)
             except Exception as error:  # torch_xla raises anything
                 _recover()
                 annotate(module.graph, inputs, module)
                 if not _learn(module.graph, device):
                     raise _as_lowering_error(name, error) from error
-        return _compile_in_pieces(name, module, inputs, device, keep_text, groups or {})
+        return _compile_in_pieces(name, module, inputs, device, groups or {})
     except BaseException:
         _recover()
         raise
@@ -236,7 +224,6 @@ def _compile_in_pieces(
     module: fx.GraphModule,
     inputs: Sequence[TensorSpec],
     device: torch.device,
-    keep_text: bool,
     groups: Groups,
 ) -> Executable | PiecewiseExecutable | FusedExecutable:
     """Cuts a graph at collectives and operators of the host, until what is left compiles.
@@ -249,7 +236,7 @@ def _compile_in_pieces(
     # torch_xla has no kernel for the wait of a collective; as a part of the program it needs none.
     computing = [node for node in graph.nodes if not is_collective(node)]
     if is_host_device() and not any(map(needs_host, computing)):
-        fused = fuse(name, graph, module, inputs, groups, COLLECTIVES, put, text_of)
+        fused = fuse(name, graph, module, inputs, groups, COLLECTIVES, put)
         if fused is not None:
             return fused
     while True:
@@ -261,7 +248,7 @@ def _compile_in_pieces(
                 if isinstance(piece, CollectivePiece):
                     runners.append(CollectiveRunner(title, piece, groups, host_view, put))
                 else:
-                    runners.append(_runner_of(title, piece, device, keep_text))
+                    runners.append(_runner_of(title, piece, device))
             return PiecewiseExecutable(name, plan, runners, host_view, put)
         except Exception as error:  # torch_xla raises anything
             _recover()
@@ -289,13 +276,11 @@ def _is_complex(node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
-def _runner_of(
-    name: str, piece: Piece, device: torch.device, keep_text: bool
-) -> Executable | HostRunner:
+def _runner_of(name: str, piece: Piece, device: torch.device) -> Executable | HostRunner:
     if isinstance(piece, HostPiece):
         return HostRunner(name, piece, host_view, functools.partial(to_device, device=device))
     module = _Checked(piece.module, piece.output_specs)
-    return _compile_whole(name, module, piece.input_specs, device, keep_text)
+    return _compile_whole(name, module, piece.input_specs, device)
 
 
 class _Checked(torch.nn.Module):
@@ -335,7 +320,6 @@ def _compile_whole(
     module: torch.nn.Module,
     inputs: Sequence[TensorSpec],
     device: torch.device,
-    keep_text: bool,
     salt: int = 0,
 ) -> Executable:
     """One executable. Another salt gives another hash."""
@@ -372,17 +356,16 @@ def _compile_whole(
     if is_ordered or salt:
         results.pop()
     if len(roots) == is_ordered:  # nothing to compute but the ticket
-        return Executable(name, b"", (), results, "")
+        return Executable(name, b"", (), results)
     sources = _program_inputs(roots, argument_of_id)
     text = _xla._get_xla_tensors_hlo(roots)
     graph_hash = _xla._get_graph_hash(roots)
     if _is_another(graph_hash, text):
         _recover()
-        return _compile_whole(name, *plain, device, keep_text, salt + 1)
+        return _compile_whole(name, *plain, device, salt + 1)
     _xla._xla_warm_up_cache(roots, [])
     _xla._clear_pending_irs(str(device))
-    kept = text if keep_text else ""
-    return Executable(name, graph_hash, sources, results, kept, is_ordered)
+    return Executable(name, graph_hash, sources, results, is_ordered)
 
 
 def _as_named(value: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ class EagerExecutable(NullExecutable):
 class EagerBackend(NullBackend):
     """See `Backend`; buffers are tensors. It records compilations and calls as `NullBackend`."""
 
-    def compile(self, name, graph, inputs, donated=(), keep_text=False):
-        found = super().compile(name, graph, inputs, donated, keep_text)
+    def compile(self, name, graph, inputs, donated=()):
+        found = super().compile(name, graph, inputs, donated)
         program = EagerExecutable(self, name, found.inputs, found.outputs, donated)
         program.graph = graph
         self.compiled[-1] = program

@@ -73,7 +73,6 @@ class NullExecutable:
     """
 
     is_random = False
-    host_operators: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -107,10 +106,6 @@ class NullExecutable:
         self._backend.calls.append(self.name)
         return [NullBuffer(spec, self.name) for spec in self.outputs]
 
-    def text(self) -> str:
-        """Nothing."""
-        return ""
-
 
 @dataclass
 class NullBackend(Alone):
@@ -142,7 +137,6 @@ class NullBackend(Alone):
         graph: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
-        keep_text: bool = False,
         groups: Groups | None = None,
     ) -> NullExecutable:
         """Finds the specs of the results; collectives are part of the program."""

@@ -5,7 +5,9 @@ from torch import nn
 
 from mpxla.config import Config
 from mpxla.graph.capture import capture_step, current_recorder
-from mpxla.runtime.plan import StepPlan, compile_stages, cut_step, schedule_step
+from mpxla.runtime.cut import cut_step
+from mpxla.runtime.plan import StepPlan, compile_stages
+from mpxla.runtime.scheduling import schedule_step
 from mpxla.tests.device.null import NullBackend
 
 NUM_MICROBATCHES = 3

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla import delayed
 from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.compute_dtype import convert, narrowed, widened, with_scaled_gradients
 from mpxla.parallel.grad_scaler import GradScaler
 from mpxla.parallel.loss_scale import LossScale
-from mpxla.stage import delayed
 
 pytestmark = pytest.mark.unit
 

@@ -94,7 +94,7 @@ def train(name, device, num_steps, compiled):
             optimizer.step()
         scheduler.step()
     values = [p.detach().cpu() for p in parameters]
-    return values, (update.num_programs, update.reason) if compiled else None
+    return values, (len(update._programs), update.reason) if compiled else None
 
 
 def train_both(names):

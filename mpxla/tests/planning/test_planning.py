@@ -114,8 +114,8 @@ def test_layers_are_spread():
 def test_collectives_by_hand():
     device = replace(A100, node_latency_s=0.0, network_latency_s=0.0, achievable_link_share=1.0)
     assert device.all_reduce_s(8e9, 8) == pytest.approx(2 * 7 / 8 * 8e9 / 300e9)
-    assert device.all_reduce_s(8e9, 16, stride=8) == pytest.approx(2 * 15 / 16 * 8e9 / 25e9)
-    assert device.all_reduce_s(8e9, 16, stride=4) == pytest.approx(2 * 15 / 16 * 8e9 / 50e9)
+    assert device.reduce_scatter_s(8e9, 16, stride=8) == pytest.approx(15 / 16 * 8e9 / 25e9)
+    assert device.reduce_scatter_s(8e9, 16, stride=4) == pytest.approx(15 / 16 * 8e9 / 50e9)
     assert device.all_reduce_s(8e9, 1) == 0.0
     assert A100.message_s(0.0, crosses_nodes=True) == A100.network_latency_s
 

@@ -11,8 +11,9 @@ from mpxla.config import Config
 from mpxla.errors import ConfigError
 from mpxla.graph.cost import MachineModel
 from mpxla.runtime.activations import plan_stages, stage_bytes
+from mpxla.runtime.cut import cut_step
 from mpxla.runtime.forecast import forecast
-from mpxla.runtime.plan import cut_step, schedule_step
+from mpxla.runtime.scheduling import schedule_step
 from mpxla.schedule.analysis import peak_bytes
 from mpxla.tests.device.null import plain_lowering
 

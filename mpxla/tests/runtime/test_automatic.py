@@ -18,8 +18,9 @@ from mpxla.runtime.automatic import (
     is_worth_choosing,
     with_keys,
 )
-from mpxla.runtime.plan import cut_step, schedule_step, stage_costs
+from mpxla.runtime.cut import cut_step
 from mpxla.runtime.saved import saved_tensors
+from mpxla.runtime.scheduling import schedule_step, stage_costs
 from mpxla.schedule.simulate import simulate
 from mpxla.stage.flat import FlatShard
 from mpxla.tests.device.null import plain_lowering

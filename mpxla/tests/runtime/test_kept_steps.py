@@ -9,9 +9,10 @@ from mpxla.config import Config
 from mpxla.graph.stepgraph import describe
 from mpxla.kept import open_kept
 from mpxla.runtime.activations import plan_stages
+from mpxla.runtime.cut import cut_step
 from mpxla.runtime.kept_steps import KeptSteps
-from mpxla.runtime.plan import cut_step, schedule_step
 from mpxla.runtime.saved import saved_tensors
+from mpxla.runtime.scheduling import schedule_step
 from mpxla.stage.spec import TensorSpec
 from mpxla.tests.device.null import NullBackend
 

@@ -9,6 +9,7 @@ from mpxla.schedule.action import parse_schedule
 from mpxla.schedule.generate import interleaved, simple
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import Costs, simulate
+from mpxla.tests.schedule.per_rank import rank_bubbles, rank_peaks
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +42,7 @@ def test_textbook_bubble(rendezvous, generate, num_ranks, num_microbatches):
     timeline = simulate(schedule, placement, *edges, rendezvous=rendezvous)
     expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
     assert timeline.bubble == pytest.approx(expected)
-    assert timeline.rank_bubbles == pytest.approx([expected] * num_ranks)
+    assert rank_bubbles(timeline) == pytest.approx([expected] * num_ranks)
     assert timeline.makespan == 2 * (num_microbatches + num_ranks - 1)
 
 
@@ -50,7 +51,7 @@ def test_peaks_of_1f1b_and_of_fill_and_drain():
     timeline = simulate(
         add_communication(interleaved(8, placement, 3), placement, *edges), placement, *edges
     )
-    assert timeline.stage_peaks == timeline.rank_peaks == (3, 2, 1)
+    assert timeline.stage_peaks == rank_peaks(timeline) == (3, 2, 1)
     timeline = simulate(
         add_communication(simple(8, placement), placement, *edges), placement, *edges
     )

@@ -29,13 +29,11 @@ def test_makespan_is_the_last_end():
 
 
 def test_bubble_is_the_time_without_forwards_and_backwards():
-    assert MEASURED.rank_bubbles == pytest.approx((0.2, 0.75))
     assert MEASURED.bubble == pytest.approx(0.475)
 
 
 def test_peaks_count_from_forward_to_backward():
     assert MEASURED.stage_peaks == (2, 1, 1)
-    assert MEASURED.rank_peaks == (3, 1)
 
 
 def test_spans_pair_actions_with_times():
@@ -49,8 +47,7 @@ def test_spans_pair_actions_with_times():
 def test_evaluation_keeps_nothing():
     run = timeline("0F0 0F1 1F0\n.", ((0.0, 1.0, 2.0), ()), ((1.0, 2.0, 3.0), ()), (0, 0))
     assert run.stage_peaks == (1, 1)
-    assert run.rank_peaks == (1, 0)
-    assert run.rank_bubbles == (0.0, 1.0)
+    assert run.bubble == 0.5
 
 
 def test_nothing_took_any_time():

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mpxla.tests.backends import backend_here
+from mpxla.tests.programs import host_operators
 
 __all__ = ["differences"]
 
@@ -54,13 +55,13 @@ def differences(
     found = backend.get([outputs[0], weight])
     pairs = zip(found, (loss.detach(), model.linear.weight.grad), strict=True)
     errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).item() for a, b in pairs]
-    return errors, (*stage.forward.host_operators, *stage.backward.host_operators)
+    return errors, (*host_operators(stage.forward), *host_operators(stage.backward))
 
 
 def _lowered(model, x):
     from mpxla.config import Config
     from mpxla.graph.capture import capture_step, current_recorder
-    from mpxla.runtime.plan import cut_step
+    from mpxla.runtime.cut import cut_step
     from mpxla.stage.lower import TracedStage
 
     def step(leaves):

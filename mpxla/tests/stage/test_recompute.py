@@ -13,7 +13,7 @@ from mpxla.config import Config
 from mpxla.graph.stepgraph import is_random
 from mpxla.parallel.checkpointing import set_activation_checkpointing
 from mpxla.runtime.activations import recomputed_nodes
-from mpxla.runtime.plan import cut_step
+from mpxla.runtime.cut import cut_step
 from mpxla.runtime.saved import saved_bytes
 from mpxla.stage.lower import TracedStage
 from mpxla.tests.device.null import plain_lowering

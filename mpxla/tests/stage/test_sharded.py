@@ -11,7 +11,7 @@ from mpxla.config import Config
 from mpxla.device.eager import EagerBackend
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.collectives import is_collective
-from mpxla.runtime.plan import cut_step
+from mpxla.runtime.cut import cut_step
 from mpxla.stage.collective import CollectiveRunner
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import TracedStage

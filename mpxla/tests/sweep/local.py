@@ -14,8 +14,10 @@ from torch import nn
 from mpxla.config import Config
 from mpxla.device.torch_xla.tensors import current_device, to_device, to_host
 from mpxla.graph.capture import capture_step, current_recorder
+from mpxla.runtime.cut import CutStep, cut_step
 from mpxla.runtime.executor import Executor, StepRun
-from mpxla.runtime.plan import CutStep, compile_stages, constant_tensors, cut_step, schedule_step
+from mpxla.runtime.plan import compile_stages
+from mpxla.runtime.scheduling import schedule_step
 from mpxla.schedule.action import Action, Op
 from mpxla.tests.backends import backend_here
 
@@ -77,7 +79,7 @@ class LocalStep:
         """Runs the step for one microbatch."""
         device, stages = current_device(), self.cut.stages
         held = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        held |= constant_tensors(self.cut)
+        held |= self.cut.step.constants
         run = StepRun(
             tensors=dict(zip(held, to_device(list(held.values()), device), strict=True)),
             inputs=[to_device(list(self._leaves), device)],

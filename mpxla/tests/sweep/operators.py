@@ -19,6 +19,7 @@ from torch import nn
 from mpxla.device.torch_xla.compile import Executable
 from mpxla.errors import MpxlaError
 from mpxla.graph.stepgraph import is_random
+from mpxla.tests.programs import host_operators
 from mpxla.tests.sweep.local import LocalStep, StepValues
 from mpxla.tests.sweep.samples import Case
 
@@ -155,17 +156,13 @@ def try_case(case: Case, num_stages: int) -> Outcome:
         wrong = _differences(found, expected, _own_error(model, plain, expected))
     if wrong:
         return Outcome(name, Status.WRONG, "; ".join(wrong))
-    host = sorted(_host_operators(step))
+    programs = [program for stage in step.programs.values() for program in stage.programs]
+    host = sorted({operator for program in programs for operator in host_operators(program)})
     return Outcome(name, Status.HOST if host else Status.PASSED, ", ".join(host))
 
 
 def _pins(num_stages: int) -> dict[str, int]:
     return {"calls.1": 1, "weigh": 1} if num_stages == 2 else {}
-
-
-def _host_operators(step: LocalStep) -> set[str]:
-    programs = [program for stage in step.programs.values() for program in stage.programs]
-    return {operator for p in programs for operator in getattr(p, "host_operators", ())}
 
 
 def _plain_step(model: OneOperator, plain: Sequence[torch.Tensor], seed: int) -> StepValues:

@@ -18,7 +18,7 @@ import torch_xla.core.xla_model as xm
 from mpxla.comm.mesh import Mesh
 from mpxla.comm.xla_programs import GraphProgram, Program
 
-__all__ = ["COLLECTIVES", "Traced", "text_of", "trace", "upload"]
+__all__ = ["COLLECTIVES", "Traced", "trace", "upload"]
 
 _xla: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateUsage]
 # Bound here, because a session may exchange these names (`world.py`).
@@ -42,14 +42,6 @@ class Traced(NamedTuple):
         ids, values = _xla._get_tensors_xla_device_data_node(self.outputs)
         pairs = zip(ids, values, strict=True)
         return [index_of[i] if i in index_of else value for i, value in pairs]
-
-    def hlo(self) -> str:
-        """The program as HLO text."""
-        return _xla._get_xla_tensors_hlo(self.outputs)
-
-    def stablehlo(self) -> str:
-        """The program as StableHLO text, for reading; it may hold what no parser takes."""
-        return xm.get_stablehlo(self.outputs)
 
     def stablehlo_bytes(self) -> bytes:
         """The program as a portable artifact of StableHLO."""
@@ -77,11 +69,6 @@ def trace(program: Program | GraphProgram) -> Traced:
         finally:
             _xla._set_all_reduce_token(str(device), None)
     return Traced(inputs, outputs)
-
-
-def text_of(program: GraphProgram) -> str:
-    """A program's StableHLO, for reading."""
-    return trace(program).stablehlo()
 
 
 def _all_reduce(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -241,15 +241,6 @@ def test_marks_for_a_profiler_do_not_cut_a_program(backend):
     assert backend.view(program(backend.put([torch.ones(4)]))[0]).eq(2).all()
 
 
-def test_text_is_kept_if_wanted(backend):
-    def exponential(a):
-        return [a.exp()]
-
-    text = compile_function(backend, "a", exponential, [VECTOR], keep_text=True).text()
-    assert "stablehlo.exponential" in text
-    assert not compile_function(backend, "a", exponential, [VECTOR]).text()
-
-
 def test_compilations_are_counted(backend):
     before = backend.num_compilations
     program = compile_function(backend, "count", lambda a: [a * 3], [VECTOR])

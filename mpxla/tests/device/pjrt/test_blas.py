@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mpxla.device.pjrt import blas, executable
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.programs import texts_of_programs
 
 pytestmark = pytest.mark.unit
 
@@ -33,9 +34,10 @@ def run(backend, function, *tensors, donated=()):
     """Results of a function compiled for jax, and the text of its program."""
     specs = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors]
     module = make_fx(function)(*tensors)
-    program = backend.compile("products", module, specs, donated, keep_text=True)
+    with texts_of_programs() as texts:
+        program = backend.compile("products", module, specs, donated)
     results = program(backend.put(list(tensors)))
-    return [t.clone() for t in backend.get(results)], program.text()
+    return [t.clone() for t in backend.get(results)], texts[0]
 
 
 def check(backend, function, *tensors, calls, **options):
@@ -169,6 +171,7 @@ from mpxla.device.pjrt import blas, executable
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.stage.spec import TensorSpec
 from mpxla.kept import open_kept
+from mpxla.tests.programs import texts_of_programs
 executable.prefers_blas = blas.has_blas
 backend = PjrtBackend("cpu")
 kept = open_kept(sys.argv[1], backend.machine)

@@ -34,7 +34,7 @@ def compiled(module, *shapes):
 
     specs = [TensorSpec(shape, torch.float32) for shape in shapes]
     graph = fx.symbolic_trace(module)
-    return compile_graph("trial", graph, specs, current_device(), keep_text=True)
+    return compile_graph("trial", graph, specs, current_device())
 
 
 def on_device(*tensors):
@@ -53,12 +53,11 @@ def run_mixed():
     results = [program(on_device(scale * a, torch.zeros(5), b)) for scale in (1, 2)]
     host = [[value.cpu() for value in row] for row in results]
     is_same = results[0][0] is results[0][3]
-    text = program.text()
-    return host, is_same, num_compilations() - before, program.is_random, text
+    return host, is_same, num_compilations() - before, program.is_random
 
 
 def test_program_takes_and_gives_what_the_module_does():
-    ((rows, is_same, num_compilations, is_random, text),) = run_ranks(run_mixed, 1)
+    ((rows, is_same, num_compilations, is_random),) = run_ranks(run_mixed, 1)
     for scale, (total, passed_on, summed, again) in zip((1, 2), rows, strict=True):
         a = scale * torch.tensor([1.0, 2.0, 3.0])
         assert total.tolist() == (a - torch.tensor([20.0, 33.0, 46.0])).tolist()
@@ -67,7 +66,6 @@ def test_program_takes_and_gives_what_the_module_does():
         assert torch.equal(again, total)
     assert is_same
     assert (num_compilations, is_random) == (0, False)
-    assert "HloModule" in text
 
 
 def run_random():

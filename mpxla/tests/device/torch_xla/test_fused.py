@@ -13,9 +13,10 @@ from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.transport import Members
 from mpxla.comm.xla import XlaTransport
 from mpxla.device.fused import fuse
-from mpxla.device.torch_xla.collectives.programs import COLLECTIVES, text_of
+from mpxla.device.torch_xla.collectives.programs import COLLECTIVES
 from mpxla.stage.pieces import annotate
 from mpxla.stage.spec import TensorSpec
+from mpxla.tests.programs import traced_text
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +41,7 @@ def fused(graph, transport=None):
     groups = {"group": Members((1, 3), transport)}
     root = torch.nn.Module()
     specs = [SPEC, SPEC]
-    return fuse("stage 1 forward", graph, root, specs, groups, COLLECTIVES, list, text_of)
+    return fuse("stage 1 forward", graph, root, specs, groups, COLLECTIVES, list)
 
 
 SUM = (c10d.all_reduce.default, "sum", "group")
@@ -55,7 +56,7 @@ def test_the_text_has_the_collectives_of_the_graph():
         *((c10d.reduce_scatter_tensor.default, "sum", 2, "group"), WAIT),
         *((c10d.all_reduce.default, "max", "group"), WAIT),
     )
-    text = fused(graph).text()
+    text = traced_text(fused(graph))
     assert re.findall(r"stablehlo\.(all_\w+|reduce_scatter|exponential|sine)\b", text) == [
         *("exponential", "all_reduce", "sine", "all_gather", "reduce_scatter", "all_reduce")
     ]

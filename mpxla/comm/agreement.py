@@ -1,23 +1,64 @@
-"""Whether all ranks of a group describe a thing alike: their model, their step.
+"""Whether all ranks of a group have the same: their configuration, their model, their step.
 
 Ranks that were started with different scripts would wait for each other for ever, or train
-nonsense.
-So they compare digests of short descriptions, and show the first line that differs.
-This module must not know what is described.
+nonsense. So they gather what has to be equal, and all of them raise where it is not; of what is
+long, they gather digests, and then show the first line that differs.
+This module must not know what is compared.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 from mpxla.comm.objects import Objects
 from mpxla.errors import PeerFailure, RankMismatch
 
-__all__ = ["check_agreement"]
+__all__ = ["agreed", "check_agreement", "share_error"]
 
 _LONGEST = 300
 _ADVICE = "Start the same script with the same arguments, model and configuration on all ranks."
+_T = TypeVar("_T")
+
+
+def agreed(
+    objects: Objects,
+    group: Sequence[int],
+    own: _T,
+    text: Callable[[list[int], _T, _T], str],
+    key: Callable[[_T], object] = lambda value: value,
+) -> list[_T]:
+    """What every rank of the group has; all of them must call.
+
+    Args:
+        objects: the session's object communication.
+        group: global ranks.
+        own: what this rank has.
+        text: (ranks that have something else than the first rank of the group, what that one has,
+            what the first of them has) -> the error's.
+        key: what has to be equal of it.
+
+    Raises:
+        RankMismatch: ranks have something else; on all of them.
+    """
+    ranks = tuple(group)
+    if len(ranks) == 1:  # a failure elsewhere is not to overtake one of its own
+        return [own]
+    everyone = objects.allgather(own, ranks)
+    keys = [key(value) for value in everyone]
+    others = [place for place, other in enumerate(keys) if other != keys[0]]
+    if others:
+        problem = text([ranks[place] for place in others], everyone[0], everyone[others[0]])
+        _wait_for_all(objects, ranks)
+        raise RankMismatch(problem)
+    return everyone
+
+
+def _wait_for_all(objects: Objects, ranks: tuple[int, ...]) -> None:
+    """Before an error: nobody ends before all others know as much."""
+    with contextlib.suppress(PeerFailure):
+        objects.barrier(ranks)
 
 
 def check_agreement(
@@ -39,25 +80,22 @@ def check_agreement(
     Raises:
         RankMismatch: with the first line that differs.
     """
-    ranks = tuple(group)
-    if len(ranks) == 1:  # a failure elsewhere is not to overtake one of its own
-        return
+
+    def text(others: list[int], *_: str) -> str:
+        described = dict(
+            zip(group, objects.allgather(list(description), tuple(group)), strict=True)
+        )
+        first, other = group[0], others[0]
+        line, other_line = _first_difference(described[first], described[other])
+        return (
+            f"ranks {others} {what} than rank {first}:\n"
+            f"  {line} on rank {first}\n"
+            f"  {other_line} on rank {other}\n"
+            f"{advice}"
+        )
+
     digest = hashlib.blake2b("\n".join(description).encode(), digest_size=16).hexdigest()
-    digests = objects.allgather(digest, ranks)
-    different = [position for position, text in enumerate(digests) if text != digests[0]]
-    if not different:
-        return
-    described = objects.allgather(list(description), ranks)
-    with contextlib.suppress(PeerFailure):
-        objects.barrier(ranks)  # nobody ends before all others know as much
-    other = different[0]
-    line, other_line = _first_difference(described[0], described[other])
-    raise RankMismatch(
-        f"ranks {[ranks[position] for position in different]} {what} than rank {ranks[0]}:\n"
-        f"  {line} on rank {ranks[0]}\n"
-        f"  {other_line} on rank {ranks[other]}\n"
-        f"{advice}"
-    )
+    agreed(objects, group, digest, text)
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
@@ -98,8 +136,7 @@ def share_error(
     failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]
     if not failed:
         return
-    with contextlib.suppress(PeerFailure):
-        objects.barrier(ranks)  # nobody ends before all others know as much
+    _wait_for_all(objects, ranks)
     if error is not None:
         raise error
     rank, text = failed[0]

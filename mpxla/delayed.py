@@ -126,13 +126,12 @@ def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
             )
     known = operation.reads | operation.writes
 
-    def real(value: Any) -> Any:
-        is_recorded = isinstance(value, torch.Tensor) and value.device.type == "meta"
-        return (
-            _with_storage(value, storages) if is_recorded and _storage_of(value) in known else value
-        )
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        is_recorded = tensor.device.type == "meta" and _storage_of(tensor) in known
+        return _with_storage(tensor, storages) if is_recorded else tensor
 
-    args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+    given = operation.args, operation.kwargs
+    args, kwargs = pytree.tree_map_only(torch.Tensor, real, given)
     with torch.no_grad():
         results = _run(operation.function, args, kwargs, operation.random_state)
         for recorded, result in zip(operation.outputs, results, strict=True):
@@ -147,18 +146,12 @@ def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
 def _run(
     function: Any, args: Any, kwargs: dict[str, Any], random_state: torch.Tensor | None
 ) -> list[Any]:
-    if random_state is None:
+    with torch.random.fork_rng(devices=(), enabled=random_state is not None):
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+            if kwargs.get("generator") is not None:
+                kwargs = {**kwargs, "generator": torch.Generator().set_state(random_state)}
         return pytree.tree_leaves(function(*args, **kwargs))
-    if kwargs.get("generator") is not None:
-        generator = torch.Generator()
-        generator.set_state(random_state)
-        return pytree.tree_leaves(function(*args, **{**kwargs, "generator": generator}))
-    before = torch.get_rng_state()
-    torch.set_rng_state(random_state)
-    try:
-        return pytree.tree_leaves(function(*args, **kwargs))
-    finally:
-        torch.set_rng_state(before)
 
 
 class _Recorder(TorchDispatchMode):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from mpxla import delayed
 from mpxla.errors import MpxlaError
-from mpxla.stage import delayed
 
 pytestmark = pytest.mark.unit
 
