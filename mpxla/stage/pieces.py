@@ -187,6 +187,8 @@ def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | No
     )
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
 
 
