@@ -188,6 +188,7 @@ def test_search_says_what_comes_nearest():
         search(4, tried, guess(4), 1200)
 
 
+@pytest.mark.slow
 def test_sixty_four_stages_and_a_thousand_microbatches():
     placement = tuple(range(64))
     edges = [(s, s + 1) for s in range(63)]
