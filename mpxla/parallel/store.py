@@ -264,7 +264,7 @@ class ParameterStore:
         for part, values in started:
             if isinstance(part, Parts):
                 parts = [self.state.parts[name] for name in part.wide_names]
-                set_values(parts, self.backend.publish(values()))
+                self.backend.assign(parts, values())
             else:
                 self.write(part.names, values())
 
