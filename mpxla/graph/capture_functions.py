@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpxla.errors import CaptureError
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -91,7 +92,27 @@ def _quantile(
     return values if levels.dim() else values.squeeze(0)
 
 
+def _random_(input: torch.Tensor, *bounds: int | None, **named: int | None) -> torch.Tensor:
+    """`Tensor.random_`. With two bounds its operator is named `from`, which no graph can write."""
+    if len(bounds) + len(named) < 2 and "from" not in named:
+        return input.random_(*bounds, **named)
+    low, high = (*bounds, None, None)[:2]
+    low, high = named.get("from", low), named.get("to", high)
+    assert low is not None, "torch wants a number"
+    if high is None:  # the largest integer of the type, or up to which it has all
+        kind = input.dtype
+        high = int(2 / torch.finfo(kind).eps) if kind.is_floating_point else torch.iinfo(kind).max
+        high = min(high + 1, torch.iinfo(torch.int64).max)
+    if low >= high:
+        raise CaptureError(
+            f"random_({low}, {high}){at_user_line()} has no number to draw: the first bound must "
+            f"be smaller than the second."
+        )
+    return input.copy_(torch.randint(low, high, input.shape, device=input.device))
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.quantile: _quantile,
     torch.Tensor.quantile: _quantile,

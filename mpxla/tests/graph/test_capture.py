@@ -390,3 +390,39 @@ def test_a_module_that_needs_float32_is_named():
         capture(model, step, narrow)
     model[1][0].is_widened = True
     assert capture(model, step, narrow).is_training
+
+
+@pytest.mark.parametrize(
+    "bounds, named, kind, range_",
+    [
+        ((2, 5), {}, torch.float32, (2, 5)),
+        ((), {"from": -3, "to": 3}, torch.int64, (-3, 3)),
+        ((4,), {"to": 6}, torch.float32, (4, 6)),
+        ((250, None), {}, torch.uint8, (250, 256)),
+        ((7,), {}, torch.float32, (0, 7)),
+        ((), {"to": 4}, torch.float32, (0, 4)),
+        ((), {"generator": torch.Generator()}, torch.float32, (0, 2**24 + 1)),
+    ],
+)
+def test_numbers_drawn_in_place_between_two_bounds(bounds, named, kind, range_):
+    model = nn.Linear(6, 6)
+
+    def step(leaves):
+        drawn = torch.empty(400, dtype=kind)
+        assert drawn.random_(*bounds, **named) is drawn
+        return drawn, model(leaves[0])
+
+    captured = capture(model, step)
+    (found, _) = run(captured, model, [torch.ones(4, 6)])
+    assert any(map(is_random, captured.graph.nodes))
+    assert found.dtype is kind
+    numbers = set(found.long().tolist())
+    assert range_[0] <= min(numbers) and max(numbers) < range_[1]
+    if range_[1] < 300:
+        assert numbers == set(range(*range_))
+
+
+def test_bounds_that_have_no_number_between_them():
+    model = nn.Linear(6, 6)
+    with pytest.raises(CaptureError, match=r"random_\(5, 2\) at .*test_capture.py:.*no number"):
+        capture(model, lambda leaves: model(leaves[0]) * torch.empty(6).random_(5, 2))
