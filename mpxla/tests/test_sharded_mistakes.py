@@ -182,6 +182,74 @@ def test_gradients_of_parameters_that_optimizers_do_not_hold():
             assert "param.grad = None" in warning
 
 
+def change_gradients(key):
+    """Runs on every rank: warnings of an update after each way to change gradients."""
+    import mpxla as smp
+    from mpxla.parallel import hand_changes
+
+    smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    small = model.module[0].bias
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def scale(parameters):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def exchange():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+    def clip(parameters=()):
+        scale(parameters)
+        smp.clip_grad_norm_(model.parameters(), 0.01)
+
+    ways = {
+        "loop": lambda: scale(model.parameters()),
+        "exchange": exchange,
+        "one": lambda: scale([small]),
+        "before clipping": lambda: clip(model.parameters()),
+        "held": lambda: scale([p for g in optimizer.param_groups for p in g["params"]]),
+        "clip": clip,
+        "torch's": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        "cleared": lambda: small.grad.zero_(),
+        "nothing": lambda: None,
+    }
+    found = {}
+    for set_to_none in (True, False):
+        for what, change in ways.items():
+            with mock.patch.object(hand_changes, "warn_once") as warned:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                step(model, torch.ones(2, 4))
+                change()
+                optimizer.step()
+            found[what, set_to_none] = {call.args[1] for call in warned.mock_calls}
+    return found
+
+
+@pytest.mark.parametrize("key", ["sharded_data_parallel_degree", "shard_gradients"])
+@pytest.mark.parametrize("env", [{}, JAX], ids=["default", "jax"])
+def test_gradients_that_a_loop_does_not_reach(key, env):
+    for found in run_ranks(change_gradients, 2, key, env=env):
+        for (what, _), texts in found.items():
+            if what in ("loop", "exchange", "one", "before clipping"):
+                (text,) = texts
+                count = 1 if what == "one" else 2
+                assert text.startswith(f"the gradients of {count} parameters, as that of 0.bias, w")
+                assert "those of 2 others, as that of 0.weight, were not" in text
+                assert "scale the loss" in text and "smp.clip_grad_norm_" in text
+            else:
+                assert not texts, what
+
+
 def train_by_adagrad():
     """Runs on every rank: whole weights and state of an optimizer that makes state at once."""
     import mpxla as smp
