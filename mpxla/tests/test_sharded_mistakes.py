@@ -287,6 +287,71 @@ def test_an_optimizer_that_makes_its_state_at_once():
             assert_close_by_norm(state[position], entry, 1e-5)
 
 
+def load(kind):
+    """Runs on every rank: an error's text, or whether the model has what was loaded."""
+    import mpxla as smp
+
+    smp.init({**CONFIG, **({"pipeline_parallel_degree": 2} if kind == "stages" else {})})
+    with smp.model_creation(zero_init=True) if kind == "delayed" else contextlib.nullcontext():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def run():
+        step(model, torch.ones(2, 4))
+
+    if kind != "delayed":
+        run()
+    torch.manual_seed(7)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    model.load_state_dict(whole)
+    run()
+    is_equal = all(torch.equal(v.cpu(), whole[name]) for name, v in model.state_dict().items())
+    whole["1.weight"] = whole["1.weight"].clone()
+    whole["1.weight"][2, 1] += float(smp.rdp_rank())
+    with pytest.raises((smp.RankMismatch, smp.PeerFailure)) as error:
+        model.load_state_dict(whole)
+    return is_equal, str(error.value)
+
+
+@pytest.mark.parametrize("kind, count", [("placed", 2), ("delayed", 2), ("stages", 4)])
+def test_values_to_load_that_differ_between_ranks(kind, count):
+    for is_equal, text in run_ranks(load, count, kind, env=JAX):
+        assert is_equal
+        assert "give other values to model.load_state_dict than rank" in text
+        assert "1.weight: float32[4, 4] with digest " in text
+        assert "ranks [1] give" in text or count == 4
+        assert "sharded_data_parallel_degree" in text and "smp.broadcast" in text
+
+
+def load_alone():
+    """Runs on every rank: only the first one loads values."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    model = smp.DistributedModel(nn.Linear(4, 4, bias=False))
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    evaluate(model, torch.ones(2, 4))
+    if smp.rank() == 0:
+        model.load_state_dict(nn.Linear(4, 4, bias=False).state_dict())
+    evaluate(model, torch.ones(2, 4))
+
+
+def test_one_rank_that_loads_alone_is_told_at_once():
+    with pytest.raises(RankError) as error:
+        run_ranks(load_alone, 2, timeout_s=60, env=JAX)
+    assert "rank 0 came with model.load_state_dict() at " in str(error.value)
+
+
 def gather_alone():
     """Runs on every rank: the first one gathers what the others hold, who go on training."""
     import mpxla as smp
