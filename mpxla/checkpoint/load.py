@@ -38,6 +38,7 @@ from mpxla.checkpoint.shards import ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
+from mpxla.nn.distribute import without_shards
 from mpxla.nn.shards import Shard
 from mpxla.parallel.model import DistributedModel
 from mpxla.session import Session, current
@@ -211,7 +212,7 @@ def _copy_into(
     for name in sorted(divided & local):  # one by one: together they may be more than a host has
         model.load_values({name: read(names[name], None)}, strict=False)
     values = {n: read(names[n], shards.get(n)) for n in names if n in local - divided}
-    model.load_values(values, strict=False)
+    model.load_values(without_shards(values, shards, model.canonical_names), strict=False)
 
 
 class _FullLoader:
