@@ -38,3 +38,17 @@ def test_a_mask_may_come_after_whole_dimensions():
         expected[tuple(slice(None) if w is None else w for w in where)] = 5.0
         torch.testing.assert_close(written.detach(), expected)
         assert type(written.grad_fn).__name__ == "WhereBackward0", "no places are looked for"
+
+
+@pytest.mark.parametrize("shape, dims", [((2, 3, 6), None), ((2, 6, 3), (1,)), ((6, 3, 2), (0,))])
+def test_equations_of_tensors(shape, dims):
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator, requires_grad=True)
+    right = torch.randn([size for size in shape if size != 6], generator=generator).requires_grad_()
+    solved = SHARED[torch.ops.aten.linalg_tensorsolve.default](matrix, right, dims)
+    expected = torch.linalg.tensorsolve(matrix, right, dims)
+    torch.testing.assert_close(solved, expected, rtol=1e-4, atol=1e-5)
+    found, wanted = (
+        torch.autograd.grad(x.square().sum(), (matrix, right)) for x in (solved, expected)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
