@@ -117,15 +117,6 @@ def _range(start: Any, end: Any, step: Any = 1, dtype: torch.dtype | None = None
     return (start + step * jnp.arange(count, dtype=np.float64)).astype(wanted)
 
 
-@implements("range", "range.step")
-def _range_with_end(
-    start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    """Unlike `arange`, with the end; and of the default type, also for integers."""
-    wanted, count = _dtype(dtype), int((end - start) / step) + 1
-    return (start + step * jnp.arange(count, dtype=np.float64)).astype(wanted)
-
-
 @implements("linspace")
 def _linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None) -> jax.Array:
     wanted = _dtype(dtype)
