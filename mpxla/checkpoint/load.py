@@ -38,6 +38,7 @@ from mpxla.checkpoint.shards import ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
+from mpxla.nn.distribute import without_shards
 from mpxla.nn.shards import Shard
 from mpxla.parallel.model import DistributedModel
 from mpxla.session import Session, current
@@ -209,9 +210,9 @@ def _copy_into(
     shards = model.shards_of_tensors
     divided = {n for n in names if model.canonical_names[n] in model.tensors.parts}
     for name in sorted(divided & local):  # one by one: together they may be more than a host has
-        model.load_state_dict({name: read(names[name], None)}, strict=False)
+        model.load_values({name: read(names[name], None)}, strict=False)
     values = {n: read(names[n], shards.get(n)) for n in names if n in local - divided}
-    model.load_state_dict(values, strict=False)
+    model.load_values(without_shards(values, shards, model.canonical_names), strict=False)
 
 
 class _FullLoader:
@@ -384,7 +385,7 @@ class _PartialLoader:
         own = self._own_file(*place)
         local = {name for name, _ in self._model.local_named_buffers()}
         if own is not None and own["buffers"].keys() <= local:
-            self._model.load_state_dict(own["buffers"], strict=False)
+            self._model.load_values(own["buffers"], strict=False)
 
 
 class _SavedOptimizer:

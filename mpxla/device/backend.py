@@ -183,8 +183,13 @@ class Backend(Protocol):
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> None:
         """Gives the user's tensors (parameters) the memory of buffers; they stay the same objects.
 
-        Waits where `publish` does.
+        Where somebody holds a view of such a tensor, its memory is written to instead. Waits where
+        `publish` does.
         """
+        ...
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody holds a view of a tensor of the user's, such as `p.detach()`."""
         ...
 
     def spec(self, buffer: Buffer) -> TensorSpec:

@@ -17,6 +17,7 @@ from torch import fx
 from mpxla.comm.transport import Groups
 from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
+from mpxla.device.views import assign, num_holders
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
@@ -205,9 +206,13 @@ class EagerBackend(Alone):
         return list(buffers)
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Exchanges the memory of tensors."""
+        """Exchanges the memory of tensors, or writes to it where somebody sees that."""
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            tensor.data = buffer
+            assign(tensor, buffer, self.has_views(tensor))
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether something beside the tensor refers to its memory."""
+        return num_holders(tensor) > 1
 
     def spec(self, buffer: torch.Tensor) -> TensorSpec:
         """Shape and dtype of a tensor."""

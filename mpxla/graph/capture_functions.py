@@ -6,13 +6,14 @@ of values that torch makes on the way are left out: there are no values yet.
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpxla.errors import CaptureError
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -91,7 +92,81 @@ def _quantile(
     return values if levels.dim() else values.squeeze(0)
 
 
+def _random_(input: torch.Tensor, *bounds: int | None, **named: int | None) -> torch.Tensor:
+    """`Tensor.random_`. With two bounds its operator is named `from`, which no graph can write."""
+    if len(bounds) + len(named) < 2 and "from" not in named:
+        return input.random_(*bounds, **named)
+    low, high = (*bounds, None, None)[:2]
+    low, high = named.get("from", low), named.get("to", high)
+    assert low is not None, "torch wants a number"
+    if high is None:  # the largest integer of the type, or up to which it has all
+        kind = input.dtype
+        high = int(2 / torch.finfo(kind).eps) if kind.is_floating_point else torch.iinfo(kind).max
+        high = min(high + 1, torch.iinfo(torch.int64).max)
+    if low >= high:
+        raise CaptureError(
+            f"random_({low}, {high}){at_user_line()} has no number to draw: the first bound must "
+            f"be smaller than the second."
+        )
+    return input.copy_(torch.randint(low, high, input.shape, device=input.device))
+
+
+def _cov(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`torch.cov`; a norm that is not positive counts as zero."""
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [weights for weights in (fweights, aweights) if weights is not None]
+    weights = given[0] if len(given) == 1 else given[0] * given[1] if given else None
+    weighted = rows if weights is None else rows * weights
+    total = torch.tensor(rows.shape[1]) if weights is None else weights.sum()
+    centered = rows - (weighted.sum(1) / total).unsqueeze(1)
+    norm = total - correction
+    if aweights is not None and weights is not None and correction:
+        norm = total - correction * (weights * aweights).sum() / total
+    second = centered if weights is None else centered * weights
+    return (centered @ second.mT.conj() / norm.clamp_min(0)).squeeze()
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    """`torch.corrcoef`."""
+    found = _cov(input)
+    if not found.dim():
+        return found / found
+    deviations = found.diag().real.sqrt() if found.is_complex() else found.diag().sqrt()
+    found = found / deviations[:, None] / deviations
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
+
+
+def _with_lengths(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A CTC loss that takes lengths as numbers too, with which its operator tells no shape."""
+    names = "input_lengths", "target_lengths"
+
+    def tensor(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        return lengths if isinstance(lengths, torch.Tensor) else torch.tensor(list(lengths))
+
+    def call(*args: Any, **named: Any) -> torch.Tensor:
+        places = (tensor(v) if i in (2, 3) else v for i, v in enumerate(args))
+        named = {name: tensor(v) if name in names else v for name, v in named.items()}
+        return function(*places, **named)
+
+    return call
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.ctc_loss: _with_lengths(torch.ctc_loss),
+    F.ctc_loss: _with_lengths(F.ctc_loss),
+    torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.quantile: _quantile,
     torch.Tensor.quantile: _quantile,

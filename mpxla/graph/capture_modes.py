@@ -87,7 +87,17 @@ class StepSemantics(TorchFunctionMode):
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
+        if func in _VERDICTS:
+            return self._verdict(_VERDICTS[func], args, kwargs)
         return self.constants.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
+
+    def _verdict(self, compare: Any, args: Any, kwargs: Any) -> bool:
+        """Whether all elements pass a comparison, read as `bool(tensor)` reads it."""
+        if compare is torch.eq and args[0].shape != [*args, *kwargs.values()][1].shape:
+            return False
+        passed = self.constants.call(compare, args, kwargs)
+        verdict = self.constants.call(torch.all, (passed,), {})
+        return self.constants.call(torch.Tensor.__bool__, (verdict,), {})
 
     def _to_host(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type != "meta":
@@ -115,6 +125,10 @@ def _refuse_foreign_parameter(value: Any) -> None:
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_VERDICTS: dict[Any, Any] = {
+    **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
+    **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),
+}
 _DEVICE_BY_NAME = (torch.Tensor.to,)
 
 

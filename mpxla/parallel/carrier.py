@@ -1,6 +1,5 @@
 """How tensors that an optimizer keeps beside its parameters get to the device, whole or in part."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +7,7 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.parallel.companions import Heir, follow_parameters, tensors_beside
+from mpxla.parallel.digests import digest_of
 from mpxla.parallel.update_copy import UpdateCopy
 from mpxla.runtime.state import ModelState
 from mpxla.session import Session
@@ -131,15 +131,10 @@ def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
     hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
     if len(group) == 1 or not hosted:
         return
-    digests = [_digest(tensor) for tensor in hosted]
+    digests = [digest_of(tensor) for tensor in hosted]
     everyone = session.objects.allgather(digests, group)
     for number, tensor in enumerate(hosted):
         if any(other[number] != everyone[0][number] for other in everyone):
             value = session.transport.broadcast(tensor.detach().contiguous(), group[0], group)
             with torch.no_grad():
                 tensor.copy_(value.result())
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.md5(flat.numpy().data).hexdigest()}"

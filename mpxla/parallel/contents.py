@@ -5,7 +5,7 @@ hooks or optimizers.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,6 +16,7 @@ from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError
 from mpxla.nn.layers import make_whole, shards_of
 from mpxla.nn.shards import Shard
+from mpxla.parallel.digests import check_equal_values
 from mpxla.parallel.names import NoSuchAttributeError
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, gather_on_first, to_host
@@ -185,6 +186,31 @@ class PartitionedModule(nn.Module):
     @property
     def _parts(self) -> Mapping[str, nn.Parameter]:
         return self._state.parts
+
+    def _loading(self) -> AbstractContextManager[None]:
+        """Around a call of the user that loads values: all ranks make it, if some are divided."""
+        if not (self._state.shards and self._state.is_placed):
+            return nullcontext()
+        return self.together("model.load_state_dict()", current().topology.world_group())
+
+    def check_loaded(self, values: Mapping[str, Any]) -> None:
+        """Checks that ranks load the same parameters, if they divide some of them.
+
+        Raises:
+            RankMismatch: they do not.
+        """
+        session, names = current(), self._state.canonical_names
+        if not any(names.get(name) in self._parts for name in values):
+            return
+        given = {
+            name: value
+            for name, value in values.items()
+            if names.get(name) in self._state.parameters
+            and isinstance(value, torch.Tensor)
+            and not value.is_meta
+        }
+        group = session.topology.rdp_group(session.rank)
+        check_equal_values(session.state_objects, group, given, "model.load_state_dict")
 
     def _whole(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group, Members
 from mpxla.delayed import accept_changes, delay_all_models, is_delayed
-from mpxla.errors import ConfigError, MpxlaError, StepError
+from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import distribute, exchange_registered, without_shards
@@ -45,7 +45,7 @@ from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
 from mpxla.parallel.torch_scaling import see_all_overflows
 from mpxla.parallel.whole import save_whole, whole_copy
-from mpxla.parallel.wrappable import check_module
+from mpxla.parallel.wrappable import check_module, check_options
 from mpxla.runtime.member import Member
 from mpxla.runtime.state import load_into
 from mpxla.session import current
@@ -102,7 +102,10 @@ class DistributedModel(PartitionedModule):
         gradient_as_bucket_view: bool = False,
     ):
         session = current()
-        _check_options(module, trace_device, trace_execution_times, backward_passes_per_step)
+        if isinstance(module, DistributedModel):
+            raise MpxlaError("this model is a DistributedModel already.")
+        check_module(module)
+        check_options(trace_device, trace_execution_times, backward_passes_per_step)
         if trace_execution_times:
             what = "DistributedModel(trace_execution_times=True)"
             refuse_with_shards(what, session.topology.tp_size)
@@ -311,6 +314,20 @@ class DistributedModel(PartitionedModule):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
+        with self._loading():
+            return self.load_values(values, strict)
+
+    def load_values(self, values: Mapping[str, Any], strict: bool) -> Any:
+        """Loads whole values; the ranks that divide some of them call it together, with equal ones.
+
+        Args:
+            values: by name; of tensors that are split over ranks, this rank's parts.
+            strict: whether missing and unexpected keys are errors.
+
+        Raises:
+            RankMismatch: ranks have different values of what they divide.
+        """
+        self.check_loaded(values)
         self._backend.forget(self.module.parameters())  # torch may swap them
         try:
             result = load_into(self.module, values, strict)
@@ -481,19 +498,3 @@ class DistributedModel(PartitionedModule):
             return
         with self._models.joined(self._reducer):
             yield
-
-
-def _check_options(
-    module: Any, trace_device: str, trace_execution_times: bool, backward_passes_per_step: Any
-) -> None:
-    if isinstance(module, DistributedModel):
-        raise MpxlaError("this model is a DistributedModel already.")
-    check_module(module)
-    if trace_device not in ("gpu", "cpu"):
-        raise ConfigError(f"trace_device is {trace_device!r}; use 'gpu' or 'cpu'.")
-    if trace_execution_times and trace_device == "cpu":
-        raise ConfigError("trace_execution_times=True does not go with trace_device='cpu'.")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ConfigError(
-            f"backward_passes_per_step is {backward_passes_per_step!r}; use an integer from 1."
-        )

@@ -25,6 +25,7 @@ from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.log import warn_once
 from mpxla.parallel.buckets import Bucket, fill_buckets
+from mpxla.parallel.hand_changes import mark, notice_unreached
 from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.sums import GradientPrograms
@@ -60,6 +61,8 @@ def set_gradients(
     """Exchanges gradients; None takes one away."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
         tensor.grad = gradient
+        if gradient is not None:
+            mark(gradient)
 
 
 class ParameterStore:
@@ -264,7 +267,7 @@ class ParameterStore:
         for part, values in started:
             if isinstance(part, Parts):
                 parts = [self.state.parts[name] for name in part.wide_names]
-                set_values(parts, self.backend.publish(values()))
+                self.backend.assign(parts, values())
             else:
                 self.write(part.names, values())
 
@@ -348,9 +351,20 @@ class ParameterStore:
             StepError: there are some that belong to pieces.
         """
         parameters = self.state.parameters
-        for part in self._parts:
-            for name in () if isinstance(part, Masters) else part.names:
-                check_no_gradient(name, parameters[name])
+        divided = [part for part in self._parts if not isinstance(part, Masters)]
+        if divided:
+            whole = self.state.local_parameters()
+            notice_unreached(
+                {n: p.grad for n, p in whole if n not in self._part_of and p.grad is not None},
+                (
+                    (name, copy.parameter.grad)
+                    for part in divided
+                    for name, copy in part.copies.items()
+                    if copy.parameter.grad is not None
+                ),
+            )
+        for name in (name for part in divided for name in part.names):
+            check_no_gradient(name, parameters[name])
         names = [
             name
             for part in self._parts

@@ -242,8 +242,8 @@ class Slots:
     def let_go(self) -> None:
         """Forgets what is donated, before the program that takes its memory is called.
 
-        A view that somebody sees keeps its memory from being taken, and those here would. Aliases
-        that users hold do so too, which is why they stay as they are.
+        A view that somebody sees keeps its memory from being taken, and those here would. So do
+        views that users hold: parameters with such keep their memory, and are written to later.
         """
         if not self.donated:
             return
@@ -251,7 +251,8 @@ class Slots:
         for state, key, place in self._entries:
             if place in taken:
                 state[key] = None
-        release(p for at, p in (*self._written(), *self._sources.items()) if at in taken)
+        held = [p for at, p in (*self._written(), *self._sources.items()) if at in taken]
+        release([p for p in held if not self._backend.has_views(p)])
         self._forget()
 
     def _forget(self) -> None:

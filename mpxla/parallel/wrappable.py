@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpxla.errors import MpxlaError
+from mpxla.errors import ConfigError, MpxlaError
 
-__all__ = ["check_module"]
+__all__ = ["check_module", "check_options"]
 
 
 def check_module(module: Any) -> None:
@@ -55,3 +55,21 @@ def _is_compiled(module: nn.Module) -> bool:
     """By `torch.compile(module)`, which wraps it, or `module.compile()`, which marks it."""
     is_wrapper = type(module).__name__ == "OptimizedModule"  # importing its class loads dynamo
     return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def check_options(
+    trace_device: str, trace_execution_times: bool, backward_passes_per_step: Any
+) -> None:
+    """Checks options of `DistributedModel`, of that name.
+
+    Raises:
+        ConfigError: one is not available.
+    """
+    if trace_device not in ("gpu", "cpu"):
+        raise ConfigError(f"trace_device is {trace_device!r}; use 'gpu' or 'cpu'.")
+    if trace_execution_times and trace_device == "cpu":
+        raise ConfigError("trace_execution_times=True does not go with trace_device='cpu'.")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ConfigError(
+            f"backward_passes_per_step is {backward_passes_per_step!r}; use an integer from 1."
+        )

@@ -35,18 +35,53 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`tensor[mask] = number`, whose derivative looks for the places of the mask on the host.
+    """`tensor[mask] = values`, whose derivative looks for the places of the mask on the host.
 
-    Whole dimensions may come before the mask: `tensor[:, mask] = number`.
+    Whole dimensions may come before the mask: `tensor[:, mask] = values`. With several values,
+    each is that of one place, in their order. PyTorch raises where there are more or fewer of them
+    than places, which a program cannot: it gives not-a-number then.
     """
-    *before, mask = indices
-    is_mask = mask is not None and mask.dtype is torch.bool
-    is_whole = all(index is None for index in before)
-    if mask is None or not is_mask or not is_whole or accumulate or values.numel() != 1:
+    given = [(i, index) for i, index in enumerate(indices) if index is not None]
+    place, mask = given[0]
+    is_mask = mask.dtype is torch.bool and mask.dim() > 0 and len(given) == 1
+    if not is_mask or not values.numel():
         return _aten.index_put.default(tensor, indices, values, accumulate)
-    after = tensor.dim() - len(before) - mask.dim()
+    values, after = values.to(tensor.dtype), tensor.dim() - place - mask.dim()
+    if values.numel() == 1:
+        chosen = values.reshape(())
+    else:
+        rows = values.reshape((1,) * (place + 1 + after - values.dim()) + values.shape)
+        chosen = _for_places(rows, place, mask.flatten())
+        if mask.dim() > 1:
+            sizes = (mask.numel(), *tensor.shape[tensor.dim() - after :])
+            chosen = chosen.expand(*tensor.shape[:place], *sizes).reshape(tensor.shape)
     mask = mask.reshape(*mask.shape, *(1 for _ in range(after)))
-    return torch.where(mask, values.to(tensor.dtype).reshape(()), tensor)
+    return torch.where(mask, tensor + chosen if accumulate else chosen, tensor)
+
+
+def _for_places(values: torch.Tensor, dim: int, marks: torch.Tensor) -> torch.Tensor:
+    """Values along a dimension in the places that are marked; what is in others is nothing."""
+    count = values.shape[dim]
+    if count == 1:
+        return values
+    chosen = values.index_select(dim, (marks.cumsum(0) - 1).clamp(0, count - 1))
+    if not chosen.dtype.is_floating_point:
+        return chosen
+    return torch.where(marks.sum() == count, chosen, torch.nan)
+
+
+def _range(
+    start: float,
+    end: float,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """`torch.range`, which has its end; devices lack the operator."""
+    numbers = torch.arange(int((end - start) / step) + 1, dtype=torch.float64, device=device)
+    return (start + step * numbers).to(dtype or torch.get_default_dtype())
 
 
 def strided_places(
@@ -215,6 +250,8 @@ SHARED: dict[Any, Callable[..., Any]] = {
     _aten.pdist.default: _pdist,
     _aten.copy.default: copied,
     _aten.index_put.default: _index_put,
+    _aten.range.default: _range,
+    _aten.range.step: _range,
     _aten.embedding_bag.default: _embedding_bag,
     _aten.embedding_bag.padding_idx: _embedding_bag,
     _aten.grid_sampler.default: _grid_sampler,

@@ -4,7 +4,7 @@ PyTorch's derivatives read LU decompositions, of which it depends on how a matri
 whose they are. These read inverses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,15 @@ def _solve_ex(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     info = torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
     return _solve(a, b, left=left), info
+
+
+def _tensorsolve(
+    a: torch.Tensor, b: torch.Tensor, dims: Sequence[int] | None = None
+) -> torch.Tensor:
+    if dims is not None:
+        a = a.movedim(list(dims), list(range(a.dim() - len(dims), a.dim())))
+    unknown = a.shape[b.dim() :]
+    return _solve(a.reshape(b.numel(), -1), b.flatten()).reshape(unknown)
 
 
 def _inverse(a: torch.Tensor) -> torch.Tensor:
@@ -121,6 +130,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_slogdet.default: _slogdet,
     _aten.linalg_solve.default: _solve,
     _aten.linalg_solve_ex.default: _solve_ex,
+    _aten.linalg_tensorsolve.default: _tensorsolve,
     _aten.logdet.default: _logdet,
     _aten.slogdet.default: _slogdet,
 }

@@ -75,6 +75,21 @@ def _aliases(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in schema_of(node).returns)
 
 
+def _functional(operator: Any) -> Any:
+    """The overload that takes the same arguments and writes to none; its name may be another."""
+    packet = getattr(_aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    if packet is None:
+        return None
+    names = [operator._overloadname, *packet.overloads()]
+    found = [overload for n in names if (overload := getattr(packet, n, None)) is not None]
+    kinds = _kinds(operator)
+    return next((o for o in found if _kinds(o) == kinds and not o._schema.is_mutable), None)
+
+
+def _kinds(operator: Any) -> list[str]:
+    return [str(argument.type) for argument in operator._schema.arguments]
+
+
 def _twin(graph: fx.Graph, node: fx.Node, decomposed: Container[Any]) -> fx.Node | None:
     """Inserts what gives the value that a write leaves behind."""
     target, value = node.target, node.meta["val"]
@@ -87,8 +102,7 @@ def _twin(graph: fx.Graph, node: fx.Node, decomposed: Container[Any]) -> fx.Node
         kwargs = {"dtype": value.dtype, "device": value.device}
     else:
         schema = schema_of(node)
-        packet = getattr(_aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-        found = getattr(packet, target._overloadname, None)  # pyright: ignore[reportPrivateUsage]
+        found = _functional(target)
         writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
         if found is None or found in decomposed or writes != [True] + [False] * (len(writes) - 1):
             return None

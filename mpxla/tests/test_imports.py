@@ -29,7 +29,7 @@ LAYERS = (
     ("device.backend", "device.alone"),
     ("stage", "planning"),
     ("device.relay",),
-    ("device.cpu_world", "device.fused", "device.convolution"),
+    ("device.cpu_world", "device.fused", "device.convolution", "device.views"),
     ("device.torch_xla", "device.pjrt", "device.eager"),
     ("device.choice", "device"),
     ("session",),

@@ -182,6 +182,74 @@ def test_gradients_of_parameters_that_optimizers_do_not_hold():
             assert "param.grad = None" in warning
 
 
+def change_gradients(key):
+    """Runs on every rank: warnings of an update after each way to change gradients."""
+    import mpxla as smp
+    from mpxla.parallel import hand_changes
+
+    smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    small = model.module[0].bias
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def scale(parameters):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def exchange():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+    def clip(parameters=()):
+        scale(parameters)
+        smp.clip_grad_norm_(model.parameters(), 0.01)
+
+    ways = {
+        "loop": lambda: scale(model.parameters()),
+        "exchange": exchange,
+        "one": lambda: scale([small]),
+        "before clipping": lambda: clip(model.parameters()),
+        "held": lambda: scale([p for g in optimizer.param_groups for p in g["params"]]),
+        "clip": clip,
+        "torch's": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        "cleared": lambda: small.grad.zero_(),
+        "nothing": lambda: None,
+    }
+    found = {}
+    for set_to_none in (True, False):
+        for what, change in ways.items():
+            with mock.patch.object(hand_changes, "warn_once") as warned:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                step(model, torch.ones(2, 4))
+                change()
+                optimizer.step()
+            found[what, set_to_none] = {call.args[1] for call in warned.mock_calls}
+    return found
+
+
+@pytest.mark.parametrize("key", ["sharded_data_parallel_degree", "shard_gradients"])
+@pytest.mark.parametrize("env", [{}, JAX], ids=["default", "jax"])
+def test_gradients_that_a_loop_does_not_reach(key, env):
+    for found in run_ranks(change_gradients, 2, key, env=env):
+        for (what, _), texts in found.items():
+            if what in ("loop", "exchange", "one", "before clipping"):
+                (text,) = texts
+                count = 1 if what == "one" else 2
+                assert text.startswith(f"the gradients of {count} parameters, as that of 0.bias, w")
+                assert "those of 2 others, as that of 0.weight, were not" in text
+                assert "scale the loss" in text and "smp.clip_grad_norm_" in text
+            else:
+                assert not texts, what
+
+
 def train_by_adagrad():
     """Runs on every rank: whole weights and state of an optimizer that makes state at once."""
     import mpxla as smp
@@ -217,6 +285,71 @@ def test_an_optimizer_that_makes_its_state_at_once():
         assert_close_by_norm(weights, model.state_dict(), 1e-5)
         for position, entry in optimizer.state_dict()["state"].items():
             assert_close_by_norm(state[position], entry, 1e-5)
+
+
+def load(kind):
+    """Runs on every rank: an error's text, or whether the model has what was loaded."""
+    import mpxla as smp
+
+    smp.init({**CONFIG, **({"pipeline_parallel_degree": 2} if kind == "stages" else {})})
+    with smp.model_creation(zero_init=True) if kind == "delayed" else contextlib.nullcontext():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def run():
+        step(model, torch.ones(2, 4))
+
+    if kind != "delayed":
+        run()
+    torch.manual_seed(7)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    model.load_state_dict(whole)
+    run()
+    is_equal = all(torch.equal(v.cpu(), whole[name]) for name, v in model.state_dict().items())
+    whole["1.weight"] = whole["1.weight"].clone()
+    whole["1.weight"][2, 1] += float(smp.rdp_rank())
+    with pytest.raises((smp.RankMismatch, smp.PeerFailure)) as error:
+        model.load_state_dict(whole)
+    return is_equal, str(error.value)
+
+
+@pytest.mark.parametrize("kind, count", [("placed", 2), ("delayed", 2), ("stages", 4)])
+def test_values_to_load_that_differ_between_ranks(kind, count):
+    for is_equal, text in run_ranks(load, count, kind, env=JAX):
+        assert is_equal
+        assert "give other values to model.load_state_dict than rank" in text
+        assert "1.weight: float32[4, 4] with digest " in text
+        assert "ranks [1] give" in text or count == 4
+        assert "sharded_data_parallel_degree" in text and "smp.broadcast" in text
+
+
+def load_alone():
+    """Runs on every rank: only the first one loads values."""
+    import mpxla as smp
+
+    smp.init(CONFIG)
+    model = smp.DistributedModel(nn.Linear(4, 4, bias=False))
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    evaluate(model, torch.ones(2, 4))
+    if smp.rank() == 0:
+        model.load_state_dict(nn.Linear(4, 4, bias=False).state_dict())
+    evaluate(model, torch.ones(2, 4))
+
+
+def test_one_rank_that_loads_alone_is_told_at_once():
+    with pytest.raises(RankError) as error:
+        run_ranks(load_alone, 2, timeout_s=60, env=JAX)
+    assert "rank 0 came with model.load_state_dict() at " in str(error.value)
 
 
 def gather_alone():

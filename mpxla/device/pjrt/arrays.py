@@ -4,7 +4,7 @@ On the CPU an array shares a tensor's memory if that is contiguous and aligned; 
 shares an array's. On other devices, and with plugins that have no dlpack, values are copied.
 
 An array that shares memory with a tensor is not donated: XLA copies it then. So a tensor that users
-see keeps its numbers.
+see keeps its numbers, unless they are written to it.
 """
 
 import weakref
@@ -212,6 +212,13 @@ class ImportCache:
         if self._is_shared(tensor, array):
             self.forget([tensor])
             self._published.note(tensor.data_ptr(), tensor.untyped_storage(), tensor, array)
+
+    def is_lent(self, tensor: torch.Tensor) -> bool:
+        """Whether an array that was made of a tensor refers to the tensor's memory."""
+        known = self._imported.get(id(tensor))
+        if known is None or known.owner() is not tensor or known.array.is_deleted():
+            return False
+        return known.layout[0] == tensor.data_ptr()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refers no longer to tensors."""

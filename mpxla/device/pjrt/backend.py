@@ -36,6 +36,7 @@ from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
 from mpxla.device.pjrt.lowering import make_lowering
 from mpxla.device.pjrt.memory import counters, explained
+from mpxla.device.views import assign, num_holders
 from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
@@ -252,11 +253,18 @@ class PjrtBackend:
         return found
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[jax.Array]) -> None:
-        """Waits; what `adopt` gives for the tensors are these buffers then."""
-        for tensor, buffer, value in zip(tensors, buffers, self._shared(buffers), strict=True):
-            tensor.data = value
-            if value is not buffer:
+        """Waits; what `adopt` gives for tensors without views are these buffers then."""
+        seen = [self.has_views(tensor) for tensor in tensors]
+        if any(seen):
+            self.wait()  # programs may read the memory that is written to
+        values = self._shared(buffers)
+        for tensor, buffer, value, is_seen in zip(tensors, buffers, values, seen, strict=True):
+            if assign(tensor, value, is_seen) and value is not buffer:
                 self._imports.remember(tensor, buffer)
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether something beside the tensor, and an array of it, refers to its memory."""
+        return num_holders(tensor) > 1 + self._imports.is_lent(tensor)
 
     def _shared(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
         """Waits; arrays as tensors, and tensors as they are."""

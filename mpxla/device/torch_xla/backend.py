@@ -22,6 +22,7 @@ from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
 from mpxla.device.torch_xla.lowering import make_lowering
+from mpxla.device.views import assign, num_holders
 from mpxla.kept import Kept, kind_of_processor
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
@@ -130,9 +131,13 @@ class TorchXlaBackend:
         return list(buffers)
 
     def assign(self, tensors_: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Exchanges the memory of tensors."""
+        """Exchanges the memory of tensors, or writes to it where somebody sees that."""
         for tensor, buffer in zip(tensors_, buffers, strict=True):
-            tensor.data = buffer
+            assign(tensor, buffer, self.has_views(tensor))
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether something beside the tensor refers to its memory."""
+        return num_holders(tensor) > 1
 
     def spec(self, buffer: torch.Tensor) -> TensorSpec:
         """Shape and dtype of a buffer."""

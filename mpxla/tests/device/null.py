@@ -189,6 +189,10 @@ class NullBackend(Alone):
         for tensor, buffer in zip(tensors, buffers, strict=True):
             tensor.data = self._zeros(buffer)
 
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Nobody has any."""
+        return False
+
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""
         return buffer.spec if isinstance(buffer, NullBuffer) else TensorSpec.of(buffer)

@@ -390,3 +390,79 @@ def test_a_module_that_needs_float32_is_named():
         capture(model, step, narrow)
     model[1][0].is_widened = True
     assert capture(model, step, narrow).is_training
+
+
+@pytest.mark.parametrize(
+    "bounds, named, kind, range_",
+    [
+        ((2, 5), {}, torch.float32, (2, 5)),
+        ((), {"from": -3, "to": 3}, torch.int64, (-3, 3)),
+        ((4,), {"to": 6}, torch.float32, (4, 6)),
+        ((250, None), {}, torch.uint8, (250, 256)),
+        ((7,), {}, torch.float32, (0, 7)),
+        ((), {"to": 4}, torch.float32, (0, 4)),
+        ((), {"generator": torch.Generator()}, torch.float32, (0, 2**24 + 1)),
+    ],
+)
+def test_numbers_drawn_in_place_between_two_bounds(bounds, named, kind, range_):
+    model = nn.Linear(6, 6)
+
+    def step(leaves):
+        drawn = torch.empty(400, dtype=kind)
+        assert drawn.random_(*bounds, **named) is drawn
+        return drawn, model(leaves[0])
+
+    captured = capture(model, step)
+    (found, _) = run(captured, model, [torch.ones(4, 6)])
+    assert any(map(is_random, captured.graph.nodes))
+    assert found.dtype is kind
+    numbers = set(found.long().tolist())
+    assert range_[0] <= min(numbers) and max(numbers) < range_[1]
+    if range_[1] < 300:
+        assert numbers == set(range(*range_))
+
+
+def test_bounds_that_have_no_number_between_them():
+    model = nn.Linear(6, 6)
+    with pytest.raises(CaptureError, match=r"random_\(5, 2\) at .*test_capture.py:.*no number"):
+        capture(model, lambda leaves: model(leaves[0]) * torch.empty(6).random_(5, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.cov,
+        lambda x: x.cov(correction=0),
+        lambda x: torch.cov(x[0]),
+        lambda x: torch.cov(x, fweights=torch.tensor([1, 2, 0, 3, 1, 1])),
+        lambda x: torch.cov(x, aweights=x[0].square()),
+        lambda x: torch.cov(x, correction=2, fweights=torch.arange(6), aweights=x[1].square()),
+        lambda x: torch.cov(x[:, :2], correction=5),
+        torch.corrcoef,
+        lambda x: x[1].corrcoef(),
+        lambda x: torch.cov(torch.complex(x, x.flip(0))),
+        lambda x: torch.corrcoef(torch.complex(x, x.flip(0))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:cov.*degrees of freedom is <= 0")
+def test_covariances(function):
+    model, x = nn.Linear(6, 6), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    captured = capture(model, lambda leaves: function(model(leaves[0])))
+    (found,) = run(captured, model, [x])
+    torch.testing.assert_close(found, function(model(x)).detach(), equal_nan=True)
+
+
+def test_a_ctc_loss_whose_lengths_are_numbers():
+    model, labels = nn.Linear(6, 6), torch.tensor([[1, 2, 3], [4, 4, 5]])
+    x = torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0))
+    losses = (
+        lambda p: F.ctc_loss(p, labels, [8, 7], (3, 2)),
+        lambda p: nn.CTCLoss()(p, labels, (8, 7), target_lengths=[3, 2]),
+        lambda p: torch.ctc_loss(p, labels, [8, 7], [3, 2]),
+        lambda p: F.ctc_loss(p, labels, torch.tensor([8, 7]), torch.tensor([3, 2])),
+    )
+    for loss in losses:
+        leaf = TensorLeaf((8, 2, 6), torch.float32)
+        captured = capture(model, lambda leaves, f=loss: f(model(leaves[0]).log_softmax(-1)), leaf)
+        expected = loss(model(x).log_softmax(-1)).detach()
+        torch.testing.assert_close(run(captured, model, [x])[0], expected)

@@ -44,7 +44,15 @@ def write_through_a_view(x):
     return x + 1 if values.sum() == 7 else x
 
 
+def compare(x):
+    table = torch.arange(4.0)
+    is_near = torch.allclose(table, table + 1e-7) and table.allclose(other=table + 0.1, atol=0.2)
+    is_same = torch.equal(ORDER, ORDER.clone()) and not ORDER.equal(ORDER + 1)
+    return x * 2 if is_near and is_same and not torch.equal(table, ORDER) else x
+
+
 ALLOWED = [
+    compare,
     branch_on_what_is_made,
     branch_on_what_is_closed_over,
     count,

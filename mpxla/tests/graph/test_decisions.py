@@ -42,7 +42,12 @@ def several(x, ids):
     return x - ids.sum().item() if ids[1] > 1 else x
 
 
+def compare(x, ids):
+    return x * 2 if torch.equal(ids, OFFSET) or torch.allclose(ids, 3 * OFFSET) else x
+
+
 CASES = [
+    (compare, [1, 2, 3], [2, 1, 1], [1, 0, 0], r"torch\.equal\(ids.* changed from False to True"),
     (branch, [1, 2, 3], [2, 1, 1], [1, 0, 1], r"== 0\)\.any\(\) else x changed from False to True"),
     (count, [1, 2, 1], [2, 2, 2], [3, 1, 1], r"\[:, : int\(ids\.max.* changed from 2 to 3"),
     (write, [1, 2, 0], [3, 3, 5], [1, 1, 9], r"if values\.sum\(\) > 3 .* from True to False"),

@@ -38,3 +38,73 @@ def test_a_mask_may_come_after_whole_dimensions():
         expected[tuple(slice(None) if w is None else w for w in where)] = 5.0
         torch.testing.assert_close(written.detach(), expected)
         assert type(written.grad_fn).__name__ == "WhereBackward0", "no places are looked for"
+
+
+@pytest.mark.parametrize("shape, dims", [((2, 3, 6), None), ((2, 6, 3), (1,)), ((6, 3, 2), (0,))])
+def test_equations_of_tensors(shape, dims):
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator, requires_grad=True)
+    right = torch.randn([size for size in shape if size != 6], generator=generator).requires_grad_()
+    solved = SHARED[torch.ops.aten.linalg_tensorsolve.default](matrix, right, dims)
+    expected = torch.linalg.tensorsolve(matrix, right, dims)
+    torch.testing.assert_close(solved, expected, rtol=1e-4, atol=1e-5)
+    found, wanted = (
+        torch.autograd.grad(x.square().sum(), (matrix, right)) for x in (solved, expected)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+put = SHARED[torch.ops.aten.index_put.default]
+rows = torch.tensor([True, False, True, True])
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def by_torch(tensor, where, values, accumulate):
+    return torch.ops.aten.index_put.default(tensor, where, values, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "where, shape",
+    [
+        ([rows], (3, 3)),
+        ([rows], (1, 3)),
+        ([rows], (3,)),
+        ([None, rows[:3]], (4, 2)),
+        ([None, rows[:3]], (2,)),
+        ([torch.arange(12).reshape(4, 3) % 5 > 1], (6,)),
+        ([torch.arange(12).reshape(4, 3) % 5 > 1], ()),
+        ([torch.tensor([2, 0])], (2, 3)),
+    ],
+    ids=str,
+)
+def test_values_for_the_places_of_a_mask(where, shape, accumulate):
+    tensor, values = random(4, 3), random(*shape)
+    written, expected = (f(tensor, where, values, accumulate) for f in (put, by_torch))
+    torch.testing.assert_close(written, expected)
+    slopes = torch.arange(12.0).reshape(4, 3)
+    found, wanted = (
+        torch.autograd.grad(result, (tensor, values), slopes) for result in (written, expected)
+    )
+    torch.testing.assert_close(found, wanted)
+    if where[-1].dtype is torch.bool:
+        assert "IndexPut" not in type(written.grad_fn).__name__, "it would look for places"
+
+
+def test_more_or_fewer_values_than_places_are_no_number():
+    for count in (2, 4):
+        assert put(random(4, 3), [rows], random(count, 3))[rows].isnan().all()
+
+
+def test_ranges_with_their_end():
+    aten = torch.ops.aten
+    for operator, args, named in (
+        (aten.range.default, (1, 4), {}),
+        (aten.range.step, (0.5, 4.2, 0.7), {"device": torch.device("cpu")}),
+        (aten.range.step, (5, -2, -3), {"dtype": torch.int64}),
+    ):
+        found, expected = SHARED[operator](*args, **named), operator(*args, **named)
+        torch.testing.assert_close(found, expected)

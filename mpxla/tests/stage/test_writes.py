@@ -37,6 +37,20 @@ def test_readers_see_the_value_of_their_time():
         torch.testing.assert_close(found, expected)
 
 
+def power(x):
+    y = x.abs() + 1
+    y.pow_(0.5).pow_(x)  # operators whose overloads have other names than those that do not write
+    return y
+
+
+def test_an_overload_of_another_name():
+    x = torch.randn(4)
+    module = traced(power, x)
+    assert replace_writes(module, ())
+    assert aten.pow.Tensor_Scalar in targets(module)
+    torch.testing.assert_close(module(x), power(x))
+
+
 def copied(x):
     y = torch.empty_like(x)
     y.copy_(x + 1)

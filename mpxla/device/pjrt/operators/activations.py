@@ -145,3 +145,18 @@ def _prelu_backward(
 def _shrink_backward(gradient: jax.Array, x: jax.Array, lambd: Any) -> jax.Array:
     is_inside = (x >= -lambd) & (x <= lambd)
     return jnp.where(is_inside, cast(0, gradient.dtype), gradient)
+
+
+@implements("rrelu_with_noise_backward")
+def _rrelu_backward(
+    gradient: jax.Array,
+    x: jax.Array,
+    noise: jax.Array,
+    lower: Any,
+    upper: Any,
+    training: bool,
+    self_is_result: bool,
+) -> jax.Array:
+    if training and upper - lower > 1e-6:
+        return gradient * noise
+    return jnp.where(x > 0, gradient, gradient * cast((lower + upper) / 2, gradient.dtype))

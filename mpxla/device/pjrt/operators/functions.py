@@ -189,7 +189,29 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
 @implements("polygamma")
 def _polygamma(order: int, x: jax.Array) -> jax.Array:
     x = as_float(x)[0]
-    return _digamma(x) if order == 0 else special.polygamma(np.int64(order), x)
+    return _digamma(x) if order == 0 else _higher_polygamma(order, x)
+
+
+_MOST_SHIFTS = 10_000
+"""How far a negative number is brought up to the positive ones, step by step as PyTorch does."""
+
+
+def _higher_polygamma(order: int, x: jax.Array) -> jax.Array:
+    """(-1)^(n + 1) n! zeta(n + 1, x); jax's zeta is that of positive numbers."""
+
+    def is_low(q: jax.Array) -> jax.Array:
+        return (q < 1) & (q > -_MOST_SHIFTS)
+
+    def shifted(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, q = state
+        low = is_low(q)
+        return total + jnp.where(low, q ** -(order + 1), 0), jnp.where(low, q + 1, q)
+
+    wide = x.astype(np.float64)
+    start = jnp.zeros_like(wide), wide
+    total, q = jax.lax.while_loop(lambda state: is_low(state[1]).any(), shifted, start)
+    found = total + special.zeta(jnp.asarray(order + 1, np.float64), q)
+    return ((-1) ** (order + 1) * math.factorial(order) * found).astype(x.dtype)
 
 
 @implements("special_zeta")

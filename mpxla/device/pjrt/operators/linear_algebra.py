@@ -6,6 +6,8 @@ a matrix lies in memory, so the lowering writes them with other operators (of `_
 takes the first two results only).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,9 @@ def _cholesky_ex(
     x: jax.Array, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     return _cholesky(x, upper), jnp.zeros(x.shape[:-2], np.int32)
+
+
+implements("cholesky")(_cholesky)
 
 
 @implements("linalg_solve_triangular")
@@ -114,6 +119,12 @@ def _lu_unpack(
     )
 
 
+@implements("linalg_lu")
+def _lu(x: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+    factors, pivots, _ = _lu_factor_ex(x)
+    return _lu_unpack(factors, pivots)
+
+
 @implements("linalg_lu_solve")
 def _lu_solve(
     factors: jax.Array,
@@ -173,6 +184,31 @@ def _svd(
 def _eigh(x: jax.Array, part: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
     values, vectors = jnp.linalg.eigh(x, UPLO=part.upper(), symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
+
+
+@implements("linalg_pinv.atol_rtol_tensor")
+def _pinv(
+    x: jax.Array,
+    *,
+    atol: jax.Array | None = None,
+    rtol: jax.Array | None = None,
+    hermitian: bool = False,
+) -> jax.Array:
+    """Singular values up to max(atol, rtol * the largest) count as zeros."""
+    if hermitian:
+        values, left = jnp.linalg.eigh(x, symmetrize_input=False)
+        right = _adjoint(left)
+    else:
+        left, values, right = jnp.linalg.svd(x, full_matrices=False)
+    sizes = jnp.abs(values)
+    least: Any = 0.0 if atol is None else atol[..., None]
+    usual = max(x.shape[-2:]) * jnp.finfo(sizes.dtype).eps
+    share: Any = usual if rtol is None else rtol[..., None]
+    if rtol is None and atol is not None:
+        share = jnp.where(least > 0, 0.0, usual)
+    bound = jnp.maximum(least, share * sizes.max(-1, keepdims=True, initial=0))
+    inverse = jnp.where(sizes > bound, 1 / jnp.where(values == 0, 1, values), 0).astype(x.dtype)
+    return (_adjoint(right) * inverse[..., None, :]) @ _adjoint(left)
 
 
 @implements("linalg_cross")

@@ -224,6 +224,11 @@ def _vector_norm(
     return jnp.power(jnp.sum(jnp.power(size, order), axes, keepdims=keepdim), 1 / order)
 
 
+@implements("dist")
+def _dist(x: jax.Array, y: jax.Array, order: Any = 2) -> jax.Array:
+    return _vector_norm(as_float(x - y)[0], order)
+
+
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
         x = convert(x, _sum_dtype(x, dtype))

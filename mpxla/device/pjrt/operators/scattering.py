@@ -205,7 +205,7 @@ def _masked_scatter_backward(
 
 @implements("put")
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
-    flat = x.reshape(-1)
+    flat, source = x.reshape(-1), source.reshape(index.shape)
     found = add_at(flat, (index,), source) if accumulate else flat.at[index].set(source)
     return found.reshape(x.shape)
 

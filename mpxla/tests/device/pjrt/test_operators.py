@@ -32,6 +32,8 @@ def by_hand() -> list[Call]:
     whole = torch.tensor([[-7, 0, 3], [5, -2, 100]])
     index = torch.tensor([[0, 1, 1], [1, 0, 1]])
     image = torch.linspace(-1, 1, 36).reshape(1, 1, 6, 6)
+    matrix = image[0, 0] @ image[0, 0].mT + torch.eye(6) * torch.arange(6.0)
+    one, small = torch.tensor(1.0), torch.tensor(0.05)
     cases = [
         (aten.bitwise_and.Scalar, whole, 6),
         (aten.bitwise_and.Scalar_Tensor, 6, whole),
@@ -71,6 +73,19 @@ def by_hand() -> list[Call]:
         (aten.digamma.default, torch.tensor([0.0, -0.0, 2.0])),
         (aten.fill.Tensor, x, torch.tensor(2.0)),
         (aten.masked_scatter.default, x, torch.zeros(2, 3, dtype=torch.bool), torch.zeros(0)),
+        (aten.put.default, one, torch.tensor(0), torch.tensor([2.0]), True),
+        *((aten.dist.default, image, image * image, p) for p in (0, 1, 2, 3, 0.5, float("inf"))),
+        (aten.dist.default, matrix, image[0, 0, 0]),
+        *((aten.polygamma.default, n, image * 7.3) for n in range(5)),
+        (aten.cholesky.default, matrix + torch.eye(6)),
+        (aten.cholesky.default, matrix + torch.eye(6), True),
+        (aten.linalg_lu.default, matrix[:4]),
+        (aten.linalg_pinv.atol_rtol_tensor, matrix[:4]),
+        (aten.linalg_pinv.atol_rtol_tensor, matrix, {"hermitian": True, "rtol": small}),
+        (aten.linalg_pinv.atol_rtol_tensor, matrix, {"atol": one}),
+        (aten.linalg_pinv.atol_rtol_tensor, matrix, {"atol": one, "rtol": small}),
+        (aten.rrelu_with_noise_backward.default, image, image, image + 2, 0.1, 0.3, True, False),
+        (aten.rrelu_with_noise_backward.default, image, image, image + 2, 0.1, 0.3, False, False),
         (aten.put.default, whole > 0, torch.tensor([0, 1, 1]), torch.tensor([True] * 3), True),
         (aten.scatter_add.default, whole > 4, 1, index, whole > 0),
         (aten.scatter.reduce, whole > 4, 1, index, whole > 0, {"reduce": "add"}),

@@ -1,0 +1,39 @@
+"""Views of a tensor that a script holds, such as `p.detach()`: they follow what is assigned to it.
+
+In PyTorch an optimizer writes to the memory of a parameter. Programs give their results memory of
+their own, which parameters exchange for the old one, as that costs nothing. Where somebody sees the
+old memory, it is written to instead.
+"""
+
+import torch
+
+__all__ = ["assign", "num_holders"]
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many tensors refer to the memory of one: itself, and its views."""
+    if tensor.is_meta or not tensor.numel():
+        return 1
+    # The storage as an object of Python's would be counted: it is gone by the next line.
+    address = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return torch._C._storage_Use_Count(address)  # pyright: ignore[reportPrivateUsage]
+
+
+def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
+    """Gives a tensor other values; it stays the same object.
+
+    Args:
+        tensor: a user's tensor, which no program that still runs reads if it is seen.
+        value: of any memory, which becomes the tensor's if nobody sees that.
+        is_seen: whether the tensor has views that somebody holds.
+
+    Returns:
+        Whether the tensor has the memory of the value now.
+    """
+    kind = tensor.shape, tensor.dtype, tensor.device
+    if not is_seen or kind != (value.shape, value.dtype, value.device):
+        tensor.data = value
+        return True
+    with torch.no_grad():
+        tensor.copy_(value)
+    return False
