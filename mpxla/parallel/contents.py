@@ -191,7 +191,7 @@ class PartitionedModule(nn.Module):
         """Around a call of the user that loads values: all ranks make it, if some are divided."""
         if not (self._state.shards and self._state.is_placed):
             return nullcontext()
-        return self.together("model.load_state_dict()", current().topology.world_group())
+        return self.together("model.load_state_dict()", self._session.topology.world_group())
 
     def check_loaded(self, values: Mapping[str, Any]) -> None:
         """Checks that ranks load the same parameters, if they divide some of them.
@@ -199,7 +199,7 @@ class PartitionedModule(nn.Module):
         Raises:
             RankMismatch: they do not.
         """
-        session, names = current(), self._state.canonical_names
+        session, names = self._session, self._state.canonical_names
         if not any(names.get(name) in self._parts for name in values):
             return
         given = {

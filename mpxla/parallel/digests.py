@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mpxla.comm.agreement import check_agreement
 from mpxla.comm.objects import Objects
-from mpxla.runtime.agreement import check_agreement
 
 __all__ = ["check_equal_values", "digest_of"]
 
