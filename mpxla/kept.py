@@ -63,11 +63,14 @@ class Kept:
         except OSError:
             return None
         digest, packed = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        is_whole = hashlib.sha256(packed).digest() == digest
         with contextlib.suppress(OSError):
-            if hashlib.sha256(packed).digest() != digest:
+            if is_whole:
+                os.utime(path)
+            else:
                 path.unlink()
-                return None
-            os.utime(path)
+        if not is_whole:
+            return None
         self.num_found += 1
         return zlib.decompress(packed)
 
@@ -152,6 +155,8 @@ def _make_room(folder: Path) -> None:
     files: list[tuple[float, int, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
+            if not entry.name.endswith(SUFFIX):
+                continue  # is being written
             with contextlib.suppress(FileNotFoundError):  # another rank makes room as well
                 state = entry.stat()
                 files.append((state.st_mtime, state.st_size, entry.path))

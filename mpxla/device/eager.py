@@ -19,6 +19,7 @@ from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
 from mpxla.device.views import assign, num_holders
 from mpxla.errors import ConfigError, MpxlaError
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
@@ -54,7 +55,7 @@ class EagerExecutable:
             MpxlaError: an operator fails; names it, its module and the user's line.
         """
         given = [a.detach() for a in arguments]
-        with torch.no_grad(), _seeded(seed if self.is_random else None):
+        with torch.no_grad(), without_autocast(), _seeded(seed if self.is_random else None):
             results = _Operators(self.name, self._module).run(*given)
         return _apart(results, given)
 

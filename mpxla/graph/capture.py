@@ -47,6 +47,7 @@ from mpxla.graph.capture_modes import (
     torchs_recurrences,
     unchecked_distributions,
 )
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
 from mpxla.graph.normalize import (
@@ -308,7 +309,7 @@ def capture_step(
             raise explain(error, is_final=values is not None) from error
     if wrapper.returned.num_objectives:
         refuse_gradient_hooks(model)
-    with static_shapes():
+    with static_shapes(), without_autocast():
         return _step_graph(wrapper, exported, canonical_names, fake_mode)
 
 

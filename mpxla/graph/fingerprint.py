@@ -18,13 +18,19 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["UnknownValueError", "described", "fingerprint"]
+__all__ = ["UnknownValueError", "described", "fingerprint", "torch_settings"]
 
 _PLAIN = (bool, int, str, bytes, complex, type(None), type(...))
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OPERATORS = ("aten", "prims", "prim", "higher_order", "mpxla")
 """Of torch's operators, the namespaces that users do not add to."""
 _MODULES = ("mpxla", "torch", "operator", "_operator", "math", "builtins")
+
+
+def torch_settings() -> str:
+    """What PyTorch's settings add to a graph while it is lowered."""
+    kinds = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    return f"{kinds} {torch.get_float32_matmul_precision()}"
 
 
 class UnknownValueError(Exception):

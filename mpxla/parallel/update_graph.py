@@ -125,6 +125,8 @@ def _resized(
     if len(traced) < 2 or () in (shape, *traced):
         return None
     (first, one), (second, other) = list(traced.items())[:2]
+    if one.graph.find_nodes(op="get_attr"):  # of which each has its own
+        return None
     try:
         if fingerprint(one.graph, one, ()) != fingerprint(other.graph, other, ()):
             return None

@@ -20,7 +20,7 @@ from torch.fx._lazy_graph_module import (
 )
 
 from mpxla.device.backend import Backend
-from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint
+from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint, torch_settings
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
@@ -111,7 +111,7 @@ class KeptSteps:
             return None
         try:
             texts = [_text_of_stage(stage) for stage in stages]
-            return key_of("stages", self._backend.name, *texts, described(facts))
+            return key_of("stages", *self._ambient(), *texts, described(facts))
         except UnknownValueError:
             return None
 
@@ -122,9 +122,12 @@ class KeptSteps:
         roles = step.inputs, step.outputs, step.is_training
         try:
             texts = _text_of_graph(step.graph), described((roles, others))
-            return key_of(what, self._backend.name, *texts)
+            return key_of(what, *self._ambient(), *texts)
         except UnknownValueError:
             return None
+
+    def _ambient(self) -> tuple[str, str]:
+        return self._backend.name, torch_settings()
 
 
 def _text_of_graph(graph: fx.Graph) -> str:

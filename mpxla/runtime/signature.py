@@ -22,6 +22,7 @@ from mpxla.comm.codec import can_travel, register
 from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
+from mpxla.graph.casts import active_autocast
 from mpxla.graph.number import Number
 from mpxla.runtime.containers import open_containers
 from mpxla.runtime.identity import Identities
@@ -205,7 +206,7 @@ def sign(
         modes=modes,
         trainable=trainable,
         grad_enabled=torch.is_grad_enabled(),
-        autocast=_autocast_state(),
+        autocast=active_autocast(),
     )
     return signature, tensors, objects
 
@@ -305,14 +306,6 @@ def fill(
             )
     args, kwargs = pytree.tree_unflatten(values, signature.structure)
     return tuple(args), dict(kwargs)
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "xla", "cuda")
-        if torch.is_autocast_enabled(kind)
-    )
 
 
 def describe_change(new: Signature, known: Sequence[Signature]) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpxla.errors import MpxlaError
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import schema_of, target_of
 from mpxla.log import warn_once
@@ -148,7 +149,7 @@ def _as_traced(seed: int | None) -> Generator[None]:
     """Without derivatives and autocast, which the graph contains already; random as seeded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(without_autocast())
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.default_generator.manual_seed(seed)

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from mpxla.device.backend import Lowering
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.shapes import static_shapes
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.writes import replace_writes
@@ -112,6 +113,7 @@ def trace_joint(
 def _dispatched(lowering: Lowering, is_differentiated: bool) -> Generator[None]:
     """How operators find their kernels while they are traced."""
     with (
+        without_autocast(),
         lowering.dispatched(is_differentiated),
         static_shapes(),
         enable_python_dispatcher(),

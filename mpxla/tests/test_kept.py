@@ -45,6 +45,19 @@ def test_a_torn_file_goes(tmp_path, content):
     assert first.get("ab") == b"value"
 
 
+def test_a_torn_file_that_cannot_go_is_not_found(tmp_path, monkeypatch):
+    first = open_kept(str(tmp_path), "cpu-1")
+    first.put("ab", b"value")
+    (path,) = tmp_path.glob("*/*.kept")
+    path.write_bytes(b"x" * 100)
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(type(path), "unlink", refuse)
+    assert first.get("ab") is None and path.exists()
+
+
 def test_what_was_used_least_recently_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "_CHECKED_EVERY", 1)
     first = open_kept(str(tmp_path), "cpu-1")

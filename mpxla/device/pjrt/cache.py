@@ -14,6 +14,7 @@ from jax.experimental import serialize_executable
 
 from mpxla.device.pjrt.arrays import Device
 from mpxla.env import compiler_flags
+from mpxla.graph.fingerprint import torch_settings
 from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
@@ -23,14 +24,15 @@ __all__ = ["keep_program", "kept_program", "program_key"]
 def program_key(device: Device, *parts: str) -> str:
     """The key of a program that is made of texts, for one kind of device.
 
-    What else changes a program is part of it: versions, jax's settings and XLA's flags.
+    What else changes a program is part of it: versions, settings and XLA's flags.
     """
-    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
-    versions = jax.__version__, jaxlib.__version__, device.client.platform_version
-    kind = device.platform, device.device_kind
-    return key_of(
-        "program", repr(versions), repr(kind), repr(compiler_flags()), repr(settings), *parts
+    facts = (
+        (jax.__version__, jaxlib.__version__, device.client.platform_version),
+        (device.platform, device.device_kind),
+        compiler_flags(),
+        sorted((name, repr(value)) for name, value in jax.config.values.items()),
     )
+    return key_of("program", repr(facts), torch_settings(), *parts)
 
 
 def kept_program(kept: Kept, key: str, device: Device) -> jax.stages.Compiled | None:

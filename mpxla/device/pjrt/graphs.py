@@ -26,6 +26,7 @@ from mpxla.device.pjrt.arrays import from_constant
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import arguments_of
 
@@ -264,7 +265,7 @@ def _as_operators(node: fx.Node) -> fx.GraphModule:
         return list(found) if isinstance(found, (tuple, list)) else [found]
 
     table = dict(decompositions())
-    with torch.no_grad(), mode:
+    with torch.no_grad(), without_autocast(), mode:
         return make_fx(call, decomposition_table=table)(*[leaves[i] for i in places])
 
 

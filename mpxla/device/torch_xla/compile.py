@@ -32,6 +32,7 @@ from mpxla.device.torch_xla.collectives.programs import COLLECTIVES
 from mpxla.device.torch_xla.tensors import host_view, is_host_device, to_device
 from mpxla.device.torch_xla.trial import fallbacks, learn, needs_host
 from mpxla.errors import LoweringError
+from mpxla.graph.casts import without_autocast
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, place
 from mpxla.stage.collective import CollectiveRunner
@@ -398,7 +399,7 @@ def _trace(
 ) -> list[torch.Tensor]:
     """Runs the module lazily; every operator must have an XLA lowering."""
     before = fallbacks()
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         outputs = list(module(*arguments))
     fallen = sorted(k for k, v in fallbacks().items() if v != before.get(k, 0))
     if fallen:

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint
+from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint, torch_settings
 from mpxla.graph.regions import Region, tag
 from mpxla.graph.split import copy_nodes
 
@@ -93,6 +93,16 @@ def test_which_node_is_read_counts():
 def test_values_are_told_apart(values):
     texts = [described(value) for value in values]
     assert len(set(texts)) == len(texts), texts
+
+
+def test_settings_of_torch_are_told_apart():
+    before = torch_settings()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch_settings() != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch_settings() == before
 
 
 def of_the_user(x):

@@ -83,6 +83,17 @@ class ByMean(optim.SGD):
                     p.sub_(p.grad.sum() / p.numel() * group["lr"])
 
 
+class ByConstant(optim.SGD):
+    """The same by a tensor, which the graph reads as a constant."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * torch.tensor([1.0 / p.numel()]) * group["lr"])
+
+
 class ByLength(optim.SGD):
     """Depends on the first of the sizes by the graph alone."""
 
@@ -95,7 +106,7 @@ class ByLength(optim.SGD):
                     p.sub_((rows * torch.ones_like(rows[:1])).sum() * group["lr"])
 
 
-@pytest.mark.parametrize("kind", [ByMean, ByLength])
+@pytest.mark.parametrize("kind", [ByMean, ByConstant, ByLength])
 def test_what_depends_on_the_shape_is_traced_for_each(kind, traced, monkeypatch):
     monkeypatch.setattr(module, "ELEMENTWISE", (*module.ELEMENTWISE, kind))
     assert_equal(lambda ps: kind(ps, lr=0.1))
