@@ -99,7 +99,11 @@ class KeptSteps:
         key = self._key_of_stages(stages, facts)
         found = None if key is None else self._kept.get(key)
         if found is not None:
-            return _restored(found, stages)
+            try:
+                return _restored(found, stages)
+            except Exception as error:  # unpickling raises anything
+                text = "kept stages cannot be read, and are lowered anew: %r"
+                get_logger().warning(text, error)
         planned = plan()
         value = None if key is None else _dumped(planned)
         if key is not None and value is not None:

@@ -126,8 +126,9 @@ def compile_stages(
             divide=lambda one: divide_stage(one, shards or {}, gradient_shards or {}, max_live),
         )
 
-    is_divided = bool(shards or gradient_shards)
-    planned = plan() if kept is None or is_divided else kept.planned(own, facts, plan)
+    # A number of bytes is logged with what it leads to, in every start.
+    is_new = bool(shards or gradient_shards) or isinstance(activation_memory, int)
+    planned = plan() if kept is None or is_new else kept.planned(own, facts, plan)
     programs = {
         index: _compile_stage(stage, backend.lowering, compile_) for index, stage in planned.items()
     }

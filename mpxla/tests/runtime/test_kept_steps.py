@@ -7,7 +7,7 @@ from torch import nn
 from mpxla.cli.factory import capture_factory
 from mpxla.config import Config
 from mpxla.graph.stepgraph import describe
-from mpxla.kept import open_kept
+from mpxla.kept import Kept, open_kept
 from mpxla.runtime.activations import plan_stages
 from mpxla.runtime.cut import cut_step
 from mpxla.runtime.kept_steps import KeptSteps
@@ -113,6 +113,15 @@ def test_lowered_stages(kept, pipeline):
     for others in ({"step": captured(width=9)}, {"step": step, "active_microbatches": 1}):
         with pytest.raises(AssertionError):
             lower(kept, others.pop("step"), refuse, pipeline=pipeline, **others)
+
+
+def test_what_cannot_be_read_is_lowered_anew(kept, caplog, monkeypatch):
+    lower(kept, captured())
+    with monkeypatch.context() as patch:
+        patch.setattr(Kept, "get", lambda kept, key: b"of another version")
+        (stage,) = lower(kept, captured()).values()
+    assert stage.lowered.forward is not None
+    assert "kept stages cannot be read, and are lowered anew" in caplog.text
 
 
 def test_graphs_in_use_keep_what_they_know(kept):
