@@ -17,6 +17,7 @@ What cannot be traced (an optimizer that reads values on the host, counts in Pyt
 numbers, or keeps tensors outside of its state) runs as before: lazily, traced in every step.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,11 +79,15 @@ class CompiledUpdate:
         self._slots: Slots | None = None
         self._rates: dict[float, torch.Tensor] = {}
         self._starts: dict[torch.dtype, dict[str, StartEntry] | None] = {}
-        self._counts = counts_of(optimizer)
         self.reason: str | None = None
         self.was_compiled = False
         self._pre_hook = optimizer.register_step_pre_hook(self._before)
         self._post_hook = optimizer.register_step_post_hook(self._after)
+
+    @functools.cached_property
+    def _counts(self) -> frozenset[str]:
+        """See `counts_of`, which tries the optimizer: not before it is known that it may be."""
+        return counts_of(self._optimizer)
 
     def step(self) -> None:
         """Runs the optimizer's `step`, compiled if that is possible.
