@@ -44,7 +44,7 @@ def train(stages):
     return x, y, z, before, raw.wide.weight.grad.cpu() if is_here else None
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "device", ["pjrt", pytest.param("torch_xla", marks=pytest.mark.torch_xla), "eager"]
 )

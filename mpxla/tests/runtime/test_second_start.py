@@ -19,8 +19,11 @@ def start(folder, case):
     return observed.adam_losses, observed.state, kept.num_added, kept.num_found
 
 
+TORCH_XLA = pytest.param("torch_xla", marks=[pytest.mark.torch_xla, pytest.mark.slow])
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("device", ["pjrt", pytest.param("torch_xla", marks=pytest.mark.torch_xla)])
+@pytest.mark.parametrize("device", ["pjrt", TORCH_XLA])
 @pytest.mark.parametrize(
     "case",
     [
