@@ -106,8 +106,9 @@ def open_kept(folder: str, kind: str) -> Kept:
     """
     if not folder:
         return Kept()
-    place = Path(folder).expanduser() / kind
+    place = Path(folder) / kind
     try:
+        place = place.expanduser()
         for part in (place.parent, place):  # the mode is not that of parents
             part.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(place, os.W_OK):
@@ -115,7 +116,7 @@ def open_kept(folder: str, kind: str) -> Kept:
         for path in place.glob(f"*{_PART}"):
             if time.time() - path.stat().st_mtime > _PART_AGE_S:
                 path.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # a user without a home directory
         _warn(place, error)
         return Kept()
     return Kept(place)
@@ -168,7 +169,7 @@ def _make_room(folder: Path) -> None:
         total -= size
 
 
-def _warn(place: Path, error: OSError) -> None:
+def _warn(place: Path, error: Exception) -> None:
     get_logger().warning(
         "compiled programs are not kept: %s cannot be used (%s). Set compile_cache to a folder "
         'that can be written, or to "".',

@@ -90,6 +90,15 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, caplog):
     assert "Set compile_cache to a folder that can be written" in caplog.text
 
 
+def test_a_user_without_a_home_keeps_nothing(caplog, monkeypatch):
+    def refuse(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(kept.Path, "expanduser", refuse)
+    assert not open_kept("~/.cache/mpxla/programs", "cpu-1")
+    assert "cannot be used (Could not determine home directory.)" in caplog.text
+
+
 def test_a_folder_that_goes_is_said_once(tmp_path, caplog):
     first = open_kept(str(tmp_path / "new"), "cpu-1")
     (tmp_path / "new" / "cpu-1").rmdir()
