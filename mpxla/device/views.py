@@ -5,6 +5,8 @@ their own, which parameters exchange for the old one, as that costs nothing. Whe
 old memory, it is written to instead.
 """
 
+import functools
+
 import torch
 
 __all__ = ["assign", "num_holders"]
@@ -14,9 +16,19 @@ def num_holders(tensor: torch.Tensor) -> int:
     """How many tensors refer to the memory of one: itself, and its views."""
     if tensor.is_meta or not tensor.numel():
         return 1
+    return _use_count(tensor) - _num_own()
+
+
+def _use_count(tensor: torch.Tensor) -> int:
     # The storage as an object of Python's would be counted: it is gone by the next line.
     address = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     return torch._C._storage_Use_Count(address)  # pyright: ignore[reportPrivateUsage]
+
+
+@functools.cache
+def _num_own() -> int:
+    """How many more are counted than there are: newer versions keep that object (torch 2.13)."""
+    return _use_count(torch.empty(1)) - 1
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
