@@ -210,7 +210,8 @@ def _copy_into(
     shards = model.shards_of_tensors
     divided = {n for n in names if model.canonical_names[n] in model.tensors.parts}
     for name in sorted(divided & local):  # one by one: together they may be more than a host has
-        model.load_values({name: read(names[name], None)}, strict=False)
+        whole = {name: read(names[name], None)}
+        model.load_values(without_shards(whole, shards, model.canonical_names), strict=False)
     values = {n: read(names[n], shards.get(n)) for n in names if n in local - divided}
     model.load_values(without_shards(values, shards, model.canonical_names), strict=False)
 
