@@ -139,7 +139,7 @@ def _resized(
         shapes = _shape_of(node), _shape_of(twin)
         if shapes == (first, second):
             dtype = node.meta["val"].dtype
-            copies[node].meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+            copies[node].meta["val"] = TensorSpec(shape, dtype).without_storage()
         elif shapes[0] != shapes[1]:
             return None
     return _make_graph_module(one, graph)

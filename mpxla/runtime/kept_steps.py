@@ -212,10 +212,8 @@ def _revived(module: fx.GraphModule) -> fx.GraphModule:
     """What `_plain` has made, with stand-ins for values; it can be called."""
     for node in module.graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map_only(TensorSpec, _without_storage, node.meta["val"])
+            node.meta["val"] = pytree.tree_map_only(
+                TensorSpec, TensorSpec.without_storage, node.meta["val"]
+            )
     with _use_lazy_graph_module(True):
         return _make_graph_module(module, module.graph)
-
-
-def _without_storage(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")

@@ -177,23 +177,21 @@ def _holds_tensors(node: fx.Node) -> bool:
 def _value_of(node: fx.Node, spec: TensorSpec | None, root: torch.nn.Module | None) -> Any:
     """What a node gives, of tensors without storage; its inputs are known."""
     if spec is not None:
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        return spec.without_storage()
     target = target_of(node)
     if node.op == "get_attr":
         return functools.reduce(getattr, target.split("."), root)
     args, kwargs = fx.map_arg(
         (node.args, node.kwargs),
-        lambda n: pytree.tree_map_only(torch.Tensor, _without_storage, n.meta["val"]),
+        lambda n: pytree.tree_map_only(
+            torch.Tensor, lambda value: TensorSpec.of(value).without_storage(), n.meta["val"]
+        ),
     )
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     if node.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
-
-
-def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def split_graph(

@@ -26,6 +26,10 @@ class TensorSpec:
             count *= size
         return count * self.dtype.itemsize
 
+    def without_storage(self) -> torch.Tensor:
+        """A tensor like this on the device `meta`."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
         """The spec of an existing (or fake) tensor."""

@@ -72,38 +72,37 @@ def test_two_shapes_are_traced_for_all(kind, traced):
     assert len(traced) == 2
 
 
-class ByMean(optim.SGD):
-    """Adds the mean of a gradient: a number of the graph follows from the shape."""
+class OneByOne(optim.SGD):
+    """Takes a multiple of `change_of` a gradient from every parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad.sum() / p.numel() * group["lr"])
+                    p.sub_(self.change_of(p.grad) * group["lr"])
 
 
-class ByConstant(optim.SGD):
-    """The same by a tensor, which the graph reads as a constant."""
+class ByMean(OneByOne):
+    """The mean of a gradient: a number of the graph follows from the shape."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * torch.tensor([1.0 / p.numel()]) * group["lr"])
+    def change_of(self, grad):
+        return grad.sum() / grad.numel()
 
 
-class ByLength(optim.SGD):
+class ByConstant(OneByOne):
+    """A number that follows from the shape by a tensor, which the graph reads as a constant."""
+
+    def change_of(self, grad):
+        return grad * torch.tensor([1.0 / grad.numel()])
+
+
+class ByLength(OneByOne):
     """Depends on the first of the sizes by the graph alone."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    rows = p.grad.flatten(1) if p.dim() > 1 else p.grad[None]
-                    p.sub_((rows * torch.ones_like(rows[:1])).sum() * group["lr"])
+    def change_of(self, grad):
+        rows = grad.flatten(1) if grad.dim() > 1 else grad[None]
+        return (rows * torch.ones_like(rows[:1])).sum()
 
 
 @pytest.mark.parametrize("kind", [ByMean, ByConstant, ByLength])
