@@ -36,6 +36,19 @@ class Sides(nn.Module):
         return self.left(x) if side == "left" else self.right(x)
 
 
+def make_step():
+    """The step function of cases whose errors do not name it."""
+    import mpxla as smp
+
+    @smp.step
+    def step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return step
+
+
 def take_other_sides():
     """Runs on every rank: texts of errors, and losses of a call after them."""
     import mpxla as smp
@@ -79,12 +92,7 @@ def write_where_nothing_is():
     model = smp.DistributedModel(raw)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     weight, values = raw[0].weight, nn.Linear(4, 4, bias=False).state_dict()
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = make_step()
 
     def run():
         step(model, torch.ones(2, 4))
@@ -140,12 +148,7 @@ def leave_gradients():
         smp.init({**CONFIG, "sharded_data_parallel_degree": 1, key: 2 if "degree" in key else True})
         model = smp.DistributedModel(nn.Linear(4, 4, bias=False))
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-
-        @smp.step
-        def step(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
+        step = make_step()
 
         def run(clear, step=step, model=model, optimizer=optimizer):
             with mock.patch.object(store, "warn_once") as warned:
@@ -191,12 +194,7 @@ def change_gradients(key):
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     small = model.module[0].bias
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = make_step()
 
     def scale(parameters):
         for parameter in parameters:
@@ -259,12 +257,7 @@ def train_by_adagrad():
     model = smp.DistributedModel(nn.Linear(4, 5))
     inner = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.5)
     optimizer = smp.DistributedOptimizer(inner)
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = make_step()
 
     for _ in range(2):
         optimizer.zero_grad()
@@ -295,12 +288,7 @@ def load(kind):
     with smp.model_creation(zero_init=True) if kind == "delayed" else contextlib.nullcontext():
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = smp.DistributedModel(module)
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = make_step()
 
     def run():
         step(model, torch.ones(2, 4))
