@@ -8,20 +8,14 @@ what is differentiated and does nothing else.
 This module must not know about stages, ranks or devices other than the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.export.graph_signature import InputKind as ExportInput
-from torch.export.graph_signature import OutputKind as ExportOutput
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autocast import host_autocast
@@ -50,30 +44,14 @@ from mpxla.graph.capture_modes import (
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
-from mpxla.graph.normalize import (
-    collapse_detaches,
-    densify_gradients,
-    drop_runtime_checks,
-    free_layouts,
-    keep_gradient_barriers,
-    refuse_collectives,
-    refuse_hidden_updates,
-    resolve_numbers,
-)
+from mpxla.graph.functional_step import constants_of, functional_step
+from mpxla.graph.kept_program import KeptProgram
+from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import Number
 from mpxla.graph.shapes import static_shapes
-from mpxla.graph.stepgraph import (
-    InputKind,
-    InputRole,
-    OutputKind,
-    OutputRole,
-    Print,
-    ResultLeaf,
-    StepGraph,
-    describe,
-)
-from mpxla.graph.typed import outputs_of
-from mpxla.graph.user_code import at_user_line, explain, line_of, user_lines_recorded
+from mpxla.graph.stepgraph import Print, ResultLeaf, StepGraph
+from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
+from mpxla.kept import Kept
 
 __all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
 
@@ -259,6 +237,7 @@ def capture_step(
     leaves: Sequence[TensorLeaf],
     canonical_names: dict[str, str],
     values: Sequence[torch.Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -274,6 +253,7 @@ def capture_step(
             parameters have several).
         values: tensor leaves of one microbatch, on the host, for a function whose Python needs
             them. The graph then is the one for all inputs of which Python reads the same.
+        kept: holds the graphs of earlier starts, by what was traced.
 
     Raises:
         ValueNeededError: Python needs the value of a tensor, and `values` may help.
@@ -283,6 +263,7 @@ def capture_step(
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     wrapper = _StepModule(model, function, values)
+    trainable = _trainable(model, canonical_names)
     with (
         attributes_kept(model),
         fake_state(model, fake_mode),
@@ -302,163 +283,35 @@ def capture_step(
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
-            exported = torch.export.export(wrapper, inputs, strict=False)
-            keep_gradient_barriers(exported.graph_module)
-            exported = functionalize(exported)
+            traced = torch.export.export(wrapper, inputs, strict=False)
+            keep_gradient_barriers(traced.graph_module)
+            returned = wrapper.returned
+            facts = canonical_names, trainable, returned.num_objectives
+            earlier = KeptProgram(kept, traced, facts)
+            functional = earlier.get(fake_mode)
+            program = functionalize(traced) if functional is None else traced
         except Exception as error:
             raise explain(error, is_final=values is not None) from error
-    if wrapper.returned.num_objectives:
+    if returned.num_objectives:
         refuse_gradient_hooks(model)
-    with static_shapes(), without_autocast():
-        return _step_graph(wrapper, exported, canonical_names, fake_mode)
-
-
-def _step_graph(
-    wrapper: _StepModule,
-    exported: torch.export.ExportedProgram,
-    canonical_names: dict[str, str],
-    fake_mode: FakeTensorMode,
-) -> StepGraph:
-    """Reads roles off the exported program and annotates the nodes with fake values."""
-    graph = exported.graph_module.graph
-    constants: dict[str, torch.Tensor] = {}
-    inputs = _input_roles(exported, canonical_names, constants)
-    outputs: list[OutputRole] = []
-    result_count = 0
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind is ExportOutput.BUFFER_MUTATION:
-            name = canonical_names[(spec.target or "").removeprefix("model.")]
-            outputs.append(OutputRole(OutputKind.BUFFER, name=name))
-        elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
-            raise _changed_argument(exported, spec.target or "")
-        elif spec.kind is not ExportOutput.USER_OUTPUT:
-            raise CaptureError(
-                f"The step function changes {spec.target} in place ({spec.kind.name.lower()}). "
-                f"Assign a new tensor instead, or make it a registered buffer of the model."
-            )
-        elif result_count < wrapper.returned.num_objectives:
-            outputs.append(OutputRole(OutputKind.OBJECTIVE, index=result_count))
-            result_count += 1
-        else:
-            index = result_count - wrapper.returned.num_objectives
-            outputs.append(OutputRole(OutputKind.RESULT, index=index))
-            result_count += 1
-    refuse_collectives(graph)
-    refuse_hidden_updates(graph)
-    drop_runtime_checks(graph)
-    resolve_numbers(graph)
-    collapse_detaches(graph)
-    densify_gradients(graph)
-    free_layouts(graph)
-    graph.eliminate_dead_code()
-    _annotate(exported.graph_module, inputs, wrapper, canonical_names, fake_mode)
-    _check_objectives(graph, outputs)
+    if functional is None:
+        with static_shapes(), without_autocast():
+            functional = functional_step(program, *facts, fake_mode)
+        earlier.put(functional, program)
     return StepGraph(
-        graph=graph,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        result_leaves=tuple(wrapper.returned.leaves),
-        result_spec=wrapper.returned.spec,
-        constants=constants,
-        is_training=wrapper.returned.num_objectives > 0,
-        decisions=wrapper.returned.decisions,
-        prints=wrapper.returned.prints,
+        graph=functional.graph,
+        inputs=functional.inputs,
+        outputs=functional.outputs,
+        result_leaves=tuple(returned.leaves),
+        result_spec=returned.spec,
+        constants=constants_of(program),
+        is_training=returned.num_objectives > 0,
+        decisions=returned.decisions,
+        prints=returned.prints,
     )
 
 
-def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
-    """Checks that the graph still leads from every objective to what is trained.
-
-    Each required a gradient when `model.backward` was called with it.
-    """
-    for node, role in zip(outputs_of(graph), outputs, strict=True):
-        if role.kind is OutputKind.OBJECTIVE and not node.meta["val"].requires_grad:
-            raise CaptureError(
-                f"The value that model.backward was called with has lost its gradient while the "
-                f"step function was captured ({describe(node)}). This is a fault of mpxla or of "
-                f"torch.export; please report it with the step function."
-            )
-
-
-def _changed_argument(exported: torch.export.ExportedProgram, name: str) -> CaptureError:
-    nodes = {node.name: node for node in exported.graph.nodes}
-    value = nodes[name].meta["val"]
-    changed = (s for s in exported.graph_signature.output_specs if s.target == name)
-    at = next((line_of(nodes[spec.arg.name]) for spec in changed), "")
-    dtype = str(value.dtype).removeprefix("torch.")
-    return CaptureError(
-        f"The step function changes one of its arguments in place{at}, the tensor {dtype}"
-        f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
-    )
-
-
-def _input_roles(
-    exported: torch.export.ExportedProgram,
-    canonical_names: dict[str, str],
-    constants: dict[str, torch.Tensor],
-) -> list[InputRole]:
-    roles: list[InputRole] = []
-    num_leaves = 0
-    for spec in exported.graph_signature.input_specs:
-        target = (spec.target or "").removeprefix("model.")
-        if spec.kind is ExportInput.PARAMETER:
-            roles.append(InputRole(InputKind.PARAMETER, canonical_names[target]))
-        elif spec.kind is ExportInput.BUFFER:
-            roles.append(InputRole(InputKind.BUFFER, canonical_names[target]))
-        elif spec.kind is ExportInput.CONSTANT_TENSOR:
-            value = exported.constants[spec.target or ""]
-            constants[target] = cast(torch.Tensor, value).detach()
-            roles.append(InputRole(InputKind.CONSTANT, target))
-        elif spec.kind is ExportInput.USER_INPUT:
-            roles.append(InputRole(InputKind.STEP_INPUT, index=num_leaves))
-            num_leaves += 1
-        else:
-            raise CaptureError(f"The step function captures an unsupported object: {spec}.")
-    return roles
-
-
-def _annotate(
-    module: fx.GraphModule,
-    inputs: list[InputRole],
-    wrapper: _StepModule,
-    canonical_names: dict[str, str],
-    fake_mode: FakeTensorMode,
-) -> None:
-    """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
-    trainable = {id(p) for p in wrapper.model.parameters() if p.requires_grad}
-    names = {
-        canonical_names[name]
-        for name, p in wrapper.model.named_parameters(remove_duplicate=False)
-        if id(p) in trainable
-    }
-    arguments = []
-    for node, role in zip(
-        (n for n in module.graph.nodes if n.op == "placeholder"), inputs, strict=True
-    ):
-        value = node.meta["val"]
-        with fake_mode:
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        if role.kind is InputKind.PARAMETER and role.name in names:
-            fake.requires_grad_()
-        arguments.append(fake)
-    with fake_mode, torch.set_grad_enabled(wrapper.returned.num_objectives > 0):
-        annotator = _Annotator(module)
-        annotator.extra_traceback = False  # errors name the node
-        annotator.run(*arguments)
-
-
-class _Annotator(fx.Interpreter):
-    """Stores every node's fake result, with its `requires_grad`, in `meta["val"]`."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        try:
-            result = super().run_node(n)
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise CaptureError(
-                f"{describe(n)}: the shape of its result, or the way it goes on, depends on values "
-                f"({error.func}). A step is captured once, with fixed shapes: use a mask and "
-                f"torch.where, `topk` with a fixed number or `torch.nonzero_static`, or do it "
-                f"before the step function and pass the result in."
-            ) from error
-        n.meta["val"] = result
-        return result
+def _trainable(model: nn.Module, canonical_names: Mapping[str, str]) -> frozenset[str]:
+    ids = {id(p) for p in model.parameters() if p.requires_grad}  # of tied ones, any name counts
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(canonical_names[name] for name, p in named if id(p) in ids)

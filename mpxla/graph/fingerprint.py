@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["UnknownValueError", "described", "fingerprint", "torch_settings"]
+__all__ = ["UnknownValueError", "described", "fingerprint", "layouts", "torch_settings"]
 
 _PLAIN = (bool, int, str, bytes, complex, type(None), type(...))
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -31,6 +32,12 @@ def torch_settings() -> str:
     """What PyTorch's settings add to a graph while it is lowered."""
     kinds = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     return f"{kinds} {torch.get_float32_matmul_precision()}"
+
+
+def layouts(value: Any) -> list[Any]:
+    """Of the tensors of a value: what functions of graphs go by, beside shapes and dtypes."""
+    tensors = (v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
+    return [(t.stride(), str(t.device), t.requires_grad) for t in tensors]
 
 
 class UnknownValueError(Exception):
@@ -107,6 +114,8 @@ def described(value: Any, numbers: dict[Any, int] | None = None) -> str:
         if value.namespace not in _OPERATORS:
             raise UnknownValueError(str(value))
         return str(value)
+    if isinstance(value, HigherOrderOperator) and "._higher_order_ops." in type(value).__module__:
+        return f"{_name(type(value))} {value.name()}"
     if isinstance(value, fx.GraphModule):
         return f"graph<{fingerprint(value.graph, value)}>"
     if is_dataclass(value) and not isinstance(value, type):

@@ -108,7 +108,12 @@ class StepCutter:
         self.is_tracing = True
         try:
             signature, step, reads = trace(
-                call.signature, function, call.objects, self._states, lambda: self._values(call)
+                call.signature,
+                function,
+                call.objects,
+                self._states,
+                lambda: self._values(call),
+                self._session.kept,
             )
         finally:
             self.is_tracing = False

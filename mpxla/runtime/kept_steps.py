@@ -9,19 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
-import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler, Options
-from torch.fx._lazy_graph_module import (
-    _make_graph_module,  # pyright: ignore[reportPrivateUsage]
-    _use_lazy_graph_module,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.fx._graph_pickler import GraphPickler
 
 from mpxla.device.backend import Backend
-from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint, torch_settings
+from mpxla.graph.fingerprint import (
+    UnknownValueError,
+    described,
+    fingerprint,
+    layouts,
+    torch_settings,
+)
 from mpxla.graph.partition import SavedTensor
+from mpxla.graph.plain import dumped, plain, revived
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
 from mpxla.kept import Kept, key_of
@@ -135,14 +136,8 @@ class KeptSteps:
 
 
 def _text_of_graph(graph: fx.Graph) -> str:
-    nodes = [(node.name, module_path(node), _layout(node.meta.get("val"))) for node in graph.nodes]
+    nodes = [(node.name, module_path(node), layouts(node.meta.get("val"))) for node in graph.nodes]
     return f"{fingerprint(graph, metas=_METAS)} {nodes}"
-
-
-def _layout(value: Any) -> list[Any]:
-    """Of the tensors of a value: what lowering goes by, beside shapes and dtypes."""
-    tensors = (v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor))
-    return [(t.stride(), str(t.device), t.requires_grad) for t in tensors]
 
 
 def _text_of_stage(stage: StageSpec) -> str:
@@ -156,11 +151,14 @@ def _dumped(planned: Mapping[int, PlannedStage]) -> bytes | None:
     """Lowered stages without what they were made from; None if they cannot be written."""
     nothing = cast(StageSpec, None)
     bare = {
-        index: _with_modules(replace(one, lowered=replace(one.lowered, spec=nothing)), _plain)
+        index: _with_modules(
+            replace(one, lowered=replace(one.lowered, spec=nothing)),
+            lambda module: plain(module, TensorSpec.of),
+        )
         for index, one in planned.items()
     }
     try:
-        return GraphPickler.dumps(bare, Options(ops_filter=None))
+        return dumped(bare)
     except Exception as error:  # a graph may hold anything
         get_logger().debug("lowered stages are not kept: %s", error)
         return None
@@ -171,7 +169,9 @@ def _restored(value: bytes, stages: Sequence[StageSpec]) -> dict[int, PlannedSta
     bare = cast(dict[int, PlannedStage], GraphPickler.loads(value, mode))
     found: dict[int, PlannedStage] = {}
     for stage in stages:
-        planned = _with_modules(bare[stage.index], _revived)
+        planned = _with_modules(
+            bare[stage.index], lambda m: revived(m, TensorSpec, TensorSpec.without_storage)
+        )
         found[stage.index] = replace(planned, lowered=replace(planned.lowered, spec=stage))
     return found
 
@@ -192,28 +192,3 @@ def _with_modules(
         parts = part(split.input_part), part(split.weight_part)
         split = replace(split, input_part=parts[0], weight_part=parts[1])
     return PlannedStage(replace(lowered, forward=change(lowered.forward), backward=backward), split)
-
-
-def _plain(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes know their shapes and dtypes, and where they come from, as plain data."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(module.graph, copies))
-    for node, twin in copies.items():
-        twin.meta = {k: node.meta[k] for k in ("val", "stack_trace") if k in node.meta}
-        if "val" in twin.meta:  # stand-ins take longest to restore
-            twin.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, twin.meta["val"])
-        for name in ("nn_module_stack", "fwd_nn_module_stack"):
-            if node.meta.get(name):  # with classes, which need not be there again
-                twin.meta[name] = {k: (path, "") for k, (path, _) in node.meta[name].items()}
-    return _make_graph_module(module, graph)
-
-
-def _revived(module: fx.GraphModule) -> fx.GraphModule:
-    """What `_plain` has made, with stand-ins for values; it can be called."""
-    for node in module.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map_only(
-                TensorSpec, TensorSpec.without_storage, node.meta["val"]
-            )
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(module, module.graph)

@@ -19,6 +19,7 @@ from mpxla.graph.capture_sources import (
 )
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import ValueNeededError
+from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
@@ -34,6 +35,7 @@ def trace(
     objects: Mapping[str, Any],
     states: ModelStates,
     values: Callable[[], Sequence[torch.Tensor]],
+    graphs: Kept,
 ) -> Traced:
     """Captures a step with as many of its floats as inputs as Python lets it.
 
@@ -43,6 +45,7 @@ def trace(
         objects: this rank's own objects among the arguments, by path.
         states: parameters and buffers of all models.
         values: gives the tensor leaves of one microbatch, where Python needs them.
+        graphs: those of earlier starts.
 
     Returns:
         The signature has constants in the places of floats whose value Python needs.
@@ -56,9 +59,9 @@ def trace(
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
         with contextlib.suppress(ValueNeededError):
-            return _trace(chosen, function, objects, states, None)
+            return _trace(chosen, function, objects, states, None, graphs)
         _, (given,) = with_constants(signature, [values()], constants)
-        return _trace(chosen, function, objects, states, given)
+        return _trace(chosen, function, objects, states, given, graphs)
 
     numbers = signature.numbers
     if not numbers:
@@ -79,6 +82,7 @@ def _trace(
     objects: Mapping[str, Any],
     states: ModelStates,
     values: Sequence[torch.Tensor] | None,
+    graphs: Kept,
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
     model = states.module
@@ -96,5 +100,5 @@ def _trace(
         attributes_noted(model, others) as log,
     ):
         names = states.current_names()
-        step = capture_step(run, model, signature.tensor_leaves, names, values)
+        step = capture_step(run, model, signature.tensor_leaves, names, values, graphs)
     return signature, step, [*kept(reads), *log.reads()]

@@ -1,0 +1,200 @@
+"""The graph of a step with the roles of its inputs and outputs, from the functional program.
+
+This module must not know how a step is traced.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind as ExportInput
+from torch.export.graph_signature import OutputKind as ExportOutput
+
+from mpxla.errors import CaptureError
+from mpxla.graph.normalize import (
+    collapse_detaches,
+    densify_gradients,
+    drop_runtime_checks,
+    free_layouts,
+    refuse_collectives,
+    refuse_hidden_updates,
+    resolve_numbers,
+)
+from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
+from mpxla.graph.typed import outputs_of
+from mpxla.graph.user_code import line_of
+
+__all__ = ["FunctionalStep", "constants_of", "functional_step"]
+
+
+@dataclass(frozen=True)
+class FunctionalStep:
+    """See `StepGraph`, whose fields these are."""
+
+    graph: fx.Graph
+    inputs: tuple[InputRole, ...]
+    outputs: tuple[OutputRole, ...]
+
+
+def functional_step(
+    program: ExportedProgram,
+    canonical_names: Mapping[str, str],
+    trainable: Collection[str],
+    num_objectives: int,
+    fake_mode: FakeTensorMode,
+) -> FunctionalStep:
+    """Reads roles off a functional program, and annotates its nodes with fake values.
+
+    Args:
+        program: of a step; its graph is changed in place.
+        canonical_names: any name of a parameter or buffer -> the one name used for it.
+        trainable: parameters, by those names.
+        num_objectives: the first results are what is differentiated, so many of them.
+        fake_mode: of the fake values.
+
+    Raises:
+        CaptureError: the step does something that a captured one cannot.
+    """
+    graph = program.graph_module.graph
+    inputs = _input_roles(program, canonical_names)
+    outputs = _output_roles(program, canonical_names, num_objectives)
+    refuse_collectives(graph)
+    refuse_hidden_updates(graph)
+    drop_runtime_checks(graph)
+    resolve_numbers(graph)
+    collapse_detaches(graph)
+    densify_gradients(graph)
+    free_layouts(graph)
+    graph.eliminate_dead_code()
+    is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]
+    _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)
+    _check_objectives(graph, outputs)
+    return FunctionalStep(graph, tuple(inputs), tuple(outputs))
+
+
+def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Tensors that a program computes with and that are no state of the model, by role."""
+    specs = program.graph_signature.input_specs
+    targets = [s.target or "" for s in specs if s.kind is ExportInput.CONSTANT_TENSOR]
+    values = {name: cast(torch.Tensor, program.constants[name]) for name in targets}
+    return {_name(target): value.detach() for target, value in values.items()}
+
+
+def _name(target: str | None) -> str:
+    """Of a tensor of the user's model, which is a part of what was traced."""
+    return (target or "").removeprefix("model.")
+
+
+def _input_roles(program: ExportedProgram, canonical_names: Mapping[str, str]) -> list[InputRole]:
+    roles: list[InputRole] = []
+    num_leaves = 0
+    for spec in program.graph_signature.input_specs:
+        name = _name(spec.target)
+        if spec.kind is ExportInput.PARAMETER:
+            roles.append(InputRole(InputKind.PARAMETER, canonical_names[name]))
+        elif spec.kind is ExportInput.BUFFER:
+            roles.append(InputRole(InputKind.BUFFER, canonical_names[name]))
+        elif spec.kind is ExportInput.CONSTANT_TENSOR:
+            roles.append(InputRole(InputKind.CONSTANT, name))
+        elif spec.kind is ExportInput.USER_INPUT:
+            roles.append(InputRole(InputKind.STEP_INPUT, index=num_leaves))
+            num_leaves += 1
+        else:
+            raise CaptureError(f"The step function captures an unsupported object: {spec}.")
+    return roles
+
+
+def _output_roles(
+    program: ExportedProgram, canonical_names: Mapping[str, str], num_objectives: int
+) -> list[OutputRole]:
+    roles: list[OutputRole] = []
+    num_values = 0
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is ExportOutput.BUFFER_MUTATION:
+            roles.append(OutputRole(OutputKind.BUFFER, name=canonical_names[_name(spec.target)]))
+        elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
+            raise _changed_argument(program, spec.target or "")
+        elif spec.kind is not ExportOutput.USER_OUTPUT:
+            raise CaptureError(
+                f"The step function changes {spec.target} in place ({spec.kind.name.lower()}). "
+                f"Assign a new tensor instead, or make it a registered buffer of the model."
+            )
+        else:
+            index, num_values = num_values, num_values + 1
+            if index < num_objectives:
+                roles.append(OutputRole(OutputKind.OBJECTIVE, index=index))
+            else:
+                roles.append(OutputRole(OutputKind.RESULT, index=index - num_objectives))
+    return roles
+
+
+def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
+    """Checks that the graph still leads from every objective to what is trained.
+
+    Each required a gradient when `model.backward` was called with it.
+    """
+    for node, role in zip(outputs_of(graph), outputs, strict=True):
+        if role.kind is OutputKind.OBJECTIVE and not node.meta["val"].requires_grad:
+            raise CaptureError(
+                f"The value that model.backward was called with has lost its gradient while the "
+                f"step function was captured ({describe(node)}). This is a fault of mpxla or of "
+                f"torch.export; please report it with the step function."
+            )
+
+
+def _changed_argument(program: ExportedProgram, name: str) -> CaptureError:
+    nodes = {node.name: node for node in program.graph.nodes}
+    value = nodes[name].meta["val"]
+    changed = (s for s in program.graph_signature.output_specs if s.target == name)
+    at = next((line_of(nodes[spec.arg.name]) for spec in changed), "")
+    dtype = str(value.dtype).removeprefix("torch.")
+    return CaptureError(
+        f"The step function changes one of its arguments in place{at}, the tensor {dtype}"
+        f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
+    )
+
+
+def _annotate(
+    module: fx.GraphModule,
+    requires_grad: Sequence[bool],
+    is_training: bool,
+    fake_mode: FakeTensorMode,
+) -> None:
+    """Runs the graph on fake tensors so that every node's value knows if it requires grad."""
+    arguments: list[torch.Tensor] = []
+    for node, is_trained in zip(
+        module.graph.find_nodes(op="placeholder"), requires_grad, strict=True
+    ):
+        value = node.meta["val"]
+        with fake_mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        arguments.append(fake.requires_grad_(is_trained))
+    with fake_mode, torch.set_grad_enabled(is_training):
+        annotator = _Annotator(module)
+        annotator.extra_traceback = False  # errors name the node
+        annotator.run(*arguments)
+
+
+class _Annotator(fx.Interpreter):
+    """Stores every node's fake result, with its `requires_grad`, in `meta["val"]`."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise CaptureError(
+                f"{describe(n)}: the shape of its result, or the way it goes on, depends on values "
+                f"({error.func}). A step is captured once, with fixed shapes: use a mask and "
+                f"torch.where, `topk` with a fixed number or `torch.nonzero_static`, or do it "
+                f"before the step function and pass the result in."
+            ) from error
+        n.meta["val"] = result
+        return result

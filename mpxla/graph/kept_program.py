@@ -1,0 +1,151 @@
+"""The functional graph of a step as an earlier start has made it, by what was traced.
+
+The user's code runs at every start, since nothing else says what it does now. What follows from the
+trace alone, which takes longer than tracing, is made once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx._graph_pickler import GraphPickler
+
+from mpxla.graph.casts import active_autocast
+from mpxla.graph.fingerprint import (
+    UnknownValueError,
+    described,
+    fingerprint,
+    layouts,
+    torch_settings,
+)
+from mpxla.graph.functional_step import FunctionalStep, constants_of
+from mpxla.graph.plain import dumped, plain, revived
+from mpxla.kept import Kept, key_of
+from mpxla.log import get_logger
+
+__all__ = ["KeptProgram"]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a stand-in for a value says of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> "_Layout":
+        if type(value) is not FakeTensor or value.layout is not torch.strided:
+            raise UnknownValueError(type(value).__name__)
+        if value.device.type != "cpu" or value.is_conj() or value.is_neg():
+            raise UnknownValueError(f"a value on {value.device}, or one that is read otherwise")
+        return cls(tuple(value.shape), value.dtype, value.stride(), value.requires_grad)
+
+    def stand_in(self) -> torch.Tensor:
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return found.requires_grad_(self.requires_grad)
+
+
+class KeptProgram:
+    """Where the functional graph of one traced program is kept.
+
+    Args:
+        kept: nothing is kept without.
+        traced: as `torch.export.export` gives it.
+        facts: what else decides.
+    """
+
+    def __init__(self, kept: Kept | None, traced: ExportedProgram, facts: Any):
+        self._kept = kept or Kept()
+        self._key: str | None = None
+        self._constants: Mapping[str, torch.Tensor] = {}
+        if kept:
+            self._constants = constants_of(traced)
+            try:
+                ambient = torch_settings(), described(active_autocast())
+                self._key = key_of("program", *ambient, described(facts), *_texts(traced))
+            except UnknownValueError as error:
+                get_logger().debug("the graph of a step is not kept: %s", error)
+
+    def get(self, mode: FakeTensorMode) -> FunctionalStep | None:
+        """The step, if it is there.
+
+        Args:
+            mode: of the stand-ins for values.
+        """
+        value = None if self._key is None else self._kept.get(self._key)
+        if value is None:
+            return None
+        try:
+            module, names, inputs, outputs = cast(Any, GraphPickler.loads(value, mode))
+            with mode:
+                graph = revived(module, _Layout, _Layout.stand_in).graph
+        except Exception as error:  # unpickling raises anything
+            get_logger().warning("a kept graph cannot be read, and is made anew: %r", error)
+            return None
+        # Ranks name nodes to each other, and not all of them need have found it.
+        if names != [node.name for node in graph.nodes]:
+            return None
+        return FunctionalStep(graph, inputs, outputs)
+
+    def put(self, step: FunctionalStep, program: ExportedProgram) -> None:
+        """Keeps the step that was made of the functional program."""
+        if self._key is None or not _are_same(self._constants, constants_of(program)):
+            return
+        try:
+            module = plain(fx.GraphModule({}, step.graph), _Layout.of, ("custom",))
+            for node in module.graph.nodes:
+                _check(node)
+            names = [node.name for node in step.graph.nodes]
+            value = dumped((module, names, step.inputs, step.outputs))
+        except Exception as error:  # a graph may hold anything
+            get_logger().debug("the graph of a step is not kept: %s", error)
+        else:
+            self._kept.put(self._key, value)
+
+
+def _texts(program: ExportedProgram) -> list[str]:
+    """All that a program is made of, with the lines and modules that errors name."""
+    module, signature = program.graph_module, program.graph_signature
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    numbers: dict[Any, int] = {}
+    nodes = [
+        (
+            node.name,
+            layouts(node.meta.get("val")),
+            node.meta.get("stack_trace"),
+            [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
+            described(node.meta.get("custom"), numbers),
+        )
+        for part in parts
+        for node in part.graph.nodes
+    ]
+    plain_data = (
+        signature.input_specs,
+        signature.output_specs,
+        dict(program.constants),
+        program.range_constraints,
+    )
+    return [fingerprint(module.graph, module), described(plain_data), repr(nodes)]
+
+
+def _check(node: fx.Node) -> None:
+    """Raises for what would not be the same when it is read."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    if node.op == "get_attr" or not all(
+        isinstance(value, (_Layout, int, float, type(None))) for value in values
+    ):
+        raise UnknownValueError(node.name)
+
+
+def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].data_ptr() == other[name].data_ptr() for name in one
+    )
