@@ -7,10 +7,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx._graph_pickler import GraphPickler, Options
-from torch.fx._lazy_graph_module import (
-    _make_graph_module,  # pyright: ignore[reportPrivateUsage]
-    _use_lazy_graph_module,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 __all__ = ["dumped", "plain", "revived"]
 
@@ -52,8 +49,7 @@ def revived(
     for node in module.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(kind, stand_in, node.meta["val"])
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(module, module.graph)
+    return _make_graph_module(module, module.graph)
 
 
 def dumped(value: Any) -> bytes:

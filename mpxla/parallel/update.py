@@ -39,7 +39,7 @@ from mpxla.parallel.update_state import (
     starts_from_zeros,
 )
 from mpxla.parallel.update_trace import wide_dtype
-from mpxla.stage.garbage import collection_paused
+from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["CompiledUpdate"]
@@ -161,7 +161,7 @@ class CompiledUpdate:
             self._give_up("its settings change from step to step")
             return None
         try:
-            with collection_paused():
+            with graphs_made_quickly():
                 program = self._compile(slots)
         except LoweringError as error:
             is_read = "_local_scalar_dense" in str(error)

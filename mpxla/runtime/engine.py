@@ -41,7 +41,7 @@ from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
-from mpxla.stage.garbage import collection_paused
+from mpxla.stage.making import graphs_made_quickly
 
 __all__ = ["StepEngine"]
 
@@ -159,7 +159,7 @@ class StepEngine:
                 with (
                     self._session.progress.busy("capture and compilation"),
                     self.life.during(work, "capture"),
-                    collection_paused(),
+                    graphs_made_quickly(),
                 ):
                     call.plan = self._build(call, name, rule.function)
                 self.calls.agree_to_start(call, call.plan)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.stage.spec import TensorSpec
 
@@ -85,7 +86,7 @@ class AccumulatingBackward:
         graph.output(tuple(found))
         graph.eliminate_dead_code()
         graph.lint()
-        return fx.GraphModule(self.derivative, graph)
+        return _make_graph_module(self.derivative, graph)
 
     def _added(
         self,

@@ -23,10 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import (
-    _make_graph_module,  # pyright: ignore[reportPrivateUsage]
-    _use_lazy_graph_module,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
@@ -122,7 +119,7 @@ class TracedStage:
         self._joint: fx.GraphModule | None = None
         if is_training and spec.has_backward:
             function, differentiated = _stage_function(spec, lowering), _differentiated_inputs(spec)
-            with _use_lazy_graph_module(True), _named(spec):
+            with _named(spec):
                 self._joint = simplify(
                     trace_joint(function, self._inputs, differentiated, _tangents(spec), lowering)
                 )
@@ -134,7 +131,7 @@ class TracedStage:
             share: how much to keep for the backward, see `partition_joint`.
         """
         spec, inputs, lowering = self._spec, self._inputs, self._lowering
-        with _use_lazy_graph_module(True), _named(spec):
+        with _named(spec):
             if self._joint is None:
                 return _lower_forward_only(spec, inputs, lowering)
             cut = functools.partial(partition_joint, self._joint, share=share, again=self._again)
