@@ -1,18 +1,17 @@
 """A device of a given speed: programs compute their numbers, and results are ready when it is time.
 
 What a schedule gains is hidden where ranks share cores. Here every program takes as long as its
-floating-point operations would on a device of a given rate, without using a core: it
-begins when it is started and the device has ended the program before it, and its results can be
-looked at from its end on. Everything else is the library's own: the programs, which compute on
-the processor meanwhile, the engine, the order of actions, the messages.
+floating-point operations would on a device of a given rate, without using a core: it begins when
+it is started and the device has ended the program before it, and its results can be looked at from
+its end on. Everything else is the library's own: the programs, which compute on the processor
+meanwhile, the engine, the order of actions, the messages.
 """
 
 import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,19 +23,29 @@ from mpxla.env import read_environment
 from mpxla.stage.pieces import annotate
 from mpxla.stage.spec import TensorSpec
 
-_RATE, _INNER = "BENCHMARK_FLOPS_PER_S", "BENCHMARK_DEVICE"
+_paced: list["PacedBackend"] = []
+"""The one of this process."""
 
 
 def pace(flops_per_s: float) -> "PacedBackend":
     """Paces this process's device, whichever it is; to be called before `smp.init`."""
-    inner = os.environ.get("MPXLA_DEVICE", "auto")
-    os.environ.update({_RATE: repr(flops_per_s), _INNER: inner, "MPXLA_DEVICE": "paced"})
-    BACKENDS["paced"] = ("torch", __name__, "PacedBackend")
-    return cast(PacedBackend, open_backend(read_environment()))
+    _paced.append(PacedBackend(open_backend(read_environment()), flops_per_s))
+    BACKENDS["paced"] = ("torch", __name__, "paced_device")
+    os.environ["MPXLA_DEVICE"] = "paced"
+    return _paced[0]
+
+
+def paced_device() -> "PacedBackend":
+    """What the library opens as the device "paced"."""
+    return _paced[0]
 
 
 class PacedBackend:
     """See `Backend`; what is not here is the inner backend's.
+
+    Args:
+        inner: runs the programs.
+        flops_per_s: by which they take their time.
 
     Attributes:
         seconds: what every program takes, by name.
@@ -44,16 +53,16 @@ class PacedBackend:
 
     name = "paced"
 
-    def __init__(self) -> None:
-        self._inner = open_backend(replace(read_environment(), device=None), os.environ[_INNER])
+    def __init__(self, inner: Any, flops_per_s: float) -> None:
+        self.inner = inner
         self.seconds: dict[str, float] = {}
-        self._rate = float(os.environ[_RATE])
+        self._rate = flops_per_s
         self._lock = threading.Lock()
         self._free_at = 0.0
         self._due: dict[int, tuple[float, Buffer]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def compile(
         self,
@@ -65,7 +74,7 @@ class PacedBackend:
     ) -> "PacedExecutable":
         """The inner backend's program, at this device's rate."""
         self.seconds[name] = flops_of(graph, inputs) / self._rate
-        program = self._inner.compile(name, graph, inputs, *rest, **more)
+        program = self.inner.compile(name, graph, inputs, *rest, **more)
         return PacedExecutable(self, program, self.seconds[name])
 
     def run(self, program: Executable, seconds: float, arguments: Any, seed: Any) -> list[Buffer]:
@@ -82,32 +91,32 @@ class PacedBackend:
 
     def is_ready(self, buffer: Buffer) -> bool:
         """Whether a buffer is computed and due."""
-        return self._rest([buffer]) <= 0 and self._inner.is_ready(buffer)
+        return self._rest([buffer]) <= 0 and self.inner.is_ready(buffer)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """Waits; see `Backend.view`."""
         self._wait_for([buffer])
-        return self._inner.view(buffer)
+        return self.inner.view(buffer)
 
     def get(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
         """Waits; see `Backend.get`."""
         self._wait_for(buffers)
-        return self._inner.get(buffers)
+        return self.inner.get(buffers)
 
     def publish(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
         """Waits; see `Backend.publish`."""
         self._wait_for(buffers)
-        return self._inner.publish(buffers)
+        return self.inner.publish(buffers)
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> None:
         """Waits; see `Backend.assign`."""
         self._wait_for(buffers)
-        self._inner.assign(tensors, buffers)
+        self.inner.assign(tensors, buffers)
 
     def wait(self) -> None:
         """Waits for all programs."""
         time.sleep(max(self._free_at - time.perf_counter(), 0.0))
-        self._inner.wait()
+        self.inner.wait()
 
     def _wait_for(self, buffers: Sequence[Buffer]) -> None:
         time.sleep(max(self._rest(buffers), 0.0))

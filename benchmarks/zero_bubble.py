@@ -34,6 +34,8 @@ from timing import spread
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpxla as smp
+from mpxla.device.choice import open_backend
+from mpxla.env import read_environment
 from mpxla.schedule.generate import generate
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.placement import place_stages
@@ -43,13 +45,6 @@ from mpxla.session import current
 SCHEDULES = ("interleaved", "zero_bubble", "zero_bubble_v")
 CASE = GPTCase(vocabulary=64, width=64, num_blocks=8, num_heads=2, length=32)
 """Two equal blocks for each of four ranks, and a head of no weight."""
-PARTS = {
-    "forward": "forward",
-    "backward": "backward",
-    "input_gradient": "input gradients",
-    "weight_gradient": "weight gradients",
-}
-"""Costs of the simulator, and the programs whose they are."""
 
 
 @dataclass
@@ -125,14 +120,20 @@ def simulated_s(
     stages = range(len(placement))
     forward = [(stage, stage + 1) for stage in stages[:-1]]
     backward = [(after, before) for before, after in forward]
+
+    def of_every_stage(program: str) -> list[float]:
+        return [seconds.get(f"stage {stage} {program}", 0.0) for stage in stages]
+
     computes = generate(pipeline, microbatches, placement, 2 * ranks, training=True)
     schedule = add_communication(computes, placement, forward, backward)
-    costs = {
-        cost: [seconds.get(f"stage {stage} {program}", 0.0) for stage in stages]
-        for cost, program in PARTS.items()
-    }
+    costs = Costs(
+        forward=of_every_stage("forward"),
+        backward=of_every_stage("backward"),
+        input_gradient=of_every_stage("input gradients"),
+        weight_gradient=of_every_stage("weight gradients"),
+    )
     edges, schedule = (forward, backward), add_reduce(schedule, placement)
-    return simulate(schedule, placement, *edges, Costs(**costs), rendezvous=False).makespan
+    return simulate(schedule, placement, *edges, costs, rendezvous=False).makespan
 
 
 def rows_of(found: Mapping[str, Found], microbatches: int, ranks: int) -> list[str]:
@@ -159,7 +160,7 @@ def rows_of(found: Mapping[str, Found], microbatches: int, ranks: int) -> list[s
     return lines
 
 
-def head_of(args: argparse.Namespace, options: Sequence[str]) -> list[str]:
+def head_of(args: argparse.Namespace, options: Sequence[str], device: str) -> list[str]:
     """The first lines of the report."""
     speed = (
         "Programs compute on the processor, and their results are ready after the time that they "
@@ -169,7 +170,6 @@ def head_of(args: argparse.Namespace, options: Sequence[str]) -> list[str]:
     )
     ranks = dist.get_world_size()
     command = ["torchrun", "--nproc_per_node", str(ranks), "benchmarks/zero_bubble.py", *options]
-    device = os.environ.get("BENCHMARK_DEVICE") or os.environ.get("MPXLA_DEVICE", "auto")
     return [
         f"# Zero-bubble schedules, {datetime.now(UTC):%Y-%m-%d}",
         "",
@@ -193,9 +193,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
+    device = open_backend(read_environment())
     backend = pace(rate_of(ranks, args.unit_ms / 1e3)) if args.unit_ms else None
     if is_first:
-        print("\n".join(head_of(args, sys.argv[1:])), flush=True)
+        print("\n".join(head_of(args, sys.argv[1:], device.name)), flush=True)
     results: dict[int, dict[str, Found]] = {}
     for microbatches in args.microbatches:
         found = results[microbatches] = {pipeline: Found() for pipeline in SCHEDULES}
