@@ -34,11 +34,11 @@ from timing import spread
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpxla as smp
+from mpxla.config import Config
 from mpxla.device.choice import open_backend
 from mpxla.env import read_environment
-from mpxla.schedule.generate import generate
+from mpxla.schedule.choice import compute_actions, placement_of
 from mpxla.schedule.lower import add_communication, add_reduce
-from mpxla.schedule.placement import place_stages
 from mpxla.schedule.simulate import Costs, simulate
 from mpxla.session import current
 
@@ -116,7 +116,8 @@ def simulated_s(
     pipeline: str, microbatches: int, ranks: int, seconds: Mapping[str, float]
 ) -> float:
     """The step of a schedule whose programs take these seconds, by name, if messages take none."""
-    placement = place_stages(pipeline, ranks, 2 if pipeline == "zero_bubble_v" else 1)
+    config = Config(pipeline_parallel_degree=ranks, microbatches=microbatches, pipeline=pipeline)
+    placement = placement_of(config)
     stages = range(len(placement))
     forward = [(stage, stage + 1) for stage in stages[:-1]]
     backward = [(after, before) for before, after in forward]
@@ -124,7 +125,7 @@ def simulated_s(
     def of_every_stage(program: str) -> list[float]:
         return [seconds.get(f"stage {stage} {program}", 0.0) for stage in stages]
 
-    computes = generate(pipeline, microbatches, placement, 2 * ranks, training=True)
+    computes = compute_actions(config, placement, training=True)
     schedule = add_communication(computes, placement, forward, backward)
     costs = Costs(
         forward=of_every_stage("forward"),
