@@ -117,7 +117,7 @@ def apply_changes(stages):
     return outputs, reasons
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_changed_model_is_captured_again(stages):
     plain = raw_model()
     expected = [plain(inputs())]

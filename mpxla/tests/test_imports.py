@@ -257,13 +257,6 @@ def test_planning_loads_no_torch():
     assert not packages(loaded) & {"torch", "torch_xla"}
 
 
-def test_the_api_is_described_without_torch_xla():
-    """Errors, tags and capture need torch only."""
-    loaded = loaded_by("import mpxla.graph.capture, mpxla.parallel.tags, mpxla.runtime.microbatch")
-    assert "torch" in loaded
-    assert "torch_xla" not in packages(loaded)
-
-
 _WITHOUT_BACKENDS = """
 import sys
 class Without:
@@ -280,13 +273,16 @@ def test_all_but_backends_is_imported_without_any():
     """As where torch_xla is not installed; what is asked for then says what to install."""
     own = [m.removesuffix(".__init__") for m in modules() if not m.startswith(tuple(BACKENDS))]
     own = [m for m in own if m not in ("__init__", "__main__", "compat.__main__")]
-    lines = [f"import mpxla.{name}" for name in own]
+    # Errors, tags and capture need torch only, also where the others are installed.
+    lines = ["import mpxla.graph.capture, mpxla.parallel.tags, mpxla.runtime.microbatch"]
+    lines += ["assert 'torch' in sys.modules and 'torch_xla' not in sys.modules"]
+    lines += [_WITHOUT_BACKENDS, *(f"import mpxla.{name}" for name in own)]
     lines += [
         "from mpxla.device.choice import open_backend",
         "try: open_backend(mpxla.env.LaunchEnv())",
     ]
     lines += ["except mpxla.ConfigError as error: assert 'mpxla[torch-xla]' in str(error), error"]
     lines += ["else: raise AssertionError('a backend was found')"]
-    loaded = loaded_by("\n".join([_WITHOUT_BACKENDS, *lines]))
+    loaded = loaded_by("\n".join(lines))
     assert "mpxla.session" in loaded
     assert not packages(loaded) & {"torch_xla", "jax", "jaxlib"}

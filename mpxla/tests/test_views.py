@@ -3,6 +3,8 @@
 And what is written through them reaches the device.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -88,10 +90,19 @@ def train_plainly(model, x):
 OTHER = {"MPXLA_DEVICE": "pjrt" if name_here() == "torch_xla" else "eager"}
 
 
-@pytest.mark.parametrize("env", [{}, OTHER], ids=["default", "other"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "masters"])
-@pytest.mark.parametrize("key", [None, "shard_optimizer_state"])
-def test_views_follow_updates_and_writes_reach_the_device(env, key, dtype):
+BACKENDS = {"default": {}, "other": OTHER}
+DTYPES = {"float32": torch.float32, "masters": torch.bfloat16}
+KEYS = (None, "shard_optimizer_state")
+CASES = [
+    # Every two of the settings meet in the half that is not slow.
+    pytest.param(*case, marks=[pytest.mark.slow] * (number.bit_count() % 2))
+    for number, case in enumerate(itertools.product(KEYS, DTYPES, BACKENDS))
+]
+
+
+@pytest.mark.parametrize(("key", "dtype", "backend"), CASES)
+def test_views_follow_updates_and_writes_reach_the_device(key, dtype, backend):
+    dtype, env = DTYPES[dtype], BACKENDS[backend]
     config = {"microbatches": 2, "ddp": True, **({} if key is None else {key: True})}
     plain = net(dtype).float()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), 0.05), train_plainly)

@@ -79,9 +79,9 @@ def test_activations_of_a_rank():
         few, many = (kept_bytes(size, is_divided, n) for n in (1, 2))
         return many - few
 
-    whole = of_layers(1, False)
-    assert of_layers(2, True) < 1.1 * whole / 2
-    assert of_layers(4, False) > 1.2 * whole / 4, "streams are whole without"
+    bound = 1.1 * of_layers(1, False) / 2
+    assert of_layers(2, True) < bound
+    assert of_layers(2, False) > bound, "streams are whole without"
 
 
 def test_dropout_of_positions_differs():

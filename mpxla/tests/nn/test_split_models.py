@@ -1,5 +1,6 @@
 """Models whose layers are split over ranks compute what the whole model does; no device needed."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -132,13 +133,19 @@ def loss_of(model, ids):
     return model(input_ids=ids, labels=ids).loss
 
 
+@functools.cache
+def parts_of(name):
+    """A model's parts on two ranks, and their programs."""
+    ranks = distributed(lambda: built(name), 2)
+    return ranks, [lower(rank, loss_of, [words()]) for rank in ranks]
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_loss_and_gradients_of_parts(name):
     whole = built(name)
     loss = loss_of(whole, words())
     loss.backward()
-    ranks = distributed(lambda: built(name), 2)
-    lowered = [lower(rank, loss_of, [words()]) for rank in ranks]
+    ranks, lowered = parts_of(name)
     found = in_threads(train_once, ranks, lowered, [[words()]] * 2)
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     for of_rank, _ in found:
@@ -163,8 +170,7 @@ def collectives(module):
 
 def test_two_sums_each_way_in_a_block():
     """In a block; others of the embedding and of the head with its loss, which gathers nothing."""
-    (rank, _) = distributed(lambda: built("llama"), 2)
-    _, lowered = lower(rank, loss_of, [words()])
+    _, ((_, lowered), _) = parts_of("llama")
     assert collectives(lowered.forward) == {"all_reduce": 2 + 1 + 2}
     assert collectives(lowered.backward) == {"all_reduce": 2 + 1}
 
@@ -374,8 +380,7 @@ def test_a_group_without_the_name_is_refused():
     from mpxla.stage.pieces import CollectivePiece
     from mpxla.tests.nn.in_threads import cut_in_pieces
 
-    ranks = distributed(lambda: built("llama"), 2)
-    _, lowered = lower(ranks[0], loss_of, [words()])
+    _, ((_, lowered), _) = parts_of("llama")
     plan = cut_in_pieces(lowered.forward, lowered.forward_inputs)
     piece = next(p for p in plan.pieces if isinstance(p, CollectivePiece))
     with pytest.raises(LoweringError, match="over the group 'tensor', which this program was"):

@@ -91,7 +91,7 @@ def refused(model, step, function):
         (2, 1, False, "torch"),
         pytest.param(2, 1, False, "torch_xla", marks=pytest.mark.torch_xla),
         (2, 2, True, "mpxla"),
-        (2, 2, True, "torch"),
+        pytest.param(2, 2, True, "torch", marks=pytest.mark.slow),
     ],
 )
 def test_the_norm_is_that_of_one_process(stages, replicas, is_sharded, source):

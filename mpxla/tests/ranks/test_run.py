@@ -108,6 +108,11 @@ def test_environment_is_that_of_a_launcher():
     ]
 
 
+def test_xla_optimizes_nothing_in_tests_unless_told_to():
+    for flags in run_ranks(environment, 2, "XLA_FLAGS"):
+        assert "--xla_backend_optimization_level=" in flags
+
+
 def test_processes_are_kept_between_calls():
     first = run_ranks(process_id, 2)
     assert run_ranks(process_id, 2) == first

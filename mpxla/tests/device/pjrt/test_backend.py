@@ -355,7 +355,7 @@ SCRIPT = """
 import sys
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.errors import MpxlaError
-for place in ("cuda",), ("cpu", 3):
+for place in (), ("tpu",), ("cpu", 3):
     try:
         PjrtBackend(*place)
     except MpxlaError as error:
@@ -381,24 +381,14 @@ def test_who_asks_for_cuda_hears_of_the_cpu(asked, platforms, expected, monkeypa
     assert all("finds none: this process runs on the CPU" in text for text in warned)
 
 
-def test_a_platform_that_the_environment_names_is_missing():
-    script = "from mpxla.device.pjrt.backend import PjrtBackend; PjrtBackend()"
-    for platform, remedy in (("cuda", "the extra `cuda13` or `cuda12`"), ("tpu", "jax[tpu]")):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": platform},
-        )
-        error = done.stderr.splitlines()[-1]
-        assert f"jax has no platform '{platform}' on this machine" in error
-        assert remedy in error
-
-
 def test_missing_devices():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    """One process asks for what the environment names, for a platform, and for a device."""
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    no_platform, no_device = done.stdout.splitlines()
-    assert "no platform 'cuda' on this machine" in no_platform
-    assert "extra `cuda13` or `cuda12`" in no_platform
+    named, asked, no_device = done.stdout.splitlines()
+    assert "jax has no platform 'cuda' on this machine" in named
+    assert "extra `cuda13` or `cuda12`" in named
+    assert "jax has no platform 'tpu' on this machine" in asked and "jax[tpu]" in asked
     assert "would use cpu device 3 of its machine, which has 1" in no_device
