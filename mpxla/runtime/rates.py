@@ -8,7 +8,7 @@ ranks are not measured. This module must not know steps.
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -69,20 +69,21 @@ def device_rates(session: Session) -> MachineModel:
     """
     backend, kept = session.backend, session.kept
     key = key_of("rates", backend.name, str(cores_per_process(session.env.local_size)))
-    held = kept.get(key)
-    if held is not None:
-        return replace(MachineModel(), **json.loads(held))
+
+    def make() -> dict[str, float]:
+        found = asdict(measure_rates(backend))
+        values = {name: found[name] for name in _MEASURED}
+        get_logger().info(
+            "measured: %s", ", ".join(f"{name} = {value:.2g}" for name, value in values.items())
+        )
+        return values
+
     try:
-        found = measure_rates(backend)
+        values = kept.recall(key, make, lambda values: json.dumps(values).encode(), json.loads)
     except Exception as error:  # a user's job goes on with what is documented
         get_logger().warning("the device's rates cannot be measured, constants count: %r", error)
         return MachineModel()
-    values = {name: getattr(found, name) for name in _MEASURED}
-    get_logger().info(
-        "measured: %s", ", ".join(f"{name} = {value:.2g}" for name, value in values.items())
-    )
-    kept.put(key, json.dumps(values).encode())
-    return found
+    return MachineModel(**values)
 
 
 def measure_rates(backend: Backend) -> MachineModel:
