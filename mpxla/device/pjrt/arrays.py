@@ -3,8 +3,8 @@
 On the CPU an array shares a tensor's memory if that is contiguous and aligned; a tensor always
 shares an array's. On other devices, and with plugins that have no dlpack, values are copied.
 
-An array that shares memory with a tensor is not donated: XLA copies it then. So a tensor that users
-see keeps its numbers, unless they are written to it.
+An array that shares memory with a tensor is not donated: it is copied then, on the CPU by XLA. So a
+tensor that users see keeps its numbers, unless they are written to it.
 """
 
 import weakref
@@ -192,19 +192,27 @@ class ImportCache:
         self._import = import_tensor if shares_memory else copy_to_device
         self._imported = _Notes()  # by id of the tensor
         self._published = _Notes()  # by address
+        # By id. They keep memory of PyTorch, if need be after the tensor has gone.
+        self._foreign = weakref.WeakValueDictionary[int, jax.Array]()
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """The array of a tensor, which it may share memory with."""
         if tensor.is_inference():  # PyTorch does not tell when it is written to
-            return self._import(tensor, self._device)
+            return self._import_anew(tensor)
         known = self._imported.get(id(tensor))
         if known is None or known.owner() is not tensor:
             known = self._published.get(tensor.data_ptr())
         if known is not None and known.is_array_of(tensor):
             return known.array
-        array = self._import(tensor, self._device)
+        array = self._import_anew(tensor)
         if self._is_shared(tensor, array):
             self._imported.note(id(tensor), tensor, tensor, array)
+        return array
+
+    def _import_anew(self, tensor: torch.Tensor) -> jax.Array:
+        array = self._import(tensor, self._device)
+        if self._shares_memory:
+            self._foreign[id(array)] = array
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
@@ -212,6 +220,11 @@ class ImportCache:
         if self._is_shared(tensor, array):
             self.forget([tensor])
             self._published.note(tensor.data_ptr(), tensor.untyped_storage(), tensor, array)
+
+    def is_seen(self, array: jax.Array) -> bool:
+        """Whether an array's memory is PyTorch's, or some tensor there still refers to it."""
+        shown = self._published.get(array.unsafe_buffer_pointer())
+        return id(array) in self._foreign or (shown is not None and shown.array is array)
 
     def is_lent(self, tensor: torch.Tensor) -> bool:
         """Whether an array that was made of a tensor refers to the tensor's memory."""

@@ -31,6 +31,7 @@ from mpxla.device.pjrt.arrays import (
     shared_tensors,
 )
 from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner
+from mpxla.device.pjrt.donation import SparingExecutable
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
@@ -141,7 +142,7 @@ class PjrtBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         groups: Groups | None = None,
-    ) -> PjrtExecutable | PiecewiseExecutable | FusedExecutable:
+    ) -> PjrtExecutable | SparingExecutable | PiecewiseExecutable | FusedExecutable:
         """Compiles a graph; see `Backend.compile`.
 
         Operators that jax has no function for, and PyTorch does not write with others, run on the
@@ -150,7 +151,10 @@ class PjrtBackend:
         """
         annotate(graph.graph, inputs, graph)
         if not unknown_nodes(graph.graph):
-            return self._compile(name, graph, inputs, donated)
+            program = self._compile(name, graph, inputs, donated)
+            if not donated or self.is_host or not self._shares_memory:
+                return program
+            return SparingExecutable(program, donated, self._imports, self._device)
         fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
