@@ -189,30 +189,24 @@ class ImportCache:
     def __init__(self, device: Device, shares_memory: bool):
         self._device = device
         self._shares_memory = shares_memory
-        self._import = import_tensor if shares_memory else copy_to_device
+        self._import = self._import_anew if shares_memory else copy_to_device
+        self._made_of = weakref.WeakValueDictionary[int, jax.Array]()  # tensors; by id
+        self._shown = weakref.WeakValueDictionary[int, torch.UntypedStorage]()  # by id of the array
         self._imported = _Notes()  # by id of the tensor
         self._published = _Notes()  # by address
-        # By id. They keep memory of PyTorch, if need be after the tensor has gone.
-        self._foreign = weakref.WeakValueDictionary[int, jax.Array]()
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """The array of a tensor, which it may share memory with."""
         if tensor.is_inference():  # PyTorch does not tell when it is written to
-            return self._import_anew(tensor)
+            return self._import(tensor, self._device)
         known = self._imported.get(id(tensor))
         if known is None or known.owner() is not tensor:
             known = self._published.get(tensor.data_ptr())
         if known is not None and known.is_array_of(tensor):
             return known.array
-        array = self._import_anew(tensor)
+        array = self._import(tensor, self._device)
         if self._is_shared(tensor, array):
             self._imported.note(id(tensor), tensor, tensor, array)
-        return array
-
-    def _import_anew(self, tensor: torch.Tensor) -> jax.Array:
-        array = self._import(tensor, self._device)
-        if self._shares_memory:
-            self._foreign[id(array)] = array
         return array
 
     def remember(self, tensor: torch.Tensor, array: jax.Array) -> None:
@@ -221,10 +215,18 @@ class ImportCache:
             self.forget([tensor])
             self._published.note(tensor.data_ptr(), tensor.untyped_storage(), tensor, array)
 
+    def _import_anew(self, tensor: torch.Tensor, device: Device) -> jax.Array:
+        array = import_tensor(tensor, device)
+        self._made_of[id(array)] = array
+        return array
+
+    def show(self, array: jax.Array, tensor: torch.Tensor) -> None:
+        """Takes note of a tensor that was made of an array, for `is_seen`."""
+        self._shown[id(array)] = tensor.untyped_storage()
+
     def is_seen(self, array: jax.Array) -> bool:
         """Whether an array's memory is PyTorch's, or some tensor there still refers to it."""
-        shown = self._published.get(array.unsafe_buffer_pointer())
-        return id(array) in self._foreign or (shown is not None and shown.array is array)
+        return id(array) in self._made_of or id(array) in self._shown
 
     def is_lent(self, tensor: torch.Tensor) -> bool:
         """Whether an array that was made of a tensor refers to the tensor's memory."""

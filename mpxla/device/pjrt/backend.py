@@ -112,6 +112,11 @@ class PjrtBackend:
         self._kept = Kept()
         self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
+    @property
+    def _spares(self) -> bool:
+        """Whether donated programs get copies of what tensors share memory with, see `donation`."""
+        return self._shares_memory and not self.is_host
+
     @functools.cached_property
     def lowering(self) -> Lowering:
         """How stages are lowered for jax."""
@@ -152,7 +157,7 @@ class PjrtBackend:
         annotate(graph.graph, inputs, graph)
         if not unknown_nodes(graph.graph):
             program = self._compile(name, graph, inputs, donated)
-            if not donated or self.is_host or not self._shares_memory:
+            if not donated or not self._spares:
                 return program
             return SparingExecutable(program, donated, self._imports, self._device)
         fused = self._fused(name, graph, inputs, groups or {})
@@ -275,7 +280,12 @@ class PjrtBackend:
         arrays = [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]
         with explained(_WAITED, self._device):
             made = iter(shared_tensors(arrays, self.device, self._device.platform))
-        return [b if isinstance(b, torch.Tensor) else next(made) for b in buffers]
+        found = [b if isinstance(b, torch.Tensor) else next(made) for b in buffers]
+        if self._spares:
+            for tensor, buffer in zip(found, buffers, strict=True):
+                if tensor is not buffer:
+                    self._imports.show(buffer, tensor)
+        return found
 
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""
