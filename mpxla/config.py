@@ -150,9 +150,10 @@ class Config:
     the job."""
     device_rates: str = key("auto", word("auto", "measured", "constant"))
     """Extension. By what rates a step's costs are estimated where its cut or schedule is chosen:
-    the device's, `measured` once by a few small programs and kept in the folder of `compile_cache`,
-    or `constant` ones, those of a processor's core. `auto` measures on accelerators: processors are
-    near the constants, and what else they run makes measurements vary."""
+    the device's, `measured` once by small programs and messages and kept in the folder of
+    `compile_cache`, or `constant` ones, those of a processor's core. `auto` measures on
+    accelerators: processors are near the constants, and what else they run makes measurements
+    vary."""
     transport: str = key("auto", word("auto", "host", "xla"))
     """Extension. How ranks communicate: `host` goes through host memory; `xla` by collectives
     inside XLA programs, on CPU by jaxlib (extra `cpu-collectives`); `auto` takes the best one for

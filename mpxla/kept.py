@@ -13,8 +13,10 @@ import platform
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import mpxla
 from mpxla.log import get_logger
@@ -32,6 +34,8 @@ _PART_AGE_S = 3600.0
 _DIGEST_BYTES = 32
 _CHECKED_EVERY = 16
 """How many values are added between two looks at the size of the folder."""
+
+_Value = TypeVar("_Value")
 
 
 class Kept:
@@ -52,6 +56,36 @@ class Kept:
 
     def __bool__(self) -> bool:
         return self._folder is not None
+
+    def recall(
+        self,
+        key: str | None,
+        make: Callable[[], _Value],
+        write: Callable[[_Value], bytes],
+        read: Callable[[bytes], _Value],
+    ) -> _Value:
+        """What an earlier start has made, or what is made now and kept for later ones.
+
+        Args:
+            key: what it follows from; None if that is not known.
+            make: makes it.
+            write: writes it down. What cannot be written is not kept.
+            read: reads what `write` has written. What cannot be read is made anew.
+        """
+        found = None if key is None else self.get(key)
+        if found is not None:
+            try:
+                return read(found)
+            except Exception as error:  # unpickling and XLA raise anything
+                text = "what an earlier start has kept cannot be read, and is made anew: %r"
+                get_logger().warning(text, error)
+        made = make()
+        if key is not None and self:
+            try:
+                self.put(key, write(made))
+            except Exception as error:  # a graph may hold anything, and a plugin raises anything
+                get_logger().debug("a value is not kept: %r", error)
+        return made
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, if it is there and whole; a torn file goes."""

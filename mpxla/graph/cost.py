@@ -54,7 +54,7 @@ class MachineModel:
     link_bytes_per_s: float = 1e9
     """Between two ranks, copies on both sides included."""
     host_bytes_per_s: float = 5e9
-    """Between the memories of a device and its host."""
+    """Between the memories of a device and its host. No plan depends on it, only pictures."""
     task_s: float = 2e-6
     """Fixed cost of a node."""
 

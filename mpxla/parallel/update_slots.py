@@ -181,9 +181,8 @@ class Slots:
         # Sorted as `donated` is: jax gives the memory of the first donated argument of a shape to
         # the first result of that shape. Else each takes another's, and XLA copies both.
         self.changed = sorted({slot for places in flat for slot in places.changed})
-        # Not on CUDA, where a donated buffer with an alias is an error of XLA and not a copy.
-        donates = self._backend.donates and self._backend.is_host
-        self.donated = sorted(set(self.changed) - set(self._gradient_places)) if donates else []
+        taken = set(self.changed) - set(self._gradient_places)
+        self.donated = sorted(taken) if self._backend.donates else []
         written = {**dict(self._written()), **self._sources}
         self._state_places = list({place for _, _, place in self._entries} - set(written))
         self._own: list[Any] = [None] * len(self.tensors)  # what the last update has left

@@ -26,7 +26,6 @@ from mpxla.graph.plain import dumped, plain, revived
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
 from mpxla.kept import Kept, key_of
-from mpxla.log import get_logger
 from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.saved import saved_tensors
 from mpxla.stage.spec import StageSpec, TensorSpec
@@ -54,15 +53,15 @@ class KeptSteps:
 
     def saved(self, step: StepGraph) -> _Saved:
         """What `saved_tensors` says."""
-        key = self._key("saved", step)
-        found = None if key is None else self._kept.get(key)
-        if found is not None:
+
+        def read(found: bytes) -> _Saved:
             rows = json.loads(found)
             return {name: tuple(SavedTensor(*row) for row in rows[name]) for name in rows}
-        saved = saved_tensors(step, self._backend.lowering)
-        if key is not None:
-            self._kept.put(key, json.dumps(saved).encode())
-        return saved
+
+        def make() -> _Saved:
+            return saved_tensors(step, self._backend.lowering)
+
+        return self._kept.recall(self._key("saved", step), make, _as_json, read)
 
     def decision(self, step: StepGraph, facts: Any, decide: Callable[[], _Decision]) -> _Decision:
         """A log line, chosen keys, measured seconds of operators: an earlier start's, or new ones.
@@ -74,15 +73,12 @@ class KeptSteps:
             facts: what else decides.
             decide: finds them.
         """
-        key = self._key("decision", step, facts)
-        found = None if key is None else self._kept.get(key)
-        if found is not None:
+
+        def read(found: bytes) -> _Decision:
             line, keys, measured_s = json.loads(found)
             return f"{line} (an earlier start has measured that)", keys, measured_s
-        decision = decide()
-        if key is not None:
-            self._kept.put(key, json.dumps(decision).encode())
-        return decision
+
+        return self._kept.recall(self._key("decision", step, facts), decide, _as_json, read)
 
     def planned(
         self,
@@ -98,18 +94,7 @@ class KeptSteps:
             plan: lowers them.
         """
         key = self._key_of_stages(stages, facts)
-        found = None if key is None else self._kept.get(key)
-        if found is not None:
-            try:
-                return _restored(found, stages)
-            except Exception as error:  # unpickling raises anything
-                text = "kept stages cannot be read, and are lowered anew: %r"
-                get_logger().warning(text, error)
-        planned = plan()
-        value = None if key is None else _dumped(planned)
-        if key is not None and value is not None:
-            self._kept.put(key, value)
-        return planned
+        return self._kept.recall(key, plan, _dumped, lambda found: _restored(found, stages))
 
     def _key_of_stages(self, stages: Sequence[StageSpec], facts: Any) -> str | None:
         if not self._kept:
@@ -135,6 +120,10 @@ class KeptSteps:
         return self._backend.name, torch_settings()
 
 
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
 def _text_of_graph(graph: fx.Graph) -> str:
     nodes = [(node.name, module_path(node), layouts(node.meta.get("val"))) for node in graph.nodes]
     return f"{fingerprint(graph, metas=_METAS)} {nodes}"
@@ -147,8 +136,8 @@ def _text_of_stage(stage: StageSpec) -> str:
     return f"{_text_of_graph(stage.graph)} {described(plain)} {lines}"
 
 
-def _dumped(planned: Mapping[int, PlannedStage]) -> bytes | None:
-    """Lowered stages without what they were made from; None if they cannot be written."""
+def _dumped(planned: Mapping[int, PlannedStage]) -> bytes:
+    """Lowered stages without what they were made from."""
     nothing = cast(StageSpec, None)
     bare = {
         index: _with_modules(
@@ -157,11 +146,7 @@ def _dumped(planned: Mapping[int, PlannedStage]) -> bytes | None:
         )
         for index, one in planned.items()
     }
-    try:
-        return dumped(bare)
-    except Exception as error:  # a graph may hold anything
-        get_logger().debug("lowered stages are not kept: %s", error)
-        return None
+    return dumped(bare)
 
 
 def _restored(value: bytes, stages: Sequence[StageSpec]) -> dict[int, PlannedStage]:

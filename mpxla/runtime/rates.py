@@ -2,17 +2,21 @@
 
 A few small programs measure them once for a kind of device, and are kept for later starts; rounded
 to two values per factor of two, so that the same device gives the same plan again. Rank 0 tells its
-own to all, since ranks that estimate differently would cut the same step differently. Links between
-ranks are not measured. This module must not know steps.
+own to all, since ranks that estimate differently would cut the same step differently. The link
+between the first two ranks of the first pipeline stands for all. What no plan depends on stays
+constant: copies to the host, which only pictures show. This module must not know steps.
 """
 
 import json
 import math
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from mpxla.comm.host import HostTransport
 from mpxla.config import Config
 from mpxla.device.backend import Backend
 from mpxla.env import cores_per_process
@@ -20,6 +24,7 @@ from mpxla.graph.cost import MachineModel
 from mpxla.kept import key_of
 from mpxla.log import get_logger
 from mpxla.runtime.automatic import free_keys
+from mpxla.runtime.link import PipelineLink
 from mpxla.session import Session
 from mpxla.stage.spec import TensorSpec
 from mpxla.stage.timing import fastest
@@ -34,6 +39,9 @@ _NUM_TASKS, _SMALL = 16, 32
 """Products of small matrices one after the other, which no compiler makes one task of."""
 _LEAST_SHARE = 0.1
 """Of what a program took, that is left if starting it seems to have taken all of it."""
+_MESSAGE = TensorSpec((2**22,), torch.float32)
+_NUM_ROUNDS = 4
+_CALLED = "measure the link"
 
 
 def rates_of_job(session: Session) -> MachineModel:
@@ -45,10 +53,16 @@ def rates_of_job(session: Session) -> MachineModel:
     if not _are_needed(session.config):
         return MachineModel()
     if session.rank > 0:
-        return MachineModel(**session.objects.recv_from(0))
+        found = session.objects.recv_from(0)
+        if found == _CALLED:
+            _round_s(session)
+            found = session.objects.recv_from(0)
+        return MachineModel(**found)
     backend, machine = session.backend, MachineModel()
     if session.config.device_rates == "measured" or not backend.is_host:
         machine = device_rates(session)
+        if isinstance(session.transport, HostTransport):
+            machine = replace(machine, link_bytes_per_s=_link_rate(session))
     session.objects.broadcast(asdict(machine), session.topology.world_group())
     return machine
 
@@ -67,22 +81,62 @@ def device_rates(session: Session) -> MachineModel:
     Returns:
         The constants if measuring fails.
     """
-    backend, kept = session.backend, session.kept
-    key = key_of("rates", backend.name, str(cores_per_process(session.env.local_size)))
-    held = kept.get(key)
-    if held is not None:
-        return replace(MachineModel(), **json.loads(held))
+    backend = session.backend
+
+    def make() -> dict[str, float]:
+        found = asdict(measure_rates(backend))
+        return {name: found[name] for name in _MEASURED}
+
     try:
-        found = measure_rates(backend)
+        processors = str(cores_per_process(session.env.local_size))
+        return MachineModel(**_recalled(session, make, "rates", processors))
     except Exception as error:  # a user's job goes on with what is documented
         get_logger().warning("the device's rates cannot be measured, constants count: %r", error)
         return MachineModel()
-    values = {name: getattr(found, name) for name in _MEASURED}
-    get_logger().info(
-        "measured: %s", ", ".join(f"{name} = {value:.2g}" for name, value in values.items())
-    )
-    kept.put(key, json.dumps(values).encode())
-    return found
+
+
+def _link_rate(session: Session) -> float:
+    """Bytes per second of a message between two stages, copies on both sides included."""
+    peer = session.topology.pp_group(0)[1]
+
+    def make() -> dict[str, float]:
+        session.objects.send(_CALLED, peer)
+        return {"link_bytes_per_s": _rounded(2 * _MESSAGE.num_bytes / _round_s(session))}
+
+    is_near = peer < session.env.local_size
+    return _recalled(session, make, "link", str(is_near))["link_bytes_per_s"]
+
+
+def _round_s(session: Session) -> float:
+    """Seconds of a message there and back; rank 0 and its next stage's rank call it."""
+    pipeline = session.topology.pp_group(0)
+    link = PipelineLink(session.transport, pipeline, session.backend)
+    me = pipeline.index(session.rank)
+    sent, times = session.backend.zeros([_MESSAGE]), list[float]()
+    for _ in range(1 + _NUM_ROUNDS):
+        started = time.perf_counter()
+        if me == 0:
+            link.send_to(1, sent, "rates")
+        sent = link.receive_from(1 - me, [_MESSAGE], "rates")()
+        if me == 1:
+            link.send_to(0, sent, "rates")
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _recalled(
+    session: Session, make: Callable[[], dict[str, float]], *parts: str
+) -> dict[str, float]:
+    """Rates by their names, as an earlier start has measured them or as they are now."""
+
+    def measure() -> dict[str, float]:
+        values = make()
+        texts = (f"{name} = {value:.2g}" for name, value in values.items())
+        get_logger().info("measured: %s", ", ".join(texts))
+        return values
+
+    key = key_of(*parts, session.backend.name)
+    return session.kept.recall(key, measure, lambda v: json.dumps(v).encode(), json.loads)
 
 
 def measure_rates(backend: Backend) -> MachineModel:

@@ -34,6 +34,24 @@ def test_without_a_folder_nothing_is_kept():
     assert not nothing and nothing.get("ab") is None
 
 
+def refuse(*_, **__):
+    raise PermissionError
+
+
+def test_what_was_made_is_not_made_again(tmp_path, caplog):
+    one = open_kept(str(tmp_path), "cpu-1")
+    assert one.recall("ab", lambda: 3, lambda value: b"%d" % value, int) == 3
+    assert one.recall("ab", refuse, refuse, int) == 3
+    assert one.recall(None, lambda: 4, refuse, refuse) == 4, "what it follows from is not known"
+    assert Kept().recall("ab", lambda: 4, refuse, refuse) == 4
+    assert not caplog.text
+    assert one.recall("ab", lambda: 5, lambda value: b"%d" % value, refuse) == 5
+    assert "what an earlier start has kept cannot be read, and is made anew" in caplog.text
+    assert one.recall("ab", refuse, refuse, int) == 5
+    assert one.recall("cd", lambda: 6, refuse, int) == 6, "nobody can write it down"
+    assert files(tmp_path) == ["ab.kept"]
+
+
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
 def test_a_torn_file_goes(tmp_path, content):
     first = open_kept(str(tmp_path), "cpu-1")
@@ -50,10 +68,6 @@ def test_a_torn_file_that_cannot_go_is_not_found(tmp_path, monkeypatch):
     first.put("ab", b"value")
     (path,) = tmp_path.glob("*/*.kept")
     path.write_bytes(b"x" * 100)
-
-    def refuse(*_, **__):
-        raise PermissionError
-
     monkeypatch.setattr(type(path), "unlink", refuse)
     assert first.get("ab") is None and path.exists()
 

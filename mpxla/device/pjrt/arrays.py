@@ -3,8 +3,8 @@
 On the CPU an array shares a tensor's memory if that is contiguous and aligned; a tensor always
 shares an array's. On other devices, and with plugins that have no dlpack, values are copied.
 
-An array that shares memory with a tensor is not donated: XLA copies it then. So a tensor that users
-see keeps its numbers, unless they are written to it.
+An array that shares memory with a tensor is not donated: it is copied then, on the CPU by XLA. So a
+tensor that users see keeps its numbers, unless they are written to it.
 """
 
 import weakref
@@ -189,7 +189,9 @@ class ImportCache:
     def __init__(self, device: Device, shares_memory: bool):
         self._device = device
         self._shares_memory = shares_memory
-        self._import = import_tensor if shares_memory else copy_to_device
+        self._import = self._import_anew if shares_memory else copy_to_device
+        self._made_of = weakref.WeakValueDictionary[int, jax.Array]()  # tensors; by id
+        self._shown = weakref.WeakValueDictionary[int, torch.UntypedStorage]()  # by id of the array
         self._imported = _Notes()  # by id of the tensor
         self._published = _Notes()  # by address
 
@@ -212,6 +214,19 @@ class ImportCache:
         if self._is_shared(tensor, array):
             self.forget([tensor])
             self._published.note(tensor.data_ptr(), tensor.untyped_storage(), tensor, array)
+
+    def _import_anew(self, tensor: torch.Tensor, device: Device) -> jax.Array:
+        array = import_tensor(tensor, device)
+        self._made_of[id(array)] = array
+        return array
+
+    def show(self, array: jax.Array, tensor: torch.Tensor) -> None:
+        """Takes note of a tensor that was made of an array, for `is_seen`."""
+        self._shown[id(array)] = tensor.untyped_storage()
+
+    def is_seen(self, array: jax.Array) -> bool:
+        """Whether an array's memory is PyTorch's, or some tensor there still refers to it."""
+        return id(array) in self._made_of or id(array) in self._shown
 
     def is_lent(self, tensor: torch.Tensor) -> bool:
         """Whether an array that was made of a tensor refers to the tensor's memory."""

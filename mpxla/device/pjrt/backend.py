@@ -31,6 +31,7 @@ from mpxla.device.pjrt.arrays import (
     shared_tensors,
 )
 from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner
+from mpxla.device.pjrt.donation import SparingExecutable
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
 from mpxla.device.pjrt.executable import PjrtExecutable, compile_flat
 from mpxla.device.pjrt.graphs import is_known, unknown_nodes
@@ -111,6 +112,11 @@ class PjrtBackend:
         self._kept = Kept()
         self._zeros_program = functools.lru_cache(_NUM_ZEROS)(self._compile_zeros)
 
+    @property
+    def _spares(self) -> bool:
+        """Whether donated programs get copies of what tensors share memory with, see `donation`."""
+        return self._shares_memory and not self.is_host
+
     @functools.cached_property
     def lowering(self) -> Lowering:
         """How stages are lowered for jax."""
@@ -141,7 +147,7 @@ class PjrtBackend:
         inputs: Sequence[TensorSpec],
         donated: Collection[int] = (),
         groups: Groups | None = None,
-    ) -> PjrtExecutable | PiecewiseExecutable | FusedExecutable:
+    ) -> PjrtExecutable | SparingExecutable | PiecewiseExecutable | FusedExecutable:
         """Compiles a graph; see `Backend.compile`.
 
         Operators that jax has no function for, and PyTorch does not write with others, run on the
@@ -150,7 +156,10 @@ class PjrtBackend:
         """
         annotate(graph.graph, inputs, graph)
         if not unknown_nodes(graph.graph):
-            return self._compile(name, graph, inputs, donated)
+            program = self._compile(name, graph, inputs, donated)
+            if not donated or not self._spares:
+                return program
+            return SparingExecutable(program, donated, self._imports, self._device)
         fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
@@ -271,7 +280,12 @@ class PjrtBackend:
         arrays = [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]
         with explained(_WAITED, self._device):
             made = iter(shared_tensors(arrays, self.device, self._device.platform))
-        return [b if isinstance(b, torch.Tensor) else next(made) for b in buffers]
+        found = [b if isinstance(b, torch.Tensor) else next(made) for b in buffers]
+        if self._spares:
+            for tensor, buffer in zip(found, buffers, strict=True):
+                if tensor is not buffer:
+                    self._imports.show(buffer, tensor)
+        return found
 
     def spec(self, buffer: Any) -> TensorSpec:
         """Shape and dtype of a buffer."""

@@ -15,10 +15,9 @@ from jax.experimental import serialize_executable
 from mpxla.device.pjrt.arrays import Device
 from mpxla.env import compiler_flags
 from mpxla.graph.fingerprint import torch_settings
-from mpxla.kept import Kept, key_of
-from mpxla.log import get_logger
+from mpxla.kept import key_of
 
-__all__ = ["keep_program", "kept_program", "program_key"]
+__all__ = ["program_key", "read_program", "write_program"]
 
 
 def program_key(device: Device, *parts: str) -> str:
@@ -35,24 +34,12 @@ def program_key(device: Device, *parts: str) -> str:
     return key_of("program", repr(facts), torch_settings(), *parts)
 
 
-def kept_program(kept: Kept, key: str, device: Device) -> jax.stages.Compiled | None:
-    """The program of a key, ready to be called, if it is there and can be loaded."""
-    value = kept.get(key)
-    if value is None:
-        return None
-    try:
-        held: tuple[bytes, Any, Any] = pickle.loads(value)
-        return serialize_executable.deserialize_and_load(*held, execution_devices=[device])
-    except Exception as error:  # XLA raises anything
-        get_logger().warning("a kept program cannot be loaded, and is compiled anew: %r", error)
-        return None
+def read_program(value: bytes, device: Device) -> jax.stages.Compiled:
+    """What `write_program` has written, ready to be called."""
+    held: tuple[bytes, Any, Any] = pickle.loads(value)
+    return serialize_executable.deserialize_and_load(*held, execution_devices=[device])
 
 
-def keep_program(kept: Kept, key: str, compiled: jax.stages.Compiled) -> None:
-    """Keeps a program, if the device's runtime can write it down."""
-    try:
-        value = pickle.dumps(serialize_executable.serialize(compiled))
-    except Exception as error:  # a plugin raises anything
-        get_logger().debug("a program is not kept: %r", error)
-        return
-    kept.put(key, value)
+def write_program(compiled: jax.stages.Compiled) -> bytes:
+    """A program as bytes; raises what it likes where the device's runtime cannot write it down."""
+    return pickle.dumps(serialize_executable.serialize(compiled))

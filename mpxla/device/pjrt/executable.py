@@ -17,7 +17,7 @@ from torch import fx
 
 from mpxla.device.pjrt.arrays import Device
 from mpxla.device.pjrt.blas import prefers_blas, use_blas
-from mpxla.device.pjrt.cache import keep_program, kept_program, program_key
+from mpxla.device.pjrt.cache import program_key, read_program, write_program
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
@@ -122,16 +122,15 @@ def compile_flat(
         kinds.insert(0, ((), np.dtype(np.int64)))
     passed_on = {i for r in results if not isinstance(r, int) for i in r}
     donors = tuple(i + is_random for i in sorted(donated) if i not in passed_on)
-    key, compiled = None, None
+
+    def compile_() -> jax.stages.Compiled:
+        program = _program(name, module, wanted, key_kind if is_random else None)
+        return _compiled(name, program, kinds, donors, device)
+
     with _products_as_torch(device.platform):
-        if kept:
-            key = _key(module, repr((kinds, donors, wanted, key_kind)), device)
-            compiled = None if key is None else kept_program(kept, key, device)
-        if compiled is None:
-            program = _program(name, module, wanted, key_kind if is_random else None)
-            compiled = _compiled(name, program, kinds, donors, device)
-            if key is not None:
-                keep_program(kept, key, compiled)
+        settings = repr((kinds, donors, wanted, key_kind))
+        key = _key(module, settings, device) if kept else None
+        compiled = kept.recall(key, compile_, write_program, lambda v: read_program(v, device))
     PjrtExecutable.num_compilations += 1
     return PjrtExecutable(name, compiled, results, is_random, device, started)
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_lowered_anew(kept, caplog, monkeypatch):
         patch.setattr(Kept, "get", lambda kept, key: b"of another version")
         (stage,) = lower(kept, captured()).values()
     assert stage.lowered.forward is not None
-    assert "kept stages cannot be read, and are lowered anew" in caplog.text
+    assert "what an earlier start has kept cannot be read, and is made anew" in caplog.text
 
 
 def test_graphs_in_use_keep_what_they_know(kept):

@@ -113,6 +113,7 @@ def session(tmp_path, rank=0, is_host=True, **keys):
     env = LaunchEnv(rank=rank, world_size=2)
     topology = Topology(2, config.pipeline_parallel_degree, 1)
     found = SimpleNamespace(config=config, env=env, rank=rank, topology=topology, backend=backend)
+    found.transport = None
     found.objects, found.kept = Objects(), open_kept(str(tmp_path), "host")
     return found
 
@@ -181,7 +182,11 @@ def rates_in_use(key):
 @pytest.mark.ranks
 def test_all_ranks_cut_by_the_rates_of_the_first(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path)}
-    built_in, measured = (run_ranks(rates_in_use, 2, key, env=env) for key in ("auto", "measured"))
+    keys = "auto", "measured", "measured"
+    built_in, measured, again = (run_ranks(rates_in_use, 2, key, env=env) for key in keys)
     assert [machine for machine, _ in built_in] == [MachineModel()] * 2
-    assert [machine for machine, _ in measured] == [FOUND] * 2
+    link = measured[0][0].link_bytes_per_s
+    assert link != MachineModel().link_bytes_per_s and 1e6 < link < 1e12
+    assert [machine for machine, _ in measured] == [replace(FOUND, link_bytes_per_s=link)] * 2
+    assert again == measured, "what was measured counts"
     assert measured[0][1] == measured[1][1] > built_in[0][1] == built_in[1][1]

@@ -73,4 +73,4 @@ def test_a_program_that_cannot_be_loaded_is_compiled_anew(backend, tmp_path, cap
     with monkeypatch.context() as patch:
         patch.setattr(Kept, "get", lambda kept, key: b"of another version")
         assert loaded(backend, tmp_path, 3.0) == 0
-    assert "a kept program cannot be loaded, and is compiled anew" in caplog.text
+    assert "what an earlier start has kept cannot be read, and is made anew" in caplog.text
