@@ -24,7 +24,7 @@ from mpxla.graph.fingerprint import (
     torch_settings,
 )
 from mpxla.graph.functional_step import FunctionalStep, constants_of
-from mpxla.graph.plain import dumped, plain, revived
+from mpxla.graph.portable import dumped, portable, revived
 from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
@@ -100,7 +100,7 @@ class KeptProgram:
         if self._key is None or not _are_same(self._constants, constants_of(program)):
             return
         try:
-            module = plain(fx.GraphModule({}, step.graph), _Layout.of, ("custom",))
+            module = portable(fx.GraphModule({}, step.graph), _Layout.of, ("custom",))
             for node in module.graph.nodes:
                 _check(node)
             names = [node.name for node in step.graph.nodes]

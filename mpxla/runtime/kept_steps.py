@@ -22,7 +22,7 @@ from mpxla.graph.fingerprint import (
     torch_settings,
 )
 from mpxla.graph.partition import SavedTensor
-from mpxla.graph.plain import dumped, plain, revived
+from mpxla.graph.portable import dumped, portable, revived
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
 from mpxla.kept import Kept, key_of
@@ -142,7 +142,7 @@ def _dumped(planned: Mapping[int, PlannedStage]) -> bytes:
     bare = {
         index: _with_modules(
             replace(one, lowered=replace(one.lowered, spec=nothing)),
-            lambda module: plain(module, TensorSpec.of),
+            lambda module: portable(module, TensorSpec.of),
         )
         for index, one in planned.items()
     }

@@ -9,12 +9,12 @@ from torch import fx
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["dumped", "plain", "revived"]
+__all__ = ["dumped", "portable", "revived"]
 
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
-def plain(
+def portable(
     module: fx.GraphModule, spec_of: Callable[[torch.Tensor], Any], metas: Collection[str] = ()
 ) -> fx.GraphModule:
     """A copy whose nodes know their values' specs and where they come from.
@@ -39,7 +39,7 @@ def plain(
 def revived(
     module: fx.GraphModule, kind: type, stand_in: Callable[[Any], torch.Tensor]
 ) -> fx.GraphModule:
-    """What `plain` has made, with stand-ins for values; it can be called.
+    """What `portable` has made, with stand-ins for values; it can be called.
 
     Args:
         module: its nodes are changed in place.
