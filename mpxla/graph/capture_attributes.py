@@ -7,10 +7,11 @@ so. This module must not know what is done with what was read.
 """
 
 import contextlib
+import sys
 import types
-from collections.abc import Callable, Generator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,20 +19,20 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture import current_recorder
-from mpxla.graph.reach import direct_places
+from mpxla.graph.plain import FUNCTIONS, UNKNOWN, Change, change, plain
+from mpxla.graph.reach import outside
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.user_lines import is_model_code
 
-__all__ = ["AttributeLog", "Read", "attributes_noted", "kept", "outside_values"]
+__all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside_values"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_CONTAINERS = (list, tuple)
-_MOST_ELEMENTS = 64
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MISSING = object()
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
+_DEPTH, _MOST_OBJECTS = 4, 2000
+"""How far objects inside objects are looked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,46 +41,60 @@ class Read:
 
     Attributes:
         name: for the user.
-        value: what it was; of a list a copy.
+        value: what it was, as `plain` copies it.
         now: gives what it is.
+        names: as for `plain`.
     """
 
     name: str
     value: Any
     now: Callable[[], Any]
+    names: Set[str] = frozenset()
 
-    def is_same(self) -> bool:
-        """Whether it is what it was."""
-        return _is_same(self.now(), self.value)
-
-
-def _is_same(now: Any, value: Any) -> bool:
-    # 1, 1.0 and True are equal for Python and make different programs.
-    return now is value or (type(now) is type(value) and bool(now == value))
+    def change(self) -> Change | None:
+        """How it has changed; None if it is what it was."""
+        now = self.now()
+        if now is self.value:  # as nearly always
+            return None
+        return change(self.name, self.value, plain(now, self.names))
 
 
 @dataclass
 class AttributeLog:
-    """What a step function did with attributes of modules.
+    """What a step function did with attributes of modules and objects.
 
     Attributes:
-        names: name of a module by the id of its table of attributes.
+        names: name of an object by the id of its table of attributes.
+        texts: in the code that may read them, as for `plain`.
         first: values at the first read, by table's id and attribute.
         written: the user's line of the first write, and the value of the last one. Export puts
             the value back that was there before (torch 2.13), or leaves it (2.9).
+        inherited: reads of attributes of classes.
     """
 
     names: dict[int, tuple[str, dict[str, Any]]]
+    texts: Set[str] = frozenset()
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
+    inherited: dict[tuple[type, str], Read] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
         place = id(owner), key
         if place in self.first or place in self.written or id(owner) not in self.names:
             return
-        if key not in _OF_TORCH and _is_plain(value):
-            self.first[place] = _copied(value)
+        if key not in _OF_TORCH:
+            self.first[place] = plain(value, self.texts)
+
+    def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
+        """Notes a read of an attribute that an object has from its class."""
+        if (kind, key) in self.inherited or id(owner) not in self.names:
+            return
+        if isinstance(value, FUNCTIONS) or getattr(kind, key, _MISSING) is not value:
+            return  # a method, or what a property has computed
+        now = partial(getattr, kind, key, _MISSING)
+        read = Read(f"{kind.__name__}.{key}", plain(value, self.texts), now, self.texts)
+        self.inherited[kind, key] = read
 
     def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a write, with the line."""
@@ -90,27 +105,20 @@ class AttributeLog:
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
-        found: list[Read] = []
+        found = list(self.inherited.values())
         for (owner_id, key), value in self.first.items():
+            if value is UNKNOWN:
+                continue
             name, owner = self.names[owner_id]
-            read = Read(f"{name}.{key}", value, partial(owner.get, key, _MISSING))
+            now = partial(owner.get, key, _MISSING)
+            read = Read(f"{name}.{key}", value, now, self.texts)
             if (owner_id, key) not in self.written:
                 found.append(read)
                 continue
             line, last = self.written[owner_id, key]
-            if not read.is_same() or not _is_same(last, value):
+            if read.change() or change("", value, plain(last, self.texts)):
                 _warn(read.name, line)
-        return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _CONTAINERS):
-        return len(value) <= _MOST_ELEMENTS and all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, (*_PLAIN, *_FUNCTIONS))
-
-
-def _copied(value: Any) -> Any:
-    return list(value) if type(value) is list else value
+        return kept(found)
 
 
 def _warn(name: str, line: str) -> None:
@@ -124,44 +132,98 @@ def _warn(name: str, line: str) -> None:
 
 @contextlib.contextmanager
 def attributes_noted(
-    model: nn.Module, objects: Sequence[tuple[str, Any]] = ()
+    model: nn.Module, objects: Sequence[tuple[str, Any]] = (), texts: Set[str] = frozenset()
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
     Args:
         model: whose modules count.
         objects: other objects that count, with their names.
+        texts: in the code of the step function.
     """
-    found = [(f"model.{path}" if path else "model", m) for path, m in model.named_modules()]
-    found = [
-        (f"{name}.{path}" if path else name, m)
-        for name, value in objects
-        if isinstance(value, nn.Module)
-        for path, m in value.named_modules()
-    ] + found
-    others = [(name, value) for name, value in objects if _has_attributes(value)]
-    log = AttributeLog({id(vars(v)): (name, vars(v)) for name, v in (*others, *found)})
+    found = dict(_objects([("model", model), *objects]))
+    log = AttributeLog({key: (name, vars(value)) for key, (name, value) in found.items()}, texts)
+    kinds = {type(value) for _, value in found.values() if not isinstance(value, nn.Module)}
     with contextlib.ExitStack() as stack:
-        for kind in {nn.Module, *(type(value) for _, value in others)}:
+        for kind in (nn.Module, *kinds):
             stack.enter_context(_class_noted(kind, log))
         yield log
+
+
+def _objects(roots: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, tuple[str, Any]]]:
+    """Modules and other objects whose attributes may be read, by the id of their attributes."""
+    modules = [
+        (f"{name}.{path}" if path else name, module)
+        for name, value in reversed(roots)
+        if isinstance(value, nn.Module)
+        for path, module in value.named_modules()
+    ]
+    yield from ((id(vars(module)), (name, module)) for name, module in modules)
+    seen: set[int] = set()
+    waiting = [(name, value, 0) for name, value in (*roots, *modules)]
+    for name, value, depth in waiting:  # grows
+        is_open = _has_attributes(value)
+        if id(value) in seen or len(seen) > _MOST_OBJECTS:
+            continue
+        seen.add(id(value))
+        if is_open:
+            yield id(vars(value)), (name, value)
+        if depth < _DEPTH:
+            waiting += ((n, part, depth + 1) for n, part in _parts(name, value, is_open))
+
+
+def _parts(name: str, value: Any, is_open: bool) -> list[tuple[str, Any]]:
+    """What an object or a container holds, that may hold more."""
+    if isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+    elif isinstance(value, (list, tuple)):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(value)}
+    elif (is_open or isinstance(value, nn.Module)) and _may_be_a_models(type(value)):
+        parts = {f"{name}.{k}": part for k, part in vars(value).items() if k not in _OF_TORCH}
+    else:
+        return []
+    return [
+        (n, p)
+        for n, p in parts.items()
+        if isinstance(p, (dict, list, tuple)) or (_has_attributes(p) and _may_be_a_models(type(p)))
+    ]
+
+
+def _may_be_a_models(kind: type) -> bool:
+    """Whether a class is of a script or a package with models; objects of torch and here change."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or kind is Namespace or is_model_code(file)
 
 
 def _has_attributes(value: Any) -> bool:
     """Whether it is an object of a class of Python code whose attributes are plain to look at."""
     kind = type(value)
-    is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *_FUNCTIONS))
-    own_access = kind.__getattribute__ is object.__getattribute__
+    is_other = isinstance(value, (type, types.ModuleType, nn.Module, torch.Tensor, *FUNCTIONS))
     is_open = kind.__flags__ & _MADE_BY_PYTHON and not kind.__flags__ & _IMMUTABLE
-    return bool(is_open) and own_access and not is_other and hasattr(value, "__dict__")
+    return bool(is_open) and not is_other and type(getattr(value, "__dict__", None)) is dict
 
 
-def outside_values(function: Callable[..., Any]) -> tuple[list[Read], list[tuple[str, Any]]]:
-    """Plain globals and closed-over values of a function, and the other objects among them."""
-    found = direct_places(function)
-    plain = [p for p in found if _is_plain(p.value) and not isinstance(p.value, _FUNCTIONS)]
-    reads = [Read(p.name, _copied(p.value), p.get) for p in plain]
-    return reads, [(p.name, p.value) for p in found if not _is_plain(p.value)]
+@dataclass(frozen=True)
+class Outer:
+    """What a function names outside of its arguments.
+
+    Attributes:
+        reads: plain globals, closed-over values, and attributes of modules and classes.
+        objects: the others.
+        texts: in its code and that of the user's functions that it calls.
+    """
+
+    reads: list[Read]
+    objects: list[tuple[str, Any]]
+    texts: Set[str]
+
+
+def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
+    """What a function that calls a model names of the outside, and what it calls in turn."""
+    found = outside(function, model)
+    copies = [(p, plain(p.value, found.names)) for p in found.places]
+    reads = [Read(p.name, value, p.get, found.names) for p, value in copies if value is not UNKNOWN]
+    return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
 
 
 def kept(reads: Sequence[Read]) -> list[Read]:
@@ -169,24 +231,28 @@ def kept(reads: Sequence[Read]) -> list[Read]:
 
     What a step function counts or collects changes with every capture, and would ask for the next.
     """
-    for read in (read for read in reads if not read.is_same()):
-        _warn(read.name, "")
-    return [read for read in reads if read.is_same()]
+    changes = [read.change() for read in reads]
+    for read, found in zip(reads, changes, strict=True):
+        if found is not None:
+            _warn(read.name, "")
+    return [read for read, found in zip(reads, changes, strict=True) if found is None]
 
 
 @contextlib.contextmanager
 def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     """Notes what is read and written of the objects of a class."""
-    set_attribute = kind.__setattr__
-    own_set = vars(kind).get("__setattr__")
+    get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
+    own = {n: vars(kind)[n] for n in ("__getattribute__", "__setattr__") if n in vars(kind)}
 
     def get(self: Any, name: str) -> Any:
-        value = object.__getattribute__(self, name)
+        value = get_attribute(self, name)
         if current_recorder() is not None:
             # Export reads through proxies of modules, which share their tables.
             owner = object.__getattribute__(self, "__dict__")
             if name in owner:
                 log.note_read(owner, name, value)
+            elif not name.startswith("__"):
+                log.note_inherited(owner, type(self), name, value)
         return value
 
     def set_noted(self: Any, name: str, value: Any) -> None:
@@ -198,8 +264,8 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     try:
         yield
     finally:
-        del kind.__getattribute__
-        if own_set is None:
-            del kind.__setattr__
-        else:
-            kind.__setattr__ = own_set
+        for name in ("__getattribute__", "__setattr__"):
+            if name in own:
+                setattr(kind, name, own[name])
+            else:
+                delattr(kind, name)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -25,6 +26,7 @@ from mpxla.log import warn_once
 
 __all__ = [
     "attributes_kept",
+    "has_gradient_hook",
     "optimizers_refused",
     "own_backwards_captured",
     "refuse_gradient_hooks",
@@ -138,16 +140,23 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         CaptureError: one has.
     """
     found = [f"module {n or 'model'}" for n, m in model.named_modules() if _has_hooks(m)]
-    for name, parameter in model.named_parameters():
-        tables = (_attribute(parameter, key) for key in _HOOKS_OF_TENSORS)
-        hooks = [hook for table in tables for hook in (table or {}).values()]
-        own = [hook for hook in hooks if not getattr(hook, "is_internal", False)]
-        found += [f"parameter {name}" for _ in own[:1]]
+    found += [f"parameter {n}" for n, p in model.named_parameters() if has_gradient_hook(p)]
+    if any(_attribute(torch_modules, f"_global{key}") for key in _HOOKS_OF_MODULES):
+        found.append("every module")
     if found:
         raise CaptureError(
             f"{found[0]} has a hook on its gradient; gradients come out of compiled programs, "
             f"which call no hooks. {_INSTEAD_OF_HOOKS}"
         )
+
+
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Whether somebody else than torch wants to see or change the gradient of a parameter."""
+    for key in _HOOKS_OF_TENSORS:
+        table = _attribute(parameter, key)
+        if table and not all(getattr(hook, "is_internal", False) for hook in table.values()):
+            return True
+    return False
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -1,20 +1,26 @@
 """What a function reaches from outside its arguments, and how to put something else there.
 
 Its closure, the globals that it names, the attributes of objects of these, and the attributes of a
-model's modules. This module must not know what is looked for.
+model's modules; and what the user's functions that it calls reach, among them methods of modules
+and objects. This module must not know what is looked for.
 """
 
 import dis
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, ModuleType
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Place", "direct_places", "places"]
+from mpxla.user_lines import is_script_code
+
+__all__ = ["Outside", "Place", "outside", "places"]
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,20 @@ class Place:
     put: Callable[[Any], None]
 
 
+@dataclass
+class Outside:
+    """What a function and the user's functions that it calls name.
+
+    Attributes:
+        places: their closures and globals, and attributes of the user's modules, classes and
+            functions among these.
+        names: attributes and texts in their code.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+
 def places(function: Callable[..., Any], model: nn.Module) -> list[Place]:
     """Everything that a function and the modules of a model reach at once.
 
@@ -41,56 +61,146 @@ def places(function: Callable[..., Any], model: nn.Module) -> list[Place]:
         function: of the user's; may be a method or a partial.
         model: whose modules it calls.
     """
-    direct = direct_places(function)
+    direct = outside(function, model).places
     inside = [part for place in direct for part in _attributes(place.name, place.value)]
     for path, module in model.named_modules():
         inside += _of_table(f"model.{path}" if path else "model", vars(module))
     return [*direct, *inside]
 
 
-def direct_places(function: Callable[..., Any]) -> list[Place]:
-    """The closure and the globals of a function and of the user's functions among them."""
-    return list(_of_function(function, set()))
+def outside(function: Callable[..., Any], model: nn.Module) -> Outside:
+    """What is named by a function and by what it calls of the user's.
+
+    Args:
+        function: of the user's; may be a method or a partial.
+        model: whose modules it calls.
+    """
+    found, seen = Outside(names={"forward", "__call__"}), set[int]()
+    kinds = {kind: None for module in model.modules() for kind in type(module).__mro__}
+    waiting: list[Any] = [function]
+    while waiting:
+        own, bound = _unwrapped(waiting.pop())
+        for name, value in bound:
+            kinds.update(dict.fromkeys(type(value).__mro__))
+            found.places.append(_of_bound(name, value))
+        if own is not None and id(own) not in seen:
+            seen.add(id(own))
+            found.names.update(_texts(own.__code__))
+            for place in _of_function(own):
+                found.places.append(place)
+                if _is_followed(place.value, own):
+                    waiting.append(place.value)
+                elif not isinstance(place.value, (type, ModuleType)):
+                    kinds.update(dict.fromkeys(type(place.value).__mro__))
+        if not waiting:
+            waiting = [f for f in _methods(kinds, found.names) if id(f) not in seen]
+    found.places = list({(p.name, id(p.value)): p for p in found.places}.values())
+    return found
 
 
-def _of_function(function: Any, seen: set[int]) -> Iterator[Place]:
-    """Closure and globals of a function, and of the functions among them."""
+def _unwrapped(function: Any) -> tuple[FunctionType | None, list[tuple[str, Any]]]:
+    """The function in methods and partials, and what it is bound to, with names."""
+    bound: list[tuple[str, Any]] = []
     while not isinstance(function, FunctionType):
-        owner = getattr(function, "__self__", None)
-        if owner is not None:
-            yield from _attributes("self", owner)
-        inner = getattr(function, "func", None) or getattr(function, "__func__", None)
-        if inner is None:
-            return
-        function = inner
-    if id(function) in seen:
-        return
-    seen.add(id(function))
+        if isinstance(function, functools.partial):
+            bound += [(f"argument {place}", value) for place, value in enumerate(function.args)]
+            bound += function.keywords.items()
+        elif getattr(function, "__self__", None) is not None:
+            bound.append(("self", function.__self__))
+        function = getattr(function, "func", None) or getattr(function, "__func__", None)
+        if function is None:
+            return None, bound
+    defaults, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    bound += zip(names, defaults, strict=True)
+    return function, [*bound, *(function.__kwdefaults__ or {}).items()]
+
+
+def _is_followed(value: Any, caller: FunctionType) -> bool:
+    if not isinstance(value, (FunctionType, MethodType, functools.partial)):
+        return False
+    inner, _ = _unwrapped(value)
+    if inner is None:
+        return False
+    return inner.__globals__ is caller.__globals__ or _is_users(inner)
+
+
+def _methods(kinds: dict[type, None], names: set[str]) -> Iterator[FunctionType]:
+    """The user's methods that are called by one of the names."""
+    for kind in filter(_is_users, kinds):
+        for name, value in vars(kind).items():
+            if isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, (classmethod, staticmethod)):
+                value = value.__func__
+            if name in names and isinstance(value, FunctionType):
+                yield value
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a module, class or function is of the user's files."""
+    if isinstance(value, FunctionType):
+        return is_script_code(value.__code__.co_filename)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    name, file = getattr(module, "__name__", ""), getattr(module, "__file__", None)
+    return name == "__main__" or (file is not None and is_script_code(file))
+
+
+def _of_function(function: FunctionType) -> Iterator[Place]:
+    """Closure and globals of a function, and what it names of the user's modules and classes."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    found = [_of_cell(name, cell) for name, cell in cells if _is_assigned(cell)]
+    roots = {name: _of_cell(name, cell) for name, cell in cells if _is_assigned(cell)}
     table = function.__globals__
-    found += [_of_key(name, table, name) for name in set(_names(function.__code__)) & {*table}]
-    for place in found:
-        is_own = isinstance(place.value, FunctionType) and (
-            place.value.__globals__ is table or place in found[: len(function.__closure__ or ())]
-        )
-        if is_own:
-            yield from _of_function(place.value, seen)
-        else:
-            yield place
+    chains = list(_chains(function.__code__))
+    for name, *_ in chains:
+        if name in table and name not in roots:
+            roots[name] = _of_key(name, table, name)
+    yield from roots.values()
+    for name, *attributes in chains:
+        place = roots.get(name)
+        for attribute in attributes:
+            if place is None or not isinstance(place.value, (ModuleType, type, FunctionType)):
+                break
+            place = _of_owner(place, attribute) if _is_users(place.value) else None
+            if place is not None:
+                yield place
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Global names that a function and those inside it use."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+def _chains(code: CodeType) -> Iterator[list[str]]:
+    """Names of globals and closed-over values that a function and those inside it use.
+
+    Each with the attributes that are taken of it: `settings.alpha` is one chain.
+    """
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain.append(instruction.argval)
+            continue
+        if chain:
+            yield chain
+        chain = []
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            chain = [instruction.argval]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _chains(constant)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """Attributes and texts in the code of a function and of those inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _texts(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (part for part in constant if isinstance(part, str))
 
 
 def _is_assigned(cell: CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        return cell.cell_contents is not cell
     except ValueError:
         return False
 
@@ -106,6 +216,22 @@ def _of_key(name: str, table: dict[str, Any], key: str) -> Place:
     return Place(name, table[key], lambda: table.get(key), lambda new: table.update({key: new}))
 
 
+def _of_bound(name: str, value: Any) -> Place:
+    return Place(name, value, lambda: value, lambda new: None)
+
+
+def _of_owner(owner: Place, attribute: str) -> Place | None:
+    """An attribute of a module, class or function."""
+    held = owner.value
+    value = getattr(held, attribute, _MISSING)
+    if value is _MISSING:
+        return None
+    get = functools.partial(getattr, held, attribute, None)
+    return Place(
+        f"{owner.name}.{attribute}", value, get, functools.partial(setattr, held, attribute)
+    )
+
+
 def _of_table(name: str, table: dict[str, Any]) -> list[Place]:
     return [_of_key(f"{name}.{key}", table, key) for key in table]
 
@@ -113,7 +239,7 @@ def _of_table(name: str, table: dict[str, Any]) -> list[Place]:
 def _attributes(name: str, value: Any) -> list[Place]:
     """The attributes of an object whose class is not one of Python's."""
     own = getattr(value, "__dict__", None)
-    is_other = isinstance(value, (type, ModuleType, nn.Module, torch.Tensor))
+    is_other = isinstance(value, (type, ModuleType, FunctionType, nn.Module, torch.Tensor))
     is_pythons = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
     if type(own) is not dict or is_other or (is_pythons and type(value).__module__ != "__main__"):
         return []

@@ -16,13 +16,15 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.capture_hooks import has_gradient_hook
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
 
 __all__ = ["ModelView", "ModelWatch", "model_flags"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_GRADIENT_HOOKS)
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _MOST_NUMBERS = 10_000
 
 
@@ -36,7 +38,8 @@ class ModelView:
         modules: all modules.
         parameters: all parameters, module by module.
         hooks: (module's index, kind, number of the function) of everything that runs around or in
-            place of a `forward`; index -1 for hooks on all modules.
+            place of a `forward` or its backward; index -1 for hooks on all modules, and for those
+            on gradients of parameters.
         paths: name of every module, in the captured view only.
         reads: what the step read outside of its arguments, in the captured view only.
     """
@@ -63,10 +66,10 @@ class ModelView:
         if self.hooks != now.hooks:
             index = min(index for index, *_ in set(self.hooks) ^ set(now.hooks))
             where = self._path(self.modules[index]) if index >= 0 else "all modules"
-            return f"forward hooks (or forward itself) of {where} changed"
+            return f"hooks (or forward itself) of {where} changed"
         for read in self.reads:
-            if not read.is_same():
-                return f"{read.name} changed from {read.value!r} to {read.now()!r}"
+            if (change := read.change()) is not None:
+                return str(change)
         return None
 
     def _first_module(self, now: "ModelView") -> str:
@@ -105,7 +108,7 @@ class ModelWatch:
         ]
         for index, module in enumerate(modules):
             own = vars(module)
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            if any(map(own.get, _HOOKS)) or "forward" in own:
                 hooks += [
                     (index, kind, self._number(hook))
                     for kind in _HOOKS
@@ -113,6 +116,9 @@ class ModelWatch:
                 ]
                 if "forward" in own:
                     hooks.append((index, "forward", self._number(own["forward"])))
+        for place, parameter in enumerate(parameters):
+            if has_gradient_hook(parameter):
+                hooks.append((-1, "gradient", place))  # which a capture refuses
         return ModelView(modes, trainable, modules, parameters, tuple(hooks))
 
     def keep(self, views: Sequence[ModelView]) -> None:

@@ -86,8 +86,8 @@ def _trace(
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
     model = states.module
-    reads, others = outside_values(function)
-    others += [(f"argument {path}", value) for path, value in objects.items()]
+    outer = outside_values(function, model)
+    others = [*outer.objects, *((f"argument {path}", value) for path, value in objects.items())]
 
     def run(leaves: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fill(signature, leaves, given)
@@ -97,8 +97,8 @@ def _trace(
         torch.set_grad_enabled(signature.grad_enabled),
         iterators_refused(function, model),
         random_numbers_noted(function, model),
-        attributes_noted(model, others) as log,
+        attributes_noted(model, others, outer.texts) as log,
     ):
         names = states.current_names()
         step = capture_step(run, model, signature.tensor_leaves, names, values, graphs)
-    return signature, step, [*kept(reads), *log.reads()]
+    return signature, step, [*kept(outer.reads), *log.reads()]

@@ -96,9 +96,9 @@ CHANGES = {
     change_act: r"model\.first\.act changed from",
     change_alpha: r"model\.second\.alpha changed from 1\.0 to 0\.5",
     change_list: r"model\.second\.sizes changed from \[1, 2\] to \[1, 2, 3\]",
-    add_hook: r"forward hooks \(or forward itself\) of model\.first changed",
-    add_early_hook: r"forward hooks \(or forward itself\) of model\.second\.layer changed",
-    exchange_forward: r"forward hooks \(or forward itself\) of model\.second\.layer changed",
+    add_hook: r"hooks \(or forward itself\) of model\.first changed",
+    add_early_hook: r"hooks \(or forward itself\) of model\.second\.layer changed",
+    exchange_forward: r"hooks \(or forward itself\) of model\.second\.layer changed",
     swap_modules: r"a module of the model was replaced",
     remove_module: r"the module model\.second\.layer was replaced",
 }

@@ -1,0 +1,153 @@
+"""What can be compared of a value that a step reads: numbers, texts, and containers of them.
+
+A copy is kept, since lists and dictionaries change in place. Tensors count as what they are, not by
+their numbers, which programs read anew in every call. What else there is (modules, large data)
+counts as equal to anything. This module must not know where values come from.
+"""
+
+import types
+from collections import deque
+from collections.abc import Set
+from enum import Enum
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+__all__ = ["FUNCTIONS", "UNKNOWN", "Change", "change", "plain"]
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+UNKNOWN = object()
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
+    *(np.generic, *FUNCTIONS),
+)
+_SEQUENCES = (list, tuple, deque)
+_MOST_ELEMENTS = 512
+_MOST_BYTES = 2**16
+
+
+class _Array(NamedTuple):
+    """A NumPy array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Change(NamedTuple):
+    """A difference, with the name of the place."""
+
+    name: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        if isinstance(self.before, torch.Tensor):
+            return f"the tensor {self.name} was replaced"
+        shown = (repr(value) for value in (self.before, self.now))
+        return "{} changed from {} to {}".format(self.name, *(t[:80] for t in shown))
+
+
+def plain(value: Any, names: Set[str] = frozenset()) -> Any:
+    """A copy that can be compared; UNKNOWN where there is none.
+
+    Args:
+        value: anything.
+        names: texts in the code that reads it: of a dictionary with some of them as keys, the other
+            keys do not count. Scripts keep counters beside their settings.
+    """
+    if _is_flat(value):
+        return value
+    count = 0
+
+    def copied(value: Any) -> Any:
+        nonlocal count
+        count += 1
+        if isinstance(value, _PLAIN) or type(value) is torch.Tensor:
+            return value
+        if count > _MOST_ELEMENTS:
+            return UNKNOWN
+        if isinstance(value, _SEQUENCES):
+            kind = tuple if isinstance(value, tuple) else list
+            return kind(map(copied, value)) if len(value) <= _MOST_ELEMENTS else UNKNOWN
+        if isinstance(value, (set, frozenset)):
+            count += len(cast(Set[Any], value))
+            return frozenset(cast(Set[Any], value)) if count <= _MOST_ELEMENTS else UNKNOWN
+        if isinstance(value, np.ndarray):
+            is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+            return _Array(value.dtype.str, value.shape, value.tobytes()) if is_small else UNKNOWN
+        entries = _entries(value)
+        if entries is None or len(entries) > _MOST_ELEMENTS:
+            return UNKNOWN
+        if not names.isdisjoint(key for key in entries if isinstance(key, str)):
+            entries = {k: v for k, v in entries.items() if not isinstance(k, str) or k in names}
+        return {key: copied(part) for key, part in entries.items()}
+
+    found = copied(value)
+    return UNKNOWN if count > _MOST_ELEMENTS else found
+
+
+def _entries(value: Any) -> dict[Any, Any] | None:
+    """Of dictionaries, and of objects whose attributes nothing else can notice."""
+    if isinstance(value, dict):
+        return cast(dict[Any, Any], value)
+    if isinstance(value, types.SimpleNamespace):
+        return vars(value)
+    slots = getattr(type(value), "__dataclass_fields__", None)
+    if slots is not None and not hasattr(value, "__dict__"):
+        return {name: getattr(value, name, None) for name in slots}
+    return None
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value cannot change in place: it is plain, or a tuple of what is."""
+    if type(value) is tuple:
+        return all(isinstance(part, _PLAIN) for part in cast(tuple[Any, ...], value))
+    return isinstance(value, _PLAIN)
+
+
+def change(name: str, before: Any, now: Any) -> Change | None:
+    """The first difference between two copies; None if there is none.
+
+    Args:
+        name: of the place.
+        before: what `plain` gave earlier.
+        now: what it gives now.
+    """
+    if before is now or before is UNKNOWN:
+        return None
+    if type(before) is not type(now):  # 1, 1.0 and True are equal and make different programs
+        return Change(name, before, now)
+    if isinstance(before, (tuple, list)) and len(before) == len(now):
+        entries = enumerate(cast(list[Any], before))
+    elif type(before) is dict and before.keys() == now.keys():
+        entries = cast(dict[Any, Any], before).items()
+    elif isinstance(before, types.FunctionType):
+        return None if _say_the_same(before, now) else Change(name, before, now)
+    elif isinstance(before, torch.Tensor) or not bool(before == now):
+        return Change(name, before, now)
+    else:
+        return None
+    for key, value in entries:
+        found = change(f"[{key!r}]", value, now[key]) if value is not now[key] else None
+        if found is not None:
+            return found._replace(name=f"{name}{found.name}")
+    return None
+
+
+def _say_the_same(one: types.FunctionType, other: types.FunctionType) -> bool:
+    """Functions are often made anew."""
+    if one.__code__ is not other.__code__ and one.__code__ != other.__code__:
+        return False
+    try:
+        held, others = (
+            [f.__defaults__, f.__kwdefaults__, *(c.cell_contents for c in f.__closure__ or ())]
+            for f in (one, other)
+        )
+    except ValueError:  # one is not assigned
+        return False
+    pairs = zip(held, others, strict=True)
+    return one.__globals__ is other.__globals__ and all(
+        a is b or bool(_is_flat(a) and a == b) for a, b in pairs
+    )

@@ -1,0 +1,256 @@
+"""Settings that a step reads from nested containers, objects, classes and files, and that change.
+
+A program has the values of its capture. What changes is captured again; what is beside it is not.
+"""
+
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests import settings_of_scripts as script
+from mpxla.tests.clients import logged
+from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.settings_of_scripts import shifted
+
+pytestmark = pytest.mark.ranks
+
+
+class Config:
+    base = 1.0
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def added(self, y):
+        return y + self.alpha
+
+
+class Access(Config):
+    """Looks its attributes up by itself, as configurations of transformers do."""
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+
+
+@dataclass(slots=True)
+class Slots:
+    alpha: float = 1.0
+
+
+def made(alpha):
+    """Everything that the functions below read, with one value."""
+    return {
+        "settings": {"alpha": alpha, "step": 0},
+        "nested": Config(inner=Config(alpha=alpha), table={"alpha": alpha}, rows=[[alpha], [2]]),
+        "own": Access(alpha=alpha),
+        "slots": Slots(alpha),
+        "space": SimpleNamespace(alpha=alpha, step=0),
+        "array": np.full(2, alpha),
+        "tensor": torch.full((), alpha),
+        "loss": abs if alpha == 1.0 else torch.square,
+    }
+
+
+settings = made(1.0)["settings"]
+nested = made(1.0)["nested"]
+own = made(1.0)["own"]
+slots = made(1.0)["slots"]
+space = made(1.0)["space"]
+array = made(1.0)["array"]
+tensor = made(1.0)["tensor"]
+loss = made(1.0)["loss"]
+
+
+class Layer(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.config, self.options = nn.Linear(5, 5), Config(alpha=1.0), {"alpha": 1.0}
+
+    def forward(self, x):
+        y = self.linear(x) * settings["alpha"] + self.config.alpha * self.scale
+        return self.helped(y)
+
+    def helped(self, y):
+        return y + self.options["alpha"] + tensor
+
+
+def with_default(y, weights=nested.rows):
+    return y + weights[0][0]
+
+
+READERS = {
+    "dictionary": lambda y: y + settings["alpha"],
+    "object in an object": lambda y: y + nested.inner.alpha,
+    "dictionary in an object": lambda y: y + nested.table["alpha"],
+    "list in a list": lambda y: y + nested.rows[0][0],
+    "own access": lambda y: y + own.alpha,
+    "slots": lambda y: y + slots.alpha,
+    "namespace": lambda y: y + space.alpha,
+    "array": lambda y: y + float(array[0]),
+    "tensor": lambda y: y + tensor,
+    "function": lambda y: loss(y),
+    "class": lambda y: y + Config.base,
+    "class of an object": lambda y: y + nested.base,
+    "method": own.added,
+    "file": lambda y: y + script.ALPHA,
+    "dictionary of a file": lambda y: y + script.TABLE["alpha"],
+    "function of a file": lambda y: shifted(y),
+    "partial": functools.partial(lambda y, table: y + table["alpha"], table=settings),
+    "default": with_default,
+}
+
+
+def change(alpha):
+    """Gives all places another value."""
+    if settings["alpha"] != alpha:
+        globals().update({name: made(alpha)[name] for name in ("tensor", "loss")})
+    settings["alpha"] = space.alpha = slots.alpha = own.alpha = alpha
+    nested.inner.alpha = nested.table["alpha"] = nested.rows[0][0] = alpha
+    array[0] = Config.base = script.ALPHA = script.TABLE["alpha"] = Layer.scale = alpha
+
+
+def layer():
+    torch.manual_seed(1)
+    return Layer()
+
+
+def compute(call, names):
+    """What `call(function)` gives by name and value."""
+    found = {}
+    for name in names:
+        found[name] = []
+        for alpha in (1.0, 1.0, 4.0):
+            change(alpha)
+            settings["step"] += 1
+            space.step += 1
+            found[name].append(call(READERS[name]))
+    change(1.0)
+    return found
+
+
+X = torch.ones(2, 5)
+
+
+def compute_captured(names):
+    smp.init({"microbatches": 1})
+    raw = nn.Linear(5, 3)
+    with torch.no_grad():
+        raw.weight.fill_(0.3), raw.bias.fill_(-2.0)
+    model = smp.DistributedModel(raw)
+
+    def call(post):
+        @smp.step
+        def evaluate(model, x):
+            return post(model(x))
+
+        with logged() as lines:
+            value = evaluate(model, X).outputs[0].cpu()
+        return value, sum("compiled step" in line for line in lines)
+
+    return compute(call, names)
+
+
+def test_wherever_settings_are_they_are_noticed():
+    raw = nn.Linear(5, 3)
+    with torch.no_grad():
+        raw.weight.fill_(0.3), raw.bias.fill_(-2.0)
+        expected = compute(lambda post: post(raw(X)), READERS)
+    (found,) = run_ranks(compute_captured, 1, list(READERS))
+    for name, calls in found.items():
+        for (value, _), wanted in zip(calls, expected[name], strict=True):
+            torch.testing.assert_close(value, wanted, msg=name)
+        assert [count for _, count in calls][1:] == [0, 1], name
+
+
+def change_in_a_model(raw, place):
+    if place == 1:
+        settings["alpha"] = 2.0
+    elif place == 2:
+        raw.config.alpha = 3.0
+    elif place == 3:
+        Layer.scale = 4.0
+    elif place == 4:
+        raw.options["alpha"] = 5.0
+    elif place == 5:
+        globals().update(tensor=torch.full((), 6.0))
+
+
+def change_in_a_captured_model():
+    smp.init({"microbatches": 1})
+    raw, found = layer(), []
+    model = smp.DistributedModel(raw)
+    step = smp.step(lambda model, x: model(x))
+    for place in range(6):
+        change_in_a_model(raw, place)
+        with logged() as lines:
+            found.append(step(model, X).outputs[0].cpu())
+        found.append([line for line in lines if "compiled step" in line])
+    change(1.0)
+    return found
+
+
+def test_what_the_methods_of_a_model_read_is_noticed():
+    raw, expected = layer(), []
+    for place in range(6):
+        change_in_a_model(raw, place)
+        expected.append(raw(X).detach())
+    change(1.0)
+    (found,) = run_ranks(change_in_a_captured_model, 1)
+    for value, wanted in zip(found[::2], expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+    reasons = [
+        "first call",
+        "settings['alpha'] changed from 1.0 to 2.0",
+        "model.config.alpha changed from 1.0 to 3.0",
+        "Layer.scale changed from 1.0 to 4.0",
+        "model.options['alpha'] changed from 1.0 to 5.0",
+        "the tensor tensor was replaced",
+    ]
+    for (line,), reason in zip(found[1::2], reasons, strict=True):
+        assert f"({reason})" in line
+
+
+def hook_late():
+    """Texts of errors, of hooks that come after the first step."""
+    smp.init({"microbatches": 1})
+    raw = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model = smp.DistributedModel(raw)
+
+    @smp.step
+    def train(model, x):
+        value = model(x).square().mean()
+        model.backward(value)
+        return value
+
+    adding = {
+        "parameter": lambda: raw[0].weight.register_hook(lambda grad: 2 * grad),
+        "sum": lambda: raw[0].weight.register_post_accumulate_grad_hook(print),
+        "module": lambda: raw[1].register_full_backward_hook(print),
+        "before": lambda: raw[1].register_full_backward_pre_hook(print),
+        "all": lambda: nn.modules.module.register_module_full_backward_hook(print),
+    }
+    texts = {}
+    for name, add in adding.items():
+        train(model, X)
+        handle = add()
+        with pytest.raises(smp.MpxlaError) as error:
+            train(model, X)
+        texts[name] = str(error.value)
+        handle.remove()
+    train(model, X)
+    return texts
+
+
+def test_hooks_on_gradients_that_come_later_are_refused():
+    (texts,) = run_ranks(hook_late, 1)
+    whose = ["parameter 0.weight", "parameter 0.weight", "module 1", "module 1", "every module"]
+    for text, who in zip(texts.values(), whose, strict=True):
+        assert text.startswith(f"{who} has a hook on its gradient; gradients come out of compiled")
