@@ -165,10 +165,17 @@ class Backend(Protocol):
         """New buffers of zeros, one per spec."""
         ...
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+    def adopt(
+        self, tensors: Sequence[torch.Tensor], held: Sequence[Buffer | None] = ()
+    ) -> list[Buffer]:
         """The user's tensors (parameters, gradients, state) as arguments of programs.
 
         Starts what is pending of them.
+
+        Args:
+            tensors: the tensors.
+            held: buffers that they were made of, or were given, as far as the caller has kept them.
+                They save a search wherever they still share the tensor's memory.
         """
         ...
 
@@ -176,8 +183,13 @@ class Backend(Protocol):
         """Refers to tensors no longer, so that `torch.utils.swap_tensors` takes them."""
         ...
 
-    def publish(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
-        """Buffers as the tensors that users see, on `device`."""
+    def publish(self, buffers: Sequence[Buffer], is_held: bool = False) -> list[torch.Tensor]:
+        """Buffers as the tensors that users see, on `device`.
+
+        Args:
+            buffers: the buffers.
+            is_held: whether the caller keeps them, to give them to `adopt` with the tensors.
+        """
         ...
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> None:

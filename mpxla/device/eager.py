@@ -195,14 +195,16 @@ class EagerBackend(Alone):
         """New tensors."""
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def adopt(
+        self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None] = ()
+    ) -> list[torch.Tensor]:
         """The tensors themselves."""
         return [tensor.detach() for tensor in tensors]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: it refers to none."""
 
-    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[torch.Tensor], is_held: bool = False) -> list[torch.Tensor]:
         """The tensors themselves."""
         return list(buffers)
 

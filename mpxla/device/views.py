@@ -31,6 +31,10 @@ def _num_own() -> int:
     return _use_count(torch.empty(1)) - 1
 
 
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
     """Gives a tensor other values; it stays the same object.
 
@@ -42,8 +46,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
     Returns:
         Whether the tensor has the memory of the value now.
     """
-    kind = tensor.shape, tensor.dtype, tensor.device
-    if not is_seen or kind != (value.shape, value.dtype, value.device):
+    if not is_seen or _kind(tensor) != _kind(value):
         tensor.data = value
         return True
     with torch.no_grad():

@@ -132,7 +132,7 @@ class CompiledUpdate:
         program = self._program(slots)
         if program is None:
             return False
-        arguments = [*self._backend.adopt(slots.tensors), *self._upload_rates(slots)]
+        arguments = [*self._backend.adopt(slots.tensors, slots.held), *self._upload_rates(slots)]
         if self._rounding is not None:
             arguments.append(self._rounding.key())
         try:

@@ -3,7 +3,7 @@
 This module must not know how an update is traced or compiled.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -91,6 +91,7 @@ class Slots:
         rate_of: for every group the index of its rate; None without one.
         changed: slots that an update changes, in the order of the program's results.
         donated: those of them whose memory the results may take.
+        held: for every tensor the buffer that it was made of; None where that is not known.
         key: equal for updates that the same program can do.
     """
 
@@ -166,6 +167,7 @@ class Slots:
     def _remember(self) -> None:
         """Notes where each tensor was found."""
         flat = list(chain.from_iterable(self.places))
+        self._ids = [list(map(id, group)) for group in self.trained]
         self._parameters = list(chain.from_iterable(self.trained))
         self._gradient_places = [places.gradient for places in flat]
         states = self._optimizer.state
@@ -183,13 +185,12 @@ class Slots:
         self.changed = sorted({slot for places in flat for slot in places.changed})
         taken = set(self.changed) - set(self._gradient_places)
         self.donated = sorted(taken) if self._backend.donates else []
-        written = {**dict(self._written()), **self._sources}
-        self._state_places = list({place for _, _, place in self._entries} - set(written))
-        self._own: list[Any] = [None] * len(self.tensors)  # what the last update has left
-
-    def _written(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
-        """The parameters that the optimizer holds, by place."""
-        return zip(self._parameter_places, self._parameters, strict=True)
+        self._written = [*zip(self._parameter_places, self._parameters, strict=True)]
+        self._written += self._sources.items()
+        written = {place for place, _ in self._written}
+        self._state_places = list({place for _, _, place in self._entries} - written)
+        self._own: list[Any] = [None] * len(self.tensors)  # what the last update has left, and
+        self.held: list[Any] = list(self._own)  # the buffers that it was
 
     def renew(self, trained: _Trained, constants: tuple[Any, ...]) -> bool:
         """Takes the tensors of another step, if they are arranged like those of the last one.
@@ -202,29 +203,24 @@ class Slots:
             Whether they are; otherwise this object must not be used any more.
         """
         groups, states = self._optimizer.param_groups, self._optimizer.state
-        parameters = list(chain.from_iterable(trained))
-        if list(map(id, parameters)) != list(map(id, self._parameters)):
-            return False
-        if list(map(len, trained)) != list(map(len, self.trained)):
+        if [list(map(id, group)) for group in trained] != self._ids:
             return False
         if constants != self.key[0]:
             return False
         self.rates, rate_of = _rates(groups)
         if rate_of != self.rate_of:
             return False
-        for parameter, state, size in zip(parameters, self._states, self._sizes, strict=True):
+        for parameter, state, size in zip(self._parameters, self._states, self._sizes, strict=True):
             if states.get(parameter) is not state or len(state or ()) != size:
                 return False
-        return self._refill(parameters)
+        return self._refill()
 
-    def _refill(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    def _refill(self) -> bool:
         found: list[Any] = [None] * len(self.tensors)
-        for place, parameter in zip(self._parameter_places, parameters, strict=True):
+        for place, parameter in self._written:
             found[place] = parameter
-        for place, parameter in zip(self._gradient_places, parameters, strict=True):
+        for place, parameter in zip(self._gradient_places, self._parameters, strict=True):
             found[place] = parameter.grad
-        for place, source in self._sources.items():
-            found[place] = source
         for state, key, place in self._entries:
             value = state.get(key)
             if found[place] is None:
@@ -250,35 +246,40 @@ class Slots:
         for state, key, place in self._entries:
             if place in taken:
                 state[key] = None
-        held = [p for at, p in (*self._written(), *self._sources.items()) if at in taken]
-        release([p for p in held if not self._backend.has_views(p)])
+        has_views = self._backend.has_views
+        release(p for place, p in self._written if place in taken and not has_views(p))
         self._forget()
 
     def _forget(self) -> None:
         """Lets go of all tensors: until the next update they would live beside the new ones."""
         self.tensors = [None] * len(self.tensors)
         self._own = list(self.tensors)
+        self.held = list(self.tensors)
 
     def take_back(self, donated: Sequence[Buffer]) -> None:
         """Puts what was donated back, after a program that could not be called."""
-        self._put_back(dict(zip(self.donated, donated, strict=True)))
+        self._put_back(self.donated, donated)
 
     def store(self, results: Sequence[Buffer]) -> None:
         """Makes a program's results the parameters and the state, and lets go of the old ones."""
-        self._put_back(dict(zip(self.changed, results, strict=True)))
+        self._put_back(self.changed, results)
 
-    def _put_back(self, value_of: Mapping[int, Buffer]) -> None:
-        written = [(p, t) for p, t in (*self._written(), *self._sources.items()) if p in value_of]
-        self._backend.assign([t for _, t in written], [value_of[place] for place, _ in written])
-        places = [place for place in self._state_places if place in value_of]
-        published = self._backend.publish([value_of[place] for place in places])
-        state_of = {**dict(written), **dict(zip(places, published, strict=True))}
-        for state, key, place in self._entries:
-            if place in state_of:
-                state[key] = state_of[place]
+    def _put_back(self, places: Sequence[int], values: Sequence[Buffer]) -> None:
         self._forget()
-        for place, value in zip(places, published, strict=True):
-            self._own[place] = value
+        held, own = self.held, self._own
+        for place, value in zip(places, values, strict=True):
+            held[place] = value
+        written = [(place, p) for place, p in self._written if held[place] is not None]
+        self._backend.assign([p for _, p in written], [held[place] for place, _ in written])
+        state_places = [place for place in self._state_places if held[place] is not None]
+        published = self._backend.publish([held[place] for place in state_places], is_held=True)
+        for place, value in (*written, *zip(state_places, published, strict=True)):
+            own[place] = value
+        for state, key, place in self._entries:
+            if own[place] is not None:
+                state[key] = own[place]
+        for place, _ in written:  # the backend knows the buffers of parameters
+            own[place] = held[place] = None
 
 
 def _rates(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Any], tuple[int | None, ...]]:

@@ -51,7 +51,7 @@ class Call:
     Attributes:
         signature: as the first pipeline rank describes it.
         tensors: tensor leaves of every microbatch, on the first pipeline rank.
-        objects: this rank's own objects among the arguments, by path.
+        objects: this rank's own objects among the arguments, by path; only a capture reads them.
         plan: what runs it; None until it is captured.
         seed: from which the seeds of random programs are drawn.
     """
@@ -261,8 +261,9 @@ class Calls:
                 f"{name}: on rank {self._session.rank}, {change} since the step was captured, and "
                 f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
             )
-        objects = local_objects(args, kwargs)
-        return Call(signature, [], objects, plan, 0 if plan is None else rest[1])
+        if plan is not None:
+            return Call(signature, [], {}, plan, rest[1])
+        return Call(signature, [], local_objects(args, kwargs), None)
 
     def _draw_seed(self, plan: StepPlan) -> int:
         """A seed for the random operators of one call; 0 where there are none."""

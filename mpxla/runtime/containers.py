@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-__all__ = ["open_containers", "open_object"]
+__all__ = ["flatten_opened", "open_containers", "open_object"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ class _Opened:
     kind: type
     keys: tuple[Any, ...]
     values: list[Any]
+
+
+def flatten_opened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of what `open_containers` gives."""
+    leaves, structure = pytree.tree_flatten(tree)
+    if any(isinstance(leaf, Mapping | AbstractSet) for leaf in leaves):
+        return pytree.tree_flatten(open_containers(tree))
+    return leaves, structure
 
 
 def open_containers(tree: Any) -> Any:

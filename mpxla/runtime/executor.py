@@ -5,12 +5,10 @@ schedules. Executions are asynchronous: a handler starts a program and goes on. 
 for messages that have not arrived when a program needs them.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -186,10 +184,11 @@ class Executor:
                 self._prepared(stage, step)
         for index, action in enumerate(actions):
             step.progress.at(index)
-            for offload in done.get(index, ()):
-                with _blame(offload):
-                    _copies(step).complete(offload)
-            with _blame(action):
+            current = action
+            try:
+                for current in done.get(index, ()):
+                    _copies(step).complete(current)
+                current = action
                 if step.recorder is not None:
                     handler = functools.partial(self._handlers[action.op], action, step)
                     step.recorder.run(action, handler, step.values)
@@ -197,6 +196,11 @@ class Executor:
                     self._run_timed(action, step)
                 else:
                     self._handlers[action.op](action, step)
+            except MpxlaError as error:
+                error.add_note(_where(current))
+                raise
+            except RuntimeError as error:
+                raise MpxlaError(f"{error}\n{_where(current)}") from error
         step.progress.end()
 
     def _run_timed(self, action: Action, step: StepRun) -> None:
@@ -421,18 +425,7 @@ def _grad_name(value: str, stage: int) -> str:
     return f"d {value} by {stage}"
 
 
-@contextlib.contextmanager
-def _blame(action: Action) -> Generator[None]:
-    try:
-        yield
-    except MpxlaError as error:
-        error.add_note(_where(action))
-        raise
-    except RuntimeError as error:
-        raise MpxlaError(f"{error}\n{_where(action)}") from error
-
-
-def _where(action: Action) -> Any:
+def _where(action: Action) -> str:
     place = f"stage {action.stage}"
     if action.microbatch is not None:
         place += f", microbatch {action.microbatch}"

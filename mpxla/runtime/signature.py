@@ -24,7 +24,7 @@ from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
 from mpxla.graph.casts import active_autocast
 from mpxla.graph.number import Number
-from mpxla.runtime.containers import open_containers
+from mpxla.runtime.containers import flatten_opened, open_containers
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.structure import describe_structure, rebuild_structure
 
@@ -174,9 +174,10 @@ def sign(
     Raises:
         RankMismatch: microbatches of different structure (from a faulty `smp_slice`).
     """
-    trees = [open_containers(tuple(mb)) for mb in microbatches]
-    flat = [pytree.tree_flatten(tree) for tree in trees]
-    with_paths, structure = pytree.tree_flatten_with_path(trees[0])
+    first, *others = microbatches
+    with_paths, structure = pytree.tree_flatten_with_path(open_containers(tuple(first)))
+    flat = [([value for _, value in with_paths], structure)]
+    flat += [flatten_opened(tuple(mb)) for mb in others]
     paths = tuple(pytree.keystr(path) for path, _ in with_paths)
     objects: dict[str, Any] = {}
     leaves: list[TensorLeaf | PlainValue | LocalObject] = []

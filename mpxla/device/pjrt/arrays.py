@@ -27,6 +27,7 @@ __all__ = [
     "from_constant",
     "host_copies",
     "host_view",
+    "is_array_of",
     "shared_tensors",
 ]
 
@@ -103,12 +104,13 @@ def shared_tensors(
     jax.block_until_ready(arrays)  # a capsule does not wait
     shares = device.type == ("cuda" if platform == "gpu" else platform)
     to_capsule = _array_to_capsule if platform == "cpu" else None
-    found = []
+    from_capsule = torch._C._from_dlpack  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    found: list[torch.Tensor] = []
     for array in arrays:
         if not shares or 0 in array.shape or array.dtype in _ARRAYS_WITHOUT_DLPACK:
             found.append(_as_tensor(np.array(array)).to(device))
         elif to_capsule is not None:
-            found.append(dlpack.from_dlpack(to_capsule(array)))
+            found.append(from_capsule(to_capsule(array)))  # the public one looks for a method
         else:
             found.append(torch.from_dlpack(array))
     return found
@@ -135,18 +137,28 @@ def _as_tensor(found: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
+def is_array_of(array: jax.Array, tensor: torch.Tensor) -> bool:
+    """Whether an array that a tensor was made of, or was given, still is what the tensor is.
+
+    An array that is there, and that no program has taken the memory of, has it for itself: what is
+    at the same address has the same numbers, whoever writes to them.
+    """
+    return (
+        not array.is_deleted()
+        and array.unsafe_buffer_pointer() == tensor.data_ptr()
+        and tensor.is_contiguous()
+        and array.shape == tensor.shape
+        and array.dtype == jax_dtype(tensor.dtype)
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
 class _Known(NamedTuple):
-    """An array that shares a tensor's memory, and how the tensor was when it did."""
+    """An array that shares a tensor's memory, and which version of the tensor that was."""
 
     owner: "_Owner"
     version: int
-    layout: tuple[Any, ...]
     array: jax.Array
-
-    def is_array_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor still is as it was, and no program has taken its memory since."""
-        is_same = self.version == tensor._version and self.layout == _layout(tensor)
-        return is_same and not self.array.is_deleted()
 
 
 class _Notes(dict[int, _Known]):
@@ -162,7 +174,7 @@ class _Notes(dict[int, _Known]):
         """Takes note of the array of a tensor."""
         place = _Owner(owner, self._drop)
         place.key = key
-        self[key] = _Known(place, tensor._version, _layout(tensor), array)
+        self[key] = _Known(place, tensor._version, array)
 
     def _drop(self, gone: "_Owner") -> None:
         known = self.get(gone.key)
@@ -202,8 +214,9 @@ class ImportCache:
         known = self._imported.get(id(tensor))
         if known is None or known.owner() is not tensor:
             known = self._published.get(tensor.data_ptr())
-        if known is not None and known.is_array_of(tensor):
-            return known.array
+        if known is not None and known.version == tensor._version:
+            if is_array_of(known.array, tensor):
+                return known.array
         array = self._import(tensor, self._device)
         if self._is_shared(tensor, array):
             self._imported.note(id(tensor), tensor, tensor, array)
@@ -233,7 +246,7 @@ class ImportCache:
         known = self._imported.get(id(tensor))
         if known is None or known.owner() is not tensor or known.array.is_deleted():
             return False
-        return known.layout[0] == tensor.data_ptr()
+        return known.array.unsafe_buffer_pointer() == tensor.data_ptr()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refers no longer to tensors."""
@@ -245,12 +258,6 @@ class ImportCache:
         if not self._shares_memory or tensor.is_inference():
             return False
         return array.unsafe_buffer_pointer() == tensor.data_ptr() != 0
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where the numbers of a tensor are, and how they are to be read."""
-    flags = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), *flags
 
 
 class _Owner(weakref.ref[Any]):

@@ -6,6 +6,7 @@ programs take and give jax's arrays.
 
 import collections
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +29,7 @@ from mpxla.device.pjrt.arrays import (
     copy_to_device,
     host_copies,
     host_view,
+    is_array_of,
     shared_tensors,
 )
 from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner
@@ -242,20 +244,27 @@ class PjrtBackend:
         array: Any = buffer  # `is_ready` is missing in jax's type of arrays
         return array.is_ready()
 
-    def adopt(self, tensors: Sequence[Any]) -> list[jax.Array]:
+    def adopt(
+        self, tensors: Sequence[Any], held: Sequence[jax.Array | None] = ()
+    ) -> list[jax.Array]:
         """The user's tensors as arguments, sharing memory where that is possible."""
-        return [
-            value if isinstance(value, jax.Array) else self._imports.array_of(value)
-            for value in tensors
-        ]
+        array_of = self._imports.array_of
+        found: list[jax.Array] = []
+        for value, array in itertools.zip_longest(tensors, held if self._shares_memory else ()):
+            if array is None or not is_array_of(array, value):
+                array = array_of(value) if isinstance(value, torch.Tensor) else value
+            found.append(array)
+        return found
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refers to tensors no longer: weak references forbid to swap them."""
         self._imports.forget(tensors)
 
-    def publish(self, buffers: Sequence[jax.Array]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[jax.Array], is_held: bool = False) -> list[torch.Tensor]:
         """Waits; buffers as tensors that users see, sharing memory where that is possible."""
         found = self._shared(buffers)
+        if is_held and self.is_host:  # elsewhere, programs ask what tensors share memory with
+            return found
         for tensor, buffer in zip(found, buffers, strict=True):
             if tensor is not buffer:
                 self._imports.remember(tensor, buffer)
@@ -273,7 +282,8 @@ class PjrtBackend:
 
     def has_views(self, tensor: torch.Tensor) -> bool:
         """Whether something beside the tensor, and an array of it, refers to its memory."""
-        return num_holders(tensor) > 1 + self._imports.is_lent(tensor)
+        count = num_holders(tensor)
+        return count > 1 and count > 1 + self._imports.is_lent(tensor)
 
     def _shared(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
         """Waits; arrays as tensors, and tensors as they are."""

@@ -118,7 +118,9 @@ class TorchXlaBackend:
         """Whether it is on the host; torch_xla does not tell what it has computed."""
         return buffer.device.type == "cpu"
 
-    def adopt(self, tensors_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def adopt(
+        self, tensors_: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None] = ()
+    ) -> list[torch.Tensor]:
         """Starts what is pending of these tensors."""
         tensors.make_ready(tensors_)
         return list(tensors_)
@@ -126,7 +128,7 @@ class TorchXlaBackend:
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: it refers to none."""
 
-    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[torch.Tensor], is_held: bool = False) -> list[torch.Tensor]:
         """Buffers are what users see."""
         return list(buffers)
 

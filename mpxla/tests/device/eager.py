@@ -26,13 +26,13 @@ class EagerBackend(NullBackend):
     def put(self, tensors):
         return [tensor.detach().clone() for tensor in tensors]
 
-    def adopt(self, tensors):
+    def adopt(self, tensors, held=()):
         return [tensor.detach() for tensor in tensors]
 
     def get(self, buffers):
         return [buffer.detach().clone() for buffer in buffers]
 
-    def publish(self, buffers):
+    def publish(self, buffers, is_held=False):
         return [buffer.detach().clone() for buffer in buffers]
 
     def assign(self, tensors, buffers):

@@ -170,7 +170,7 @@ class NullBackend(Alone):
         """Nothing is computed."""
         return True
 
-    def adopt(self, tensors: Sequence[torch.Tensor]) -> list[NullBuffer]:
+    def adopt(self, tensors: Sequence[torch.Tensor], held: Sequence[Any] = ()) -> list[NullBuffer]:
         """A buffer for every tensor."""
         self.calls.append("adopt")
         return [self._buffer(tensor, "adopt") for tensor in tensors]
@@ -178,7 +178,7 @@ class NullBackend(Alone):
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: it refers to none."""
 
-    def publish(self, buffers: Sequence[Any]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[Any], is_held: bool = False) -> list[torch.Tensor]:
         """Zeros."""
         self.calls.append("publish")
         return [self._zeros(buffer) for buffer in buffers]
