@@ -3,6 +3,7 @@
 Jax counts in 64 bits here as PyTorch does: whoever imports this module turns `jax_enable_x64` on.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ __all__ = [
     "as_float",
     "cast",
     "compute_dtype",
+    "dtype_or",
     "jax_dtype",
     "promote",
     "result_type",
+    "shape_and_dtype",
     "torch_dtype",
     "widened",
 ]
@@ -52,6 +55,22 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
         return _JAX[dtype]
     except KeyError:
         raise TypeError(f"jax has no dtype for {dtype}") from None
+
+
+def dtype_or(dtype: torch.dtype | None, other: np.dtype | None = None) -> np.dtype:
+    """Jax's dtype for one of PyTorch's, if it is given; else the other one, or the default."""
+    if dtype is None and other is not None:
+        return other
+    return jax_dtype(dtype or torch.get_default_dtype())
+
+
+def shape_and_dtype(
+    like: jax.Array | Sequence[int], dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Of a new array that is like another one, or has a given shape."""
+    if isinstance(like, jax.Array):
+        return like.shape, dtype_or(dtype, like.dtype)
+    return tuple(like), dtype_or(dtype)
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Products of matrices. Those of low precision are summed in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,14 +25,8 @@ def product(left: jax.Array, right: jax.Array) -> jax.Array:
 implements("mm", "bmm", "mv", "matmul")(product)
 
 
-@implements("dot")
-def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.sum(left * right)
-
-
-@implements("vdot")
-def _vdot(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.conj(left) * right)
+implements("dot")(lambda left, right: jnp.sum(left * right))
+implements("vdot")(lambda left, right: jnp.sum(jnp.conj(left) * right))
 
 
 def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array:
@@ -44,25 +38,15 @@ def _sum(start: jax.Array, added: jax.Array, beta: Any, alpha: Any) -> jax.Array
     return (start if beta == 1 else start * cast(beta, start.dtype)) + added
 
 
-@implements("addmm", "addmv", "baddbmm")
-def _add_product(
-    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
-) -> jax.Array:
-    return _sum(start, _wide_product(left, right), beta, alpha)
+def _added(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    return lambda start, left, right, *, beta=1, alpha=1: _sum(
+        start, multiply(left, right), beta, alpha
+    )
 
 
-@implements("addbmm")
-def _add_products(
-    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
-) -> jax.Array:
-    return _sum(start, jnp.sum(product(left, right), 0), beta, alpha)
-
-
-@implements("addr")
-def _add_outer_product(
-    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1
-) -> jax.Array:
-    return _sum(start, jnp.outer(left, right), beta, alpha)
+implements("addmm", "addmv", "baddbmm")(_added(_wide_product))
+implements("addbmm")(_added(lambda left, right: jnp.sum(product(left, right), 0)))
+implements("addr")(_added(jnp.outer))
 
 
 @implements("linear")
