@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.reach import direct_places
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -178,7 +179,6 @@ def kept(reads: Sequence[Read]) -> list[Read]:
 def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     """Notes what is read and written of the objects of a class."""
     set_attribute = kind.__setattr__
-    own_set = vars(kind).get("__setattr__")
 
     def get(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -194,12 +194,5 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             log.note_write(object.__getattribute__(self, "__dict__"), name, value)
         set_attribute(self, name, value)
 
-    kind.__getattribute__, kind.__setattr__ = get, set_noted
-    try:
+    with exchanged(kind, __getattribute__=get, __setattr__=set_noted):
         yield
-    finally:
-        del kind.__getattribute__
-        if own_set is None:
-            del kind.__setattr__
-        else:
-            kind.__setattr__ = own_set

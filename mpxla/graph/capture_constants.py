@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.decisions import Tape
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -204,10 +205,9 @@ def masks_decided(constants: Constants) -> Generator[None]:
             return False
         return detect(mask, is_causal, size)
 
-    module._detect_is_causal_mask = detect_if_known
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with exchanged(module, _detect_is_causal_mask=detect_if_known):
+            yield
     finally:
-        module._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(is_fast)
