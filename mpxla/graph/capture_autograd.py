@@ -26,6 +26,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.functions import TracedFunction, operator_of
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["DifferentiatesInsideError", "apply_captured"]
@@ -143,8 +144,7 @@ class _Traced:
 
     def divided(self) -> TracedFunction:
         """Forward and backward as graphs of their own."""
-        (output,) = [node for node in self.graph.nodes if node.op == "output"]
-        outputs = list(cast(Any, output.args[0]))
+        outputs = outputs_of(self.graph)
         count = len(self.has_gradient)
         results, gradients = outputs[:count], outputs[count:]
         nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]

@@ -235,26 +235,15 @@ VARY = _define(
     "vary(Tensor value, str group) -> Tensor", _same, _with_derivative(_copy, _all_reduce)
 )
 SUM = _define("sum(Tensor value, str group) -> Tensor", _same, _sum)
-GATHER = _define(
-    "gather(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _gathered,
-    _with_derivative(_all_gather, _own),
-)
+_ALONG = "(Tensor value, int dim, int size, int index, str group) -> Tensor"
+GATHER = _define(f"gather{_ALONG}", _gathered, _with_derivative(_all_gather, _own))
 SUM_OF_POSITIONS = _define(
-    "sum_of_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _scattered,
-    _with_derivative(_reduce_scatter, _all_gather),
+    f"sum_of_positions{_ALONG}", _scattered, _with_derivative(_reduce_scatter, _all_gather)
 )
 JOIN_POSITIONS = _define(
-    "join_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _gathered,
-    _with_derivative(_all_gather, _reduce_scatter),
+    f"join_positions{_ALONG}", _gathered, _with_derivative(_all_gather, _reduce_scatter)
 )
-OWN_POSITIONS = _define(
-    "own_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _scattered,
-    _with_derivative(_own, _all_gather),
-)
+OWN_POSITIONS = _define(f"own_positions{_ALONG}", _scattered, _with_derivative(_own, _all_gather))
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
     _embedded,

@@ -7,7 +7,6 @@ A stage computes its own part of a region again; regions end at its borders.
 This module must not know how regions are marked or how a stage is lowered.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from mpxla.errors import PartitionError
+from mpxla.graph.partition_modules import common_path
 from mpxla.graph.stepgraph import StepGraph, module_path
 
 __all__ = ["CHECKPOINTED", "Checkpointed", "Layers", "Region", "check_regions", "region_of", "tag"]
@@ -101,7 +101,8 @@ def check_regions(
         region, stages = region_of(node), stages_of.get(node, ())
         if region is not None and region.is_module and len(stages) == 1:
             ranks.setdefault(region, set()).add(placement[stages[0]])
-            paths[region] = _common(paths.get(region), module_path(node))
+            path = module_path(node)
+            paths[region] = ".".join(common_path(paths.get(region, path), path))
     split = [
         (paths[region] or region.name, sorted(held))
         for region, held in ranks.items()
@@ -119,11 +120,3 @@ def check_regions(
         f"{', '.join(map(str, held))}: each keeps the inputs of its part and computes that again"
         for name, held in dict(split).items()
     ]
-
-
-def _common(path: str | None, other: str) -> str:
-    """The module that holds both."""
-    if path is None:
-        return other
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    return ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mpxla.graph.typed import arguments_of, input_of, target_of
+from mpxla.graph.typed import input_of, outputs_of, target_of
+from mpxla.stage.saved_values import set_outputs
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
@@ -85,8 +86,7 @@ def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tup
     Returns:
         Positions in `results` of those that are transposed now.
     """
-    (output,) = [n for n in backward.graph.nodes if n.op == "output"]
-    values = list(arguments_of(output)[0])
+    values = outputs_of(backward.graph)
     found: list[int] = []
     for position, index in enumerate(results):
         node = values[index]
@@ -99,10 +99,8 @@ def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tup
         turned.meta, product.meta = _meta(right), _meta(node)
         values[index] = product
         found.append(position)
-    output.args = (tuple(values),)
-    backward.graph.eliminate_dead_code()
+    set_outputs(backward, values)
     backward.graph.lint()
-    backward.recompile()
     return tuple(found)
 
 
