@@ -27,24 +27,14 @@ __all__ = [
 # Without it jax would make int32 of int64 and float32 of float64, in silence.
 jax.config.update("jax_enable_x64", True)
 
-_JAX: dict[torch.dtype, np.dtype] = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(jnp.bfloat16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-    torch.float8_e4m3fn: np.dtype(jnp.float8_e4m3fn),
-    torch.float8_e5m2: np.dtype(jnp.float8_e5m2),
+# `jax.numpy` names them as torch does, except the first.
+_JAX: dict[torch.dtype, np.dtype] = {torch.bool: np.dtype(np.bool_)} | {
+    getattr(torch, name): np.dtype(getattr(jnp, name))
+    for name in (
+        *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    )
 }
 _TORCH = {dtype: key for key, dtype in _JAX.items()}
 
