@@ -129,9 +129,7 @@ def attributes_noted(
 ) -> Generator[AttributeLog]:
     """Notes what a step function that is captured inside does with attributes.
 
-    Args:
-        model: whose modules count.
-        objects: other objects that count, with their names.
+    Those of the model's modules count, and of the other objects, which have names.
     """
     found = [(f"model.{path}" if path else "model", m) for path, m in model.named_modules()]
     found = [

@@ -266,10 +266,7 @@ def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tenso
 def apply_captured(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `function.apply(*args, **kwargs)` returns, as one operator of the captured step.
 
-    Args:
-        function: the class, whose backward counts.
-        args: as `apply` is given them, tensors without values.
-        kwargs: named ones.
+    The backward of the class `function` counts; tensors among the arguments have no values.
 
     Raises:
         CaptureError: it changes an argument in place.

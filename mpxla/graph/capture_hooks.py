@@ -50,11 +50,7 @@ _INSTEAD_OF_HOOKS = (
 
 
 def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
-    """Checks a call of torch in a step function.
-
-    Args:
-        func: what `__torch_function__` is given.
-        args: its arguments.
+    """Checks a call of torch in a step function, as `__torch_function__` is given it.
 
     Raises:
         CaptureError: it reads or changes the gradient of a tensor, hooks into autograd, or freezes

@@ -36,9 +36,7 @@ _LOADERS = "torch_xla.distributed.parallel_loader"
 def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
     """Warns of random numbers of Python and NumPy that a step function draws, with the line.
 
-    Args:
-        function: the step function; generators that it reaches are looked at.
-        model: the user's model.
+    Generators that the step function reaches are looked at.
     """
     reached = [(place.name, place.value) for place in places(function, model)]
     own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
@@ -140,10 +138,6 @@ def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generat
     """Makes reading from iterators and DataLoaders an error in a step function.
 
     Those that it reaches have stand-ins meanwhile.
-
-    Args:
-        function: the step function.
-        model: the user's model.
 
     Raises:
         CaptureError: the function read one.

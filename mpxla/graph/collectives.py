@@ -279,14 +279,7 @@ def sum_over(value: torch.Tensor) -> torch.Tensor:
 
 
 def gather_parts(value: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
-    """Parts of all members one after the other along a dim, equal on all members.
-
-    Args:
-        value: the own part.
-        dim: along which the parts lie.
-        size: number of members.
-        index: the caller's place in the group.
-    """
+    """Parts of all `size` members one after the other along a dim, equal on all members."""
     return GATHER(value, dim % value.dim(), size, index, TENSOR_GROUP)
 
 
@@ -295,11 +288,7 @@ def look_up(
 ) -> torch.Tensor:
     """Rows [..., width] of the words in the own part of a table, and zeros for all others.
 
-    Args:
-        rows: the own part [words / size, width].
-        words: of the whole table, of any shape.
-        size: number of members.
-        index: the caller's place in the group.
-        padding: a word whose row is not trained.
+    `rows` is the own part [words / size, width]; `words`, of any shape, are of the whole table. The
+    row of the word `padding` is not trained.
     """
     return EMBEDDING(rows, words, size, index, -1 if padding is None else padding, TENSOR_GROUP)

@@ -81,8 +81,7 @@ class InputIndices:
     def problem(self, tensors: Mapping[int, torch.Tensor]) -> tuple[int, str] | None:
         """(first of the leaves that lead there, what is wrong), or None.
 
-        Args:
-            tensors: tensors of one microbatch on the host, by position among its leaves.
+        Tensors are those of one microbatch on the host, by position among its leaves.
         """
         with torch.no_grad():
             indices = self.compute(*(tensors[leaf] for leaf in self.leaves))

@@ -23,12 +23,7 @@ Path = tuple[str, ...]
 def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tuple[str, ...]]:
     """Name the modules of every stage, without the path that all modules have in common.
 
-    Args:
-        nodes: The graph.
-        partition: Its stages; step inputs and copied nodes are left out.
-
-    Returns:
-        For every stage the compressed names in program order.
+    Names are compressed and in program order; step inputs and copied nodes are left out.
     """
     stages: dict[Path, set[int]] = defaultdict(set)
     own_stages: dict[Path, set[int]] = defaultdict(set)

@@ -83,12 +83,6 @@ def check_regions(
 ) -> list[str]:
     """Checks that modules marked by SMP's API are on one partition each.
 
-    Args:
-        step: the captured step.
-        stages_of: stages of every computing node.
-        placement: pipeline rank of every stage.
-        is_manual: whether the user has placed modules.
-
     Returns:
         A line for every module that an automatic partition has cut.
 

@@ -47,13 +47,7 @@ _PLAIN = (
 
 
 def divide_sequences(step: StepGraph, index: int, size: int) -> StepGraph:
-    """Divides the streams of a step between its products, in place.
-
-    Args:
-        step: as `mark_varying` has left it.
-        index: this rank's place in the group.
-        size: ranks of the group.
-    """
+    """Divides the streams of a step between its products, in place, after `mark_varying`."""
     _move_crossings(step.graph)
     _move_sums(step.graph)
     nodes = list(step.graph.nodes)

@@ -48,11 +48,7 @@ def split_stages(
 ) -> tuple[StageSpec, ...]:
     """Builds the stages of a step.
 
-    Args:
-        step: the captured step.
-        stages_of: for every computing node the stages that hold it (several for replicated
-            nodes); a node's stage is never before that of its inputs.
-        num_stages: number of stages.
+    A replicated node has several. A node's stage is never before that of its inputs.
     """
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
     borders = _Borders(
@@ -210,12 +206,9 @@ def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
 def copy_nodes(
     inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.Graph:
-    """A graph of some nodes of another one.
+    """A graph of some nodes of another one, given in an order in which they can run.
 
-    Args:
-        inputs: become the placeholders, in this order.
-        nodes: the nodes, in an order in which they can run.
-        outputs: what the graph returns, of `inputs` and `nodes`.
+    The inputs become its placeholders, in this order; what it returns is of these and the nodes.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

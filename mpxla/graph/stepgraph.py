@@ -146,12 +146,7 @@ class StepGraph:
 
 
 def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
-    """A step without its inputs of some names, which no node reads; its graph is changed in place.
-
-    Args:
-        step: the captured step.
-        names: of parameters and buffers.
-    """
+    """A step without its inputs of some names, which no node reads; its graph changes in place."""
     kept: list[InputRole] = []
     for node, role in zip(step.placeholders, step.inputs, strict=True):
         if role.name in names:

@@ -29,9 +29,7 @@ class ValueNeededError(CaptureError):
 def explain(error: Exception, is_final: bool = True) -> Exception:
     """One line of the user's code in place of a page of graph; own errors as they are.
 
-    Args:
-        error: what was raised while the step function was captured.
-        is_final: False where the values of its inputs may still help.
+    It is not final where the values of the step's inputs may still help.
     """
     if isinstance(error, MpxlaError):
         return error

@@ -67,12 +67,9 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
 def in_dtype(
     module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A state dict as `convert` would leave it; float32 widens what was 16 bits.
+    """A module's state dict as `convert` would leave it; float32 widens what was 16 bits.
 
-    Args:
-        module: whose state it is.
-        state: may have values that are no tensors, which stay.
-        dtype: of the floating tensors.
+    Values that are no tensors stay.
     """
     kept = tuple(
         f"{path}." if path else ""

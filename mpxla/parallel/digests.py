@@ -27,12 +27,6 @@ def check_equal_values(
 ) -> None:
     """Checks that all ranks of a group have the same tensors; all of them call it.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        values: tensors by name.
-        what: they are for, as in "model.load_state_dict".
-
     Raises:
         RankMismatch: with the first name where they differ.
     """

@@ -143,11 +143,7 @@ class Unscaling:
         self._factor: tuple[float, Buffer] | None = None
 
     def __call__(self, owners: Sequence[nn.Parameter], scale: float) -> bool:
-        """Divides the gradients in place. Waits for them; all ranks must call it.
-
-        Args:
-            owners: what holds gradients on this rank.
-            scale: what they are divided by.
+        """Divides the gradients of this rank in place. Waits for them; all ranks must call it.
 
         Returns:
             Whether some gradient of some rank is inf or nan.

@@ -104,11 +104,6 @@ class Models:
     ) -> tuple[str, GradientReducer]:
         """Takes in a model.
 
-        Args:
-            model: the model.
-            member: what the engine is to know of it.
-            options: of its reductions.
-
         Returns:
             (its label, what reduces its gradients).
         """
@@ -137,10 +132,7 @@ class Models:
         return label, reducer
 
     def only(self, what: str) -> "DistributedModel":
-        """The model, where there is one.
-
-        Args:
-            what: is called without saying which model; for the error.
+        """The model, where there is one; `what` is called without saying which.
 
         Raises:
             MpxlaError: there are several.
@@ -254,9 +246,6 @@ class Models:
         """While a model is in `join`: replicas meet for all models; after the last, they wait.
 
         After an error in the loop, nobody is waited for.
-
-        Args:
-            reducer: of the model.
 
         Raises:
             ConfigError: together with what needs all replicas in every step.

@@ -78,13 +78,7 @@ class Parts:
 def _travelling(
     lengths: Sequence[int], dtype: torch.dtype, *pieces: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Pieces to one flat tensor [elements of all], each padded to the length of the first rank's.
-
-    Args:
-        lengths: as they travel.
-        dtype: of the flat tensor.
-        pieces: flat.
-    """
+    """Pieces to one flat tensor [elements of all], each padded to the first rank's length."""
     padded = [
         nn.functional.pad(piece.to(dtype), (0, length - piece.shape[0]))
         for piece, length in zip(pieces, lengths, strict=True)
@@ -93,12 +87,7 @@ def _travelling(
 
 
 def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Flat tensors of all ranks [ranks, elements of all] to whole parameters.
-
-    Args:
-        shards: of the parameters, in the order of the flat tensors.
-        flat: as they have travelled.
-    """
+    """Flat tensors of all ranks [ranks, elements of all] to whole parameters, in order."""
     columns = flat.split([shard.length for shard in shards], 1)
     return [shard.join(part).clone() for shard, part in zip(shards, columns, strict=True)]
 

@@ -183,11 +183,9 @@ def _eight_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Values in bfloat16, each one of its two neighbors there; the mean is the value.
+    """float32 in bfloat16, each value as one of its two neighbors there; their mean is the value.
 
-    Args:
-        value: float32. Infinities, NaN and what is beyond 2**100 are rounded to the nearest.
-        noise: in [0, 1), of the same shape.
+    Noise is in [0, 1). Infinities, NaN and what is beyond 2**100 are rounded to the nearest.
     """
     near = _eight_bits(value)
     # 1.25 of half an ulp at the most: rounds to the next number on the other side of the value.

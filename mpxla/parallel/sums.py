@@ -84,13 +84,7 @@ class GradientPrograms:
     def parts(
         self, value: torch.Tensor | Buffer, cuts: Sequence[Cut], dtype: torch.dtype
     ) -> list[Buffer]:
-        """Parts of a tensor on the host or of a buffer, on the device.
-
-        Args:
-            value: of any shape; its elements count in order.
-            cuts: where each part begins, and its shape.
-            dtype: of the parts.
-        """
+        """Parts of a tensor on the host or of a buffer, on the device; elements count in order."""
         if not cuts:
             return []
         if isinstance(value, torch.Tensor) and value.is_cpu:

@@ -34,12 +34,7 @@ __all__ = ["Shard", "ranges_of"]
 
 
 def ranges_of(bucket: Bucket, index: int) -> dict[str, Range]:
-    """Which elements of each parameter of a bucket one shard holds.
-
-    Args:
-        bucket: cut into `bucket.parts` shards.
-        index: which of them.
-    """
+    """Which elements of each parameter of a bucket its shard of an index holds."""
     length = bucket.num_elements // bucket.parts
     low, high = index * length, (index + 1) * length
     ranges: dict[str, Range] = {}

@@ -40,9 +40,7 @@ def transposed(spec: TensorSpec) -> TensorSpec:
 def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int, ...]:
     """Gives a forward graph the transposes of weights as arguments of their own.
 
-    Args:
-        forward: its first arguments are the parameters.
-        num_parameters: how many they are.
+    Its first arguments are the parameters.
 
     Returns:
         Which parameters; their transposes follow the other arguments, in this order.
@@ -77,11 +75,7 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
 
 
 def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tuple[int, ...]:
-    """Makes a derivative give tall gradients of weights transposed.
-
-    Args:
-        backward: the derivative.
-        results: indices of the gradients among its results.
+    """Makes a derivative give tall gradients of weights, which are some of its results, transposed.
 
     Returns:
         Positions in `results` of those that are transposed now.

@@ -128,11 +128,7 @@ class TracedStage:
                 )
 
     def lowered(self, share: float = 1.0) -> LoweredStage:
-        """The two graphs of the stage.
-
-        Args:
-            share: how much to keep for the backward, see `partition_joint`.
-        """
+        """The two graphs of the stage; how much is kept for the backward: see `partition_joint`."""
         spec, inputs, lowering = self._spec, self._inputs, self._lowering
         with _use_lazy_graph_module(True), _named(spec):
             if self._joint is None:

@@ -236,12 +236,8 @@ def _scatter(
 ) -> None:
     """Makes gradients the means of their parts over the group, as soon as they are there.
 
-    Args:
-        module: gives the gradient of every argument, or None.
-        shards: of arguments.
-        dtypes: in which their gradients are summed.
-        names: of arguments.
-        max_live: most elements of gradients that are to be whole at a time.
+    All is by the index of the argument whose gradient it is, if it has one. At most `max_live`
+    elements of gradients are to be whole at a time.
     """
     graph = module.graph
     results = outputs_of(graph)

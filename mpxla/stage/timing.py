@@ -28,12 +28,7 @@ _NUM_RUNS = 3
 def measure_operators(
     step: StepGraph, backend: Backend, only: Collection[str] | None = None
 ) -> dict[str, float]:
-    """Times the operators of a step's forward.
-
-    Args:
-        step: the captured step.
-        backend: runs them.
-        only: names of the nodes to time; None: all.
+    """Times the operators of a step's forward, or those of some names only.
 
     Returns:
         Seconds by name of node. Views and what is not an operator are left out.

@@ -95,10 +95,7 @@ def shared_tensors(
 ) -> list[torch.Tensor]:
     """Waits; tensors of PyTorch's device, sharing memory with the arrays if they lie there.
 
-    Args:
-        arrays: all on one device.
-        device: where the tensors shall be.
-        platform: jax's name of the platform of the arrays' device; to ask an array takes 1 us.
+    The arrays are all on one device, of jax's platform `platform`; to ask an array takes 1 us.
     """
     jax.block_until_ready(arrays)  # a capsule does not wait
     shares = device.type == ("cuda" if platform == "gpu" else platform)

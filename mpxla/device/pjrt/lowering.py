@@ -17,12 +17,9 @@ __all__ = ["make_lowering"]
 
 
 def make_lowering(is_host: bool) -> Lowering:
-    """What the backend wants of graphs; touches no device.
+    """What the backend wants of graphs, for the processor itself or not; touches no device.
 
     Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
-
-    Args:
-        is_host: whether the device is the processor itself.
     """
     return Lowering(
         device=torch.device("cpu"),

@@ -58,12 +58,7 @@ def has_code(op: OpOverload) -> bool:
 
 
 def learn(nodes: Iterable[fx.Node], device: torch.device, by_compiling: bool) -> list[fx.Node]:
-    """Tries every operator by itself, on zeros.
-
-    Args:
-        nodes: nodes that know their values.
-        device: the XLA device.
-        by_compiling: whether to compile each of them as well (which takes a while).
+    """Tries every operator by itself, on zeros, and perhaps compiles it (which takes a while).
 
     Returns:
         Nodes that turned out to need the host; `needs_host` knows them from now on.
