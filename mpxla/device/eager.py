@@ -34,12 +34,7 @@ _aten = torch.ops.aten
 
 
 class EagerExecutable:
-    """A graph that is interpreted; see `Executable`.
-
-    Args:
-        name: for messages.
-        module: functional; takes one tensor per argument and returns a list of tensors.
-    """
+    """A functional graph of tensors to a list of tensors that is interpreted; see `Executable`."""
 
     def __init__(self, name: str, module: fx.GraphModule):
         self.name = name

@@ -84,12 +84,7 @@ class GradientFlow:
 
 
 class BucketedReduction:
-    """The reduction of one model's gradients in one training step.
-
-    Args:
-        reducer: of the model on this rank.
-        flow: the gradients of the step.
-        factor: what the step's gradients are multiplied by.
+    """The reduction of one model's gradients, times a factor, in one training step.
 
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.

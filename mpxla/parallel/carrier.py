@@ -16,13 +16,7 @@ __all__ = ["Carrier", "equalize_beside", "take_along"]
 
 
 class Carrier:
-    """Makes heirs of parameters for `companions.follow_parameters`.
-
-    Args:
-        kind: class of the optimizer, for errors.
-        states: parameters of the optimizer's models.
-        device: this rank's.
-    """
+    """Makes heirs of parameters for `companions.follow_parameters`."""
 
     def __init__(self, kind: type, states: Sequence[ModelState], device: torch.device):
         self._kind = kind.__name__

@@ -31,10 +31,7 @@ _GATHER = "model.state_dict"
 class PartitionedModule(nn.Module):
     """A module whose parameters and buffers live on several ranks.
 
-    Args:
-        module: the user's model.
-        session: the session.
-        shards: parameters of which this rank has a part, by canonical name.
+    Shards are of parameters, by canonical name, of which this rank has a part.
     """
 
     def __init__(

@@ -130,10 +130,7 @@ def _unscaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tens
 class Unscaling:
     """Divides gradients by a loss scale, and finds out whether some rank's have overflowed.
 
-    Args:
-        programs: compiles and runs.
-        transport: reaches the other ranks.
-        ranks: all that train; they call together.
+    The ranks are all that train; they call together.
     """
 
     def __init__(self, programs: Programs, transport: Transport, ranks: Sequence[int]):

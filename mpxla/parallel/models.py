@@ -54,9 +54,6 @@ class Models:
 
     A model that the script drops keeps its memory until then: compiled steps refer to it.
 
-    Args:
-        session: configuration, topology and transport.
-
     Attributes:
         engine: runs step functions.
         gradient_norm: norms and clipping over the gradients of all models.

@@ -24,14 +24,7 @@ __all__ = ["Parts", "Pieces"]
 
 
 class Parts:
-    """This rank's parts of divided parameters, and what optimizers update in their place.
-
-    Args:
-        state: of the model, which has the parts.
-        names: of the parameters.
-        dtype_of: in what each is updated.
-        programs: compiles and runs.
-    """
+    """This rank's parts of divided parameters, and what optimizers update in their place."""
 
     def __init__(
         self,
@@ -95,13 +88,8 @@ def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tenso
 class Pieces:
     """This rank's pieces of some parameters that are whole on every rank.
 
-    Args:
-        shards: which elements are updated here, by name of the parameter.
-        parameters: the compute copies, by name; these among them, all of one type.
-        dtype: of the pieces.
-        transport: reaches the other ranks.
-        group: global ranks that have the other pieces, in the order of the shards.
-        programs: compiles and runs.
+    The parameters are compute copies, of one type as far as they have shards. The group is in the
+    order of the shards.
 
     Attributes:
         names: of the parameters.

@@ -25,9 +25,7 @@ SHARD_KEY = "_mpxla_shard"
 class OptimizerPieces:
     """The update copies that one optimizer holds on this rank.
 
-    Args:
-        optimizer: the inner optimizer.
-        positions: id of a parameter -> its position in the plain optimizer; copies are added.
+    Positions in the plain optimizer are by the id of a parameter; copies are added.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, positions: dict[int, int]):

@@ -17,11 +17,7 @@ _MAX_PROGRAMS = 256
 
 
 class Programs:
-    """Compiles and runs functions, each once for its settings and the specs of its arguments.
-
-    Args:
-        backend: of this rank's device.
-    """
+    """Compiles and runs functions, each once for its settings and the specs of its arguments."""
 
     def __init__(self, backend: Backend):
         self.backend = backend

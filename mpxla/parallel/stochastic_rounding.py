@@ -139,11 +139,7 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class Noise:
-    """Numbers in [0, 1) for the elements of one update.
-
-    Args:
-        key: of the update, int32 [2].
-    """
+    """Numbers in [0, 1) for the elements of one update, which has a key, int32 [2]."""
 
     def __init__(self, key: torch.Tensor):
         self._key = key

@@ -42,11 +42,7 @@ def _cut(tensor: torch.Tensor, cuts: Sequence[Cut], dtype: torch.dtype) -> list[
 
 
 class GradientPrograms:
-    """Compiles and runs them.
-
-    Args:
-        programs: of this rank's device.
-    """
+    """Compiles and runs them."""
 
     def __init__(self, programs: Programs):
         self._programs = programs

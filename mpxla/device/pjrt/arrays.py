@@ -177,10 +177,6 @@ class ImportCache:
     itself is there. That takes a weak reference to the tensor, which forbids
     `torch.utils.swap_tensors`: `forget` takes it away. A tensor made of an array is an owner of the
     array's memory like others, so the array is noted for as long as the tensor's storage is there.
-
-    Args:
-        device: where arrays lie.
-        shares_memory: whether PyTorch's tensors lie in the same memory.
     """
 
     def __init__(self, device: Device, shares_memory: bool):
