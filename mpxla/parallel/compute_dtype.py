@@ -30,12 +30,10 @@ def compute_dtype(config: Config) -> torch.dtype | None:
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts parameters and buffers in place; they stay the same objects.
+    """Converts parameters and buffers in place to bfloat16 or float16; they stay the same objects.
 
-    Args:
-        module: the user's model, before it is wrapped; perhaps without values yet, which are
-            converted when they are made.
-        dtype: bfloat16 or float16.
+    The module is not wrapped yet, and may have no values yet, which are converted when they are
+    made.
 
     Raises:
         ConfigError: parameters or buffers have no such type (complex numbers), which names their

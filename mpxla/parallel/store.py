@@ -303,8 +303,7 @@ class ParameterStore:
     def load_beside(self, values: Mapping[str, Any]) -> None:
         """What is not the parameter itself takes values: parts, and masters before rounding.
 
-        Args:
-            values: what a module has loaded, by any of its names.
+        The values are what a module has loaded, by any of its names.
         """
         state, exact = self.state, {}
         for alias, value in values.items():
@@ -368,12 +367,9 @@ class ParameterStore:
         self.add_gradients(names, self.backend.adopt(given))
 
     def receive(self, bucket: Bucket, flat: torch.Tensor, trained: frozenset[str]) -> None:
-        """Adds this replica's part of a reduced bucket to the gradients of its pieces.
+        """Adds this replica's part of a reduced bucket of `shards` to the gradients of its pieces.
 
-        Args:
-            bucket: one of `shards`.
-            flat: [num_elements / replicas], on the host or on the device.
-            trained: parameters that the step trains; the others get no gradient.
+        See `Shard.parts_of`.
         """
         self._notice_spent(bucket.names)
         self._add_to(*self.shards[bucket].parts_of(flat, trained))
