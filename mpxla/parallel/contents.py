@@ -205,7 +205,7 @@ class PartitionedModule(nn.Module):
             and not value.is_meta
         }
         group = session.topology.rdp_group(session.rank)
-        check_equal_values(session.state_objects, group, given, "model.load_state_dict")
+        check_equal_values(session.state_objects, group, given)
 
     def _whole(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""
