@@ -27,9 +27,7 @@ _INSTALL = {"torch_xla": "pip install 'mpxla[torch-xla]'", "pjrt": "pip install 
 def open_backend(env: LaunchEnv, key: str = "auto") -> Backend:
     """The backend of this process: its device's runtime is one per process, and so is this.
 
-    Args:
-        env: as for `name_of_backend`.
-        key: as for `name_of_backend`.
+    See `name_of_backend` for what chooses it.
 
     Raises:
         ConfigError: there is no such backend, or the package that it needs is not installed.

@@ -90,9 +90,6 @@ def expand_convolutions(module: fx.GraphModule) -> None:
 
     Those stay as they are that have groups or another dtype than float32, and those whose columns
     or weights are so large that products gain nothing.
-
-    Args:
-        module: a graph on tensors of XLA's CPU backend; changed in place.
     """
     for node in list(module.graph.nodes):
         if node.target is _aten.convolution.default:
@@ -189,18 +186,7 @@ def contract(
     window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
-    """A convolution.
-
-    Args:
-        wide: [B, C, *S].
-        weight: [O, C, *kernel].
-        bias: [O], or None.
-        window: how the kernel moves over the wide image.
-        size: T.
-
-    Returns:
-        The narrow image, [B, O, *T].
-    """
+    """A convolution of a wide image, to a narrow one with positions `size`."""
     kernel = weight.shape[2:]
     if window.is_dense and weight.shape[0] < weight.shape[1]:
         return _add_up(wide, _turned(weight), bias, window.turned(kernel), size)
@@ -214,18 +200,7 @@ def spread(
     window: Window,
     size: _Sizes,
 ) -> torch.Tensor:
-    """The transpose of `contract`: a transposed convolution, or the gradient of an input.
-
-    Args:
-        narrow: [B, O, *T].
-        weight: [O, C, *kernel].
-        bias: [C], or None.
-        window: how the kernel moves over the wide image.
-        size: S.
-
-    Returns:
-        The wide image, [B, C, *S].
-    """
+    """The transpose of `contract`, to a wide image of `size`; gives gradients of inputs, too."""
     kernel = weight.shape[2:]
     if window.is_dense and weight.shape[0] <= weight.shape[1]:
         return _gather(narrow, _turned(weight), bias, window.turned(kernel), size)
@@ -240,14 +215,7 @@ def weight_gradient(
 ) -> torch.Tensor:
     """The gradient of the weight of `contract` or `spread`.
 
-    Args:
-        wide: input of a convolution, or gradient of what a transposed one gives; [B, C, *S].
-        narrow: the other one of the two, [B, O, *T].
-        kernel: sizes of the kernel.
-        window: how the kernel moves over the wide image.
-
-    Returns:
-        [O, C, *kernel].
+    The wide image is the input of a convolution, or the gradient of what a transposed one gives.
     """
     if window.is_dense and narrow.shape[1] < wide.shape[1]:
         return _turned(_weight_product(narrow, wide, kernel, window.turned(kernel)))

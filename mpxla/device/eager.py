@@ -7,7 +7,7 @@ that turns ordinary numbers into NaN is named in a warning. Slow, and good for s
 """
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import fx
 from mpxla.comm.transport import Groups
 from mpxla.device.alone import Alone
 from mpxla.device.backend import Lowering
-from mpxla.device.views import assign, num_holders
+from mpxla.device.views import TensorBuffers
 from mpxla.errors import ConfigError, MpxlaError
-from mpxla.graph.casts import without_autocast
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.log import warn_once
 from mpxla.stage.collective import CollectiveRunner
+from mpxla.stage.host import as_traced
 from mpxla.stage.pieces import CollectivePiece, ComputePiece, Piece, annotate, split_graph
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
@@ -34,12 +34,7 @@ _aten = torch.ops.aten
 
 
 class EagerExecutable:
-    """A graph that is interpreted; see `Executable`.
-
-    Args:
-        name: for messages.
-        module: functional; takes one tensor per argument and returns a list of tensors.
-    """
+    """A functional graph of tensors to a list of tensors that is interpreted; see `Executable`."""
 
     def __init__(self, name: str, module: fx.GraphModule):
         self.name = name
@@ -55,7 +50,7 @@ class EagerExecutable:
             MpxlaError: an operator fails; names it, its module and the user's line.
         """
         given = [a.detach() for a in arguments]
-        with torch.no_grad(), without_autocast(), _seeded(seed if self.is_random else None):
+        with as_traced(int(seed) if self.is_random and seed is not None else None):
             results = _Operators(self.name, self._module).run(*given)
         return _apart(results, given)
 
@@ -110,17 +105,6 @@ def _kind_of(node: fx.Node) -> type[Piece]:
     return CollectivePiece if is_collective(node) else ComputePiece
 
 
-@contextlib.contextmanager
-def _seeded(seed: torch.Tensor | None) -> Generator[None]:
-    """Random operators draw from a seed, and the user's generator stays as it is."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(int(seed))
-        yield
-
-
 def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Results with memory of their own: the user may change one in place (gradients are)."""
     taken = {t.untyped_storage().data_ptr() for t in given}
@@ -132,7 +116,7 @@ def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> li
     return found
 
 
-class EagerBackend(Alone):
+class EagerBackend(TensorBuffers, Alone):
     """See `Backend`. Buffers are ordinary tensors on the host, always computed already."""
 
     name = "eager"
@@ -200,26 +184,6 @@ class EagerBackend(Alone):
     ) -> list[torch.Tensor]:
         """The tensors themselves."""
         return [tensor.detach() for tensor in tensors]
-
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: it refers to none."""
-
-    def publish(self, buffers: Sequence[torch.Tensor], is_held: bool = False) -> list[torch.Tensor]:
-        """The tensors themselves."""
-        return list(buffers)
-
-    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Exchanges the memory of tensors, or writes to it where somebody sees that."""
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            assign(tensor, buffer, self.has_views(tensor))
-
-    def has_views(self, tensor: torch.Tensor) -> bool:
-        """Whether something beside the tensor refers to its memory."""
-        return num_holders(tensor) > 1
-
-    def spec(self, buffer: torch.Tensor) -> TensorSpec:
-        """Shape and dtype of a tensor."""
-        return TensorSpec.of(buffer)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the host."""

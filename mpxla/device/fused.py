@@ -29,11 +29,7 @@ __all__ = ["FusedExecutable", "fuse"]
 class FusedExecutable:
     """A program of a group; see `Executable`. Every member calls it, and waits for the results.
 
-    Args:
-        program: for the transport.
-        results: for every result, the number of the program's result, or of an argument as (i,).
-        transport: executes it.
-        put: host tensors as values of the device.
+    A result has the number of the program's result, or that of an argument as (i,).
     """
 
     is_random = False

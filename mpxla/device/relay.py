@@ -25,12 +25,7 @@ class Relay:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Starts to listen on the loopback interface.
-
-        Args:
-            host: Address of the server.
-            port: Its port.
-        """
+        """Starts to listen on the loopback interface, for a server at `host` and `port`."""
         self._server = (host, port)
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []

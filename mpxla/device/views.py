@@ -6,10 +6,13 @@ old memory, it is written to instead.
 """
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["assign", "num_holders"]
+from mpxla.stage.spec import TensorSpec
+
+__all__ = ["TensorBuffers", "assign", "num_holders"]
 
 
 def num_holders(tensor: torch.Tensor) -> int:
@@ -52,3 +55,27 @@ def assign(tensor: torch.Tensor, value: torch.Tensor, is_seen: bool) -> bool:
     with torch.no_grad():
         tensor.copy_(value)
     return False
+
+
+class TensorBuffers:
+    """A part of `Backend`, for backends whose buffers are the tensors that users see."""
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: it refers to none."""
+
+    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers are what users see."""
+        return list(buffers)
+
+    def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Exchanges the memory of tensors, or writes to it where somebody sees that."""
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            assign(tensor, buffer, self.has_views(tensor))
+
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether something beside the tensor refers to its memory."""
+        return num_holders(tensor) > 1
+
+    def spec(self, buffer: torch.Tensor) -> TensorSpec:
+        """Shape and dtype of a buffer."""
+        return TensorSpec.of(buffer)

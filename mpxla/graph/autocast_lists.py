@@ -123,13 +123,7 @@ if _has_kernel("aten::rms_norm", "AutocastCUDA"):  # torch 2.13
 
 
 def cast_arguments(policy: Policy, arguments: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Arguments of an operator as a region hands them on.
-
-    Args:
-        policy: of the operator.
-        arguments: flat; not only tensors.
-        dtype: of the region.
-    """
+    """Arguments of an operator, flat and of any type, as a region of this dtype hands them on."""
     tensors = [a for a in arguments if _is_eligible(a)]
     if policy is Policy.WIDE:
         if any(isinstance(a, torch.dtype) for a in arguments):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.plain import FUNCTIONS, UNKNOWN, Change, change, plain
 from mpxla.graph.reach import outside
 from mpxla.graph.user_code import at_user_line
@@ -242,7 +243,6 @@ def kept(reads: Sequence[Read]) -> list[Read]:
 def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     """Notes what is read and written of the objects of a class."""
     get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
-    own = {n: vars(kind)[n] for n in ("__getattribute__", "__setattr__") if n in vars(kind)}
 
     def get(self: Any, name: str) -> Any:
         value = get_attribute(self, name)
@@ -260,12 +260,5 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             log.note_write(object.__getattribute__(self, "__dict__"), name, value)
         set_attribute(self, name, value)
 
-    kind.__getattribute__, kind.__setattr__ = get, set_noted
-    try:
+    with exchanged(kind, __getattribute__=get, __setattr__=set_noted):
         yield
-    finally:
-        for name in ("__getattribute__", "__setattr__"):
-            if name in own:
-                setattr(kind, name, own[name])
-            else:
-                delattr(kind, name)

@@ -18,6 +18,7 @@ from torch.amp import autocast_mode
 
 from mpxla.errors import CaptureError
 from mpxla.graph.autocast_lists import LISTS, Policy, cast_arguments
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["host_autocast"]
@@ -140,14 +141,11 @@ def host_autocast() -> Generator[None]:
         def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
             return plain_cast(value, "cpu" if device_type in _DEVICES else device_type, dtype)
 
-        kind.__init__, kind.__enter__, kind.__exit__ = make_enabled, enter_on_host, leave_on_host
-        module._cast = cast_on_host  # of `custom_fwd`
-        try:
-            with _region_around():
-                yield
-        finally:
-            kind.__init__, kind.__enter__, kind.__exit__ = make, enter, leave
-            module._cast = plain_cast
+        methods = {"__init__": make_enabled, "__enter__": enter_on_host, "__exit__": leave_on_host}
+        stack.enter_context(exchanged(kind, **methods))
+        stack.enter_context(exchanged(module, _cast=cast_on_host))  # of `custom_fwd`
+        with _region_around():
+            yield
 
 
 def _set_host(is_enabled: bool, dtype: torch.dtype) -> None:

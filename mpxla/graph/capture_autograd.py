@@ -26,6 +26,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.functions import TracedFunction, operator_of
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
+from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["DifferentiatesInsideError", "apply_captured"]
@@ -143,8 +144,7 @@ class _Traced:
 
     def divided(self) -> TracedFunction:
         """Forward and backward as graphs of their own."""
-        (output,) = [node for node in self.graph.nodes if node.op == "output"]
-        outputs = list(cast(Any, output.args[0]))
+        outputs = outputs_of(self.graph)
         count = len(self.has_gradient)
         results, gradients = outputs[:count], outputs[count:]
         nodes = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
@@ -266,10 +266,7 @@ def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tenso
 def apply_captured(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `function.apply(*args, **kwargs)` returns, as one operator of the captured step.
 
-    Args:
-        function: the class, whose backward counts.
-        args: as `apply` is given them, tensors without values.
-        kwargs: named ones.
+    The backward of the class `function` counts; tensors among the arguments have no values.
 
     Raises:
         CaptureError: it changes an argument in place.

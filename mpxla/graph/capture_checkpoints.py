@@ -14,6 +14,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.regions import CHECKPOINTED, Checkpointed, Layers, Region, tag
 
 __all__ = ["checkpoints_noted", "inside", "run_checkpointed"]
@@ -58,8 +59,6 @@ def _torchs_noted() -> Generator[None]:
     Its generator runs up to `yield` before the body and goes on after it. `checkpoint` itself
     cannot be exchanged: other libraries hold references to it.
     """
-    module: Any = torch_checkpoint
-    original = module._checkpoint_without_reentrant_generator
 
     def generator(
         function: Any,
@@ -76,11 +75,8 @@ def _torchs_noted() -> Generator[None]:
         with context, inside(Region(_name(function), policy=policy)):
             yield
 
-    module._checkpoint_without_reentrant_generator = generator
-    try:
+    with exchanged(torch_checkpoint, _checkpoint_without_reentrant_generator=generator):
         yield
-    finally:
-        module._checkpoint_without_reentrant_generator = original
 
 
 @contextlib.contextmanager
@@ -111,11 +107,8 @@ def _modules_noted() -> Generator[None]:
         with inside(region):
             return original(self, *args, **kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
+    with exchanged(nn.Module, __call__=call):
         yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 def _layers(sequence: nn.Module, group_size: int | None) -> dict[int, tuple[Region, ...]]:

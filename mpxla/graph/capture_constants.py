@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.decisions import Tape
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -57,11 +58,9 @@ class Constants:
         self._tape = tape
 
     def give_inputs(self, leaves: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        """Makes the values of a step's inputs known; needs a tape.
+        """Makes the values of one microbatch, on the host, known as those of a step's leaves.
 
-        Args:
-            leaves: the tensors without values that stand for them.
-            values: those of one microbatch, on the host.
+        Needs a tape.
         """
         assert self._tape is not None
         for place, (leaf, given) in enumerate(zip(leaves, values, strict=True)):
@@ -72,13 +71,7 @@ class Constants:
                 self._tape.begin_input(value, place)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls `func`; reads of constants are answered.
-
-        Args:
-            func: what `__torch_function__` is given.
-            args: its arguments.
-            kwargs: its named arguments.
-        """
+        """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if func is torch.Tensor.__getitem__:
             args = (args[0], self._as_indices(args[1]))
@@ -191,9 +184,6 @@ def masks_decided(constants: Constants) -> Generator[None]:
 
     Such a mask is used as it is, which is right for causal ones too. The fast path for inference,
     which looks for padding on the left, is left out.
-
-    Args:
-        constants: knows the masks whose values decide.
     """
     module: Any = transformer
     detect = module._detect_is_causal_mask
@@ -204,10 +194,9 @@ def masks_decided(constants: Constants) -> Generator[None]:
             return False
         return detect(mask, is_causal, size)
 
-    module._detect_is_causal_mask = detect_if_known
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with exchanged(module, _detect_is_causal_mask=detect_if_known):
+            yield
     finally:
-        module._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(is_fast)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.exchanged import exchanged
+
 __all__ = ["experts_of_all_tokens"]
 
 _INTERFACE = "transformers.integrations.moe"
@@ -37,22 +39,13 @@ def experts_of_all_tokens() -> Generator[None]:
     with contextlib.ExitStack() as changed:
         if _INTERFACE in sys.modules:
             kind = sys.modules[_INTERFACE].ExpertsInterface
-            changed.enter_context(_replaced(kind, "get_interface", _interface))
+            replaced = _interface(kind.get_interface)
+            changed.enter_context(exchanged(kind, get_interface=replaced))
         for module, name in _LISTS.items():
             if module in sys.modules:
                 kind = getattr(sys.modules[module], name)
-                changed.enter_context(_replaced(kind, "forward", lambda _: _run_list))
+                changed.enter_context(exchanged(kind, forward=_run_list))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(kind: type, name: str, change: Callable[[Any], Any]) -> Generator[None]:
-    original = kind.__dict__[name]
-    setattr(kind, name, change(original))
-    try:
-        yield
-    finally:
-        setattr(kind, name, original)
 
 
 def _interface(original: Callable[..., Any]) -> Callable[..., Any]:

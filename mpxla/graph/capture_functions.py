@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -195,8 +196,5 @@ def cumulative_batch_norms() -> Generator[None]:
             running.copy_(running + (new - running) / self.num_batches_tracked)
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    kind.forward = forward
-    try:
+    with exchanged(kind, forward=forward):
         yield
-    finally:
-        kind.forward = original

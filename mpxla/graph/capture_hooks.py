@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import apply_captured
 from mpxla.graph.capture_checkpoints import run_checkpointed
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -51,11 +52,7 @@ _INSTEAD_OF_HOOKS = (
 
 
 def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
-    """Checks a call of torch in a step function.
-
-    Args:
-        func: what `__torch_function__` is given.
-        args: its arguments.
+    """Checks a call of torch in a step function, as `__torch_function__` is given it.
 
     Raises:
         CaptureError: it reads or changes the gradient of a tensor, hooks into autograd, or freezes
@@ -95,14 +92,11 @@ def optimizers_refused() -> Generator[None]:
             f"step call and optimizer.step() after it."
         )
 
-    kind: Any = torch.optim.Optimizer
-    original = kind.zero_grad
     handle = register_optimizer_step_pre_hook(refuse)
-    kind.zero_grad = refuse
     try:
-        yield
+        with exchanged(torch.optim.Optimizer, zero_grad=refuse):
+            yield
     finally:
-        kind.zero_grad = original
         handle.remove()
 
 
@@ -126,11 +120,8 @@ def own_backwards_captured() -> Generator[None]:
             return apply_captured(cls, args, kwargs)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    function.apply = classmethod(apply)
-    try:
+    with exchanged(function, apply=classmethod(apply)):
         yield
-    finally:
-        function.apply = original
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

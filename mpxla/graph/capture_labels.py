@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mpxla.graph.exchanged import exchanged
+
 __all__ = ["unlabelled_samples_counted"]
 
 _CLASSIFIERS = {
@@ -25,19 +27,12 @@ _CLASSIFIERS = {
 @contextlib.contextmanager
 def unlabelled_samples_counted() -> Generator[None]:
     """Exchanges the forwards of such classifiers; undone on exit."""
-    found = [
-        getattr(sys.modules[module], name)
-        for module, name in _CLASSIFIERS.items()
-        if module in sys.modules
-    ]
-    originals = [kind.forward for kind in found]
-    for kind, original in zip(found, originals, strict=True):
-        kind.forward = _with_static_loss(original)
-    try:
+    with contextlib.ExitStack() as changed:
+        for module, name in _CLASSIFIERS.items():
+            if module in sys.modules:
+                kind = getattr(sys.modules[module], name)
+                changed.enter_context(exchanged(kind, forward=_with_static_loss(kind.forward)))
         yield
-    finally:
-        for kind, original in zip(found, originals, strict=True):
-            kind.forward = original
 
 
 def _with_static_loss(original: Callable[..., Any]) -> Callable[..., Any]:

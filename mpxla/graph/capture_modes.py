@@ -27,6 +27,7 @@ from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import refuse_gradients
 from mpxla.graph.decisions import Tape
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
 
@@ -144,25 +145,18 @@ def numbers_explained() -> Generator[None]:
 
     Torch's own code goes on to see its names of them.
     """
-    kinds: list[Any] = [torch.SymFloat, torch.SymInt, torch.SymBool]
-    originals = [(kind, kind.__repr__, kind.__format__) for kind in kinds]
 
-    def replaced(kind: Any, write: Any, form: Any) -> None:
-        def text(self: Any) -> str:
-            return _NO_VALUE.format("number") if _is_users_call() else write(self)
+    def for_users(write: Any) -> Any:
+        def text(self: Any, *spec: str) -> str:
+            return _NO_VALUE.format("number") if _is_users_call() else write(self, *spec)
 
-        def formatted(self: Any, spec: str) -> str:
-            return _NO_VALUE.format("number") if _is_users_call() else form(self, spec)
+        return text
 
-        kind.__repr__, kind.__format__ = text, formatted
-
-    for original in originals:
-        replaced(*original)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (torch.SymFloat, torch.SymInt, torch.SymBool):
+            texts = {name: for_users(getattr(kind, name)) for name in ("__repr__", "__format__")}
+            stack.enter_context(exchanged(kind, **texts))
         yield
-    finally:
-        for kind, write, form in originals:
-            kind.__repr__, kind.__format__ = write, form
 
 
 def _is_users_call() -> bool:
@@ -245,16 +239,14 @@ def quiet_export() -> Generator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    exporter: Any = torch_exporter
-    exporter.print = lambda *_, **__: None  # what it writes of an error to standard error
-    with warnings.catch_warnings():
+    # What it writes of an error to standard error.
+    with warnings.catch_warnings(), exchanged(torch_exporter, print=lambda *_, **__: None):
         listed = r"The tensor attributes? (self\.[\w.]*_flat_weights\[\d+\](, )?)+ w\w+ assigned"
         warnings.filterwarnings("ignore", listed)
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\)", FutureWarning)
         try:
             yield
         finally:
-            del exporter.print
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
 
@@ -295,8 +287,6 @@ def attributes_named_by_keywords() -> Generator[None]:
 
     Export writes Python text that reads parameters; torch 2.9 writes `self.heads.class.weight`.
     """
-    writer: Any = graph  # the function is private
-    original = writer._format_target
 
     def format_target(base: str, target: str) -> str:
         for name in target.split("."):
@@ -304,11 +294,8 @@ def attributes_named_by_keywords() -> Generator[None]:
             base = f"{base}.{name}" if is_plain else f'getattr({base}, "{name}")'
         return base
 
-    writer._format_target = format_target
-    try:
+    with exchanged(graph, _format_target=format_target):
         yield
-    finally:
-        writer._format_target = original
 
 
 @contextlib.contextmanager
@@ -318,12 +305,6 @@ def torchs_recurrences() -> Generator[None]:
     torch_xla exchanges that class when it is imported (2.9) for one whose loop is its own operator,
     which cannot be captured.
     """
-    original = getattr(nn.GRU, "_orig", None)
-    if original is None:
+    original = getattr(nn.GRU, "_orig", nn.GRU)
+    with exchanged(nn.GRU, forward=original.forward):
         yield
-        return
-    forward, nn.GRU.forward = nn.GRU.forward, original.forward
-    try:
-        yield
-    finally:
-        nn.GRU.forward = forward

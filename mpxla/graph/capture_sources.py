@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.exchanged import exchanged
 from mpxla.graph.reach import places
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -35,9 +36,7 @@ _LOADERS = "torch_xla.distributed.parallel_loader"
 def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
     """Warns of random numbers of Python and NumPy that a step function draws, with the line.
 
-    Args:
-        function: the step function; generators that it reaches are looked at.
-        model: the user's model.
+    Generators that the step function reaches are looked at.
     """
     reached = [(place.name, place.value) for place in places(function, model)]
     own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
@@ -73,18 +72,17 @@ def _functions_noted() -> Generator[tuple[list[str], list[str]]]:
         elif current_recorder() is not None:
             found.append(f"{name}{at_user_line()}")
 
-    undo: list[tuple[Any, str, Any]] = []
-    for name, module in _DRAWING.items():
-        for key in module.__all__:
-            function = getattr(module, key)
-            if callable(function) and not isinstance(function, type) and key not in _NOT_DRAWING:
-                undo.append((module, key, function))
-                setattr(module, key, _noting(f"{name}.{key}", function, note))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in _DRAWING.items():
+            drawing = {
+                key: _noting(f"{name}.{key}", function, note)
+                for key in module.__all__
+                if callable(function := getattr(module, key))
+                and not isinstance(function, type)
+                and key not in _NOT_DRAWING
+            }
+            stack.enter_context(exchanged(module, **drawing))
         yield found, elsewhere
-    finally:
-        for module, key, function in undo:
-            setattr(module, key, function)
 
 
 def _noting(
@@ -141,17 +139,13 @@ def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generat
 
     Those that it reaches have stand-ins meanwhile.
 
-    Args:
-        function: the step function.
-        model: the user's model.
-
     Raises:
         CaptureError: the function read one.
     """
     loader: Any = DataLoader
     original = loader.__iter__
     own = threading.get_ident()
-    exchanged = [place for place in places(function, model) if _is_iterator(place.value)]
+    iterators = [place for place in places(function, model) if _is_iterator(place.value)]
 
     def refuse(self: Any) -> Any:
         if threading.get_ident() != own or current_recorder() is None:
@@ -159,13 +153,12 @@ def iterators_refused(function: Callable[..., Any], model: nn.Module) -> Generat
         raise _refusal(f"a {type(self).__name__}")
 
     try:
-        loader.__iter__ = refuse
-        for place in exchanged:
+        for place in iterators:
             place.put(_Refusing(f"the iterator {place.name}"))
-        yield
+        with exchanged(loader, __iter__=refuse):
+            yield
     finally:
-        loader.__iter__ = original
-        for place in exchanged:
+        for place in iterators:
             place.put(place.value)
 
 

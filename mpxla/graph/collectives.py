@@ -235,26 +235,15 @@ VARY = _define(
     "vary(Tensor value, str group) -> Tensor", _same, _with_derivative(_copy, _all_reduce)
 )
 SUM = _define("sum(Tensor value, str group) -> Tensor", _same, _sum)
-GATHER = _define(
-    "gather(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _gathered,
-    _with_derivative(_all_gather, _own),
-)
+_ALONG = "(Tensor value, int dim, int size, int index, str group) -> Tensor"
+GATHER = _define(f"gather{_ALONG}", _gathered, _with_derivative(_all_gather, _own))
 SUM_OF_POSITIONS = _define(
-    "sum_of_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _scattered,
-    _with_derivative(_reduce_scatter, _all_gather),
+    f"sum_of_positions{_ALONG}", _scattered, _with_derivative(_reduce_scatter, _all_gather)
 )
 JOIN_POSITIONS = _define(
-    "join_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _gathered,
-    _with_derivative(_all_gather, _reduce_scatter),
+    f"join_positions{_ALONG}", _gathered, _with_derivative(_all_gather, _reduce_scatter)
 )
-OWN_POSITIONS = _define(
-    "own_positions(Tensor value, int dim, int size, int index, str group) -> Tensor",
-    _scattered,
-    _with_derivative(_own, _all_gather),
-)
+OWN_POSITIONS = _define(f"own_positions{_ALONG}", _scattered, _with_derivative(_own, _all_gather))
 EMBEDDING = _define(
     "embedding(Tensor rows, Tensor words, int size, int index, int padding, str group) -> Tensor",
     _embedded,
@@ -290,14 +279,7 @@ def sum_over(value: torch.Tensor) -> torch.Tensor:
 
 
 def gather_parts(value: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
-    """Parts of all members one after the other along a dim, equal on all members.
-
-    Args:
-        value: the own part.
-        dim: along which the parts lie.
-        size: number of members.
-        index: the caller's place in the group.
-    """
+    """Parts of all `size` members one after the other along a dim, equal on all members."""
     return GATHER(value, dim % value.dim(), size, index, TENSOR_GROUP)
 
 
@@ -306,11 +288,7 @@ def look_up(
 ) -> torch.Tensor:
     """Rows [..., width] of the words in the own part of a table, and zeros for all others.
 
-    Args:
-        rows: the own part [words / size, width].
-        words: of the whole table, of any shape.
-        size: number of members.
-        index: the caller's place in the group.
-        padding: a word whose row is not trained.
+    `rows` is the own part [words / size, width]; `words`, of any shape, are of the whole table. The
+    row of the word `padding` is not trained.
     """
     return EMBEDDING(rows, words, size, index, -1 if padding is None else padding, TENSOR_GROUP)

@@ -121,9 +121,7 @@ def applied(
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
     """What runs in the place of a function's operator; None for other operators.
 
-    Args:
-        target: of a node.
-        prepared: makes the function's graphs fit for the device.
+    `prepared` makes the function's graphs fit for the device.
     """
     function = _functions.get(target)
     if function is None:

@@ -10,7 +10,7 @@ This module must not know how a step is run.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from mpxla.graph.collectives import CROSS_ENTROPY, EMBEDDING, is_of_group
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import InputKind, OutputKind, OutputRole, StepGraph, is_random
 from mpxla.graph.stepgraph import module_path as path_of
-from mpxla.graph.typed import schema_of
+from mpxla.graph.typed import named_arguments, outputs_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["IndexUse", "InputIndices", "find_index_uses", "indices_of_inputs", "with_extremes"]
@@ -81,8 +81,7 @@ class InputIndices:
     def problem(self, tensors: Mapping[int, torch.Tensor]) -> tuple[int, str] | None:
         """(first of the leaves that lead there, what is wrong), or None.
 
-        Args:
-            tensors: tensors of one microbatch on the host, by position among its leaves.
+        Tensors are those of one microbatch on the host, by position among its leaves.
         """
         with torch.no_grad():
             indices = self.compute(*(tensors[leaf] for leaf in self.leaves))
@@ -206,39 +205,14 @@ def find_index_uses(step: StepGraph) -> list[tuple[fx.Node, fx.Node, IndexUse]]:
         ranges = _RANGES.get(getattr(node.target, "overloadpacket", None))
         if ranges is None:
             continue
-        arguments = _by_position(node)
-        ignored = _ignored(node)
-        path = path_of(node)
-        where = f"{path or 'the step function'}{line_of(node)}"
+        arguments = named_arguments(node)
+        ignored = arguments.get("ignore_index", _NO_INDEX)
+        where = f"{path_of(node) or 'the step function'}{line_of(node)}"
         name = str(node.target).rpartition(".")[0]
-        for indices, low, high in ranges(*arguments):
+        for indices, low, high in ranges(*arguments.values()):
             if isinstance(indices, fx.Node) and indices.meta["val"].numel():
                 found.append((node, indices, IndexUse(name, where, low, high, ignored)))
     return found
-
-
-def _by_position(node: fx.Node) -> list[Any]:
-    """Arguments in the order of the schema, as far as they are given."""
-    given = dict(zip((a.name for a in _schema(node)), node.args, strict=False)) | node.kwargs
-    names = [a.name for a in _schema(node)]
-    last = max((place for place, name in enumerate(names) if name in given), default=-1)
-    defaults = {a.name: a.default_value for a in _schema(node)}
-    return [given.get(name, defaults[name]) for name in names[: last + 1]]
-
-
-def _schema(node: fx.Node) -> Sequence[Any]:
-    return schema_of(node).arguments
-
-
-def _ignored(node: fx.Node) -> int:
-    """The operator's `ignore_index`."""
-    names = [a.name for a in _schema(node)]
-    if "ignore_index" not in names:
-        return _NO_INDEX
-    place = names.index("ignore_index")
-    if place < len(node.args):
-        return cast(int, node.args[place])
-    return cast(int, node.kwargs.get("ignore_index", _schema(node)[place].default_value))
 
 
 # --- indices that follow from inputs ------------------------------------------------------------
@@ -316,8 +290,7 @@ def with_extremes(step: StepGraph) -> StepGraph:
     uses = find_index_uses(step)
     first = sum(role.kind is OutputKind.RESULT for role in step.outputs)
     added = [_add_extremes(step.graph, *use) for use in uses]
-    (output,) = [node for node in step.graph.nodes if node.op == "output"]
-    output.args = ((*cast(Sequence[Any], output.args[0]), *added),)
+    step.graph.output_node().args = ((*outputs_of(step.graph), *added),)
     roles = [OutputRole(OutputKind.RESULT, index=first + place) for place in range(len(added))]
     return dataclasses.replace(step, outputs=(*step.outputs, *roles))
 

@@ -61,7 +61,7 @@ def keep_gradient_barriers(module: fx.GraphModule) -> None:
 
 def _detach_outputs(body: fx.GraphModule) -> None:
     graph = body.graph
-    (output,) = [n for n in graph.nodes if n.op == "output"]
+    output = graph.output_node()
 
     def detach(value: fx.Node) -> fx.Node:
         fake = value.meta.get("val")

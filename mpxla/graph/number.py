@@ -17,13 +17,10 @@ __all__ = ["Number"]
 
 
 class Number:
-    """Stands for a float argument of the step function.
+    """Stands for a float argument of the step function; its tensor is float64 of shape [].
 
     Arithmetic with Python numbers is done in float64, as Python does. Together with tensors it has
     the dtype that a Python number would lead to.
-
-    Args:
-        tensor: holds the value, float64 of shape [].
     """
 
     def __init__(self, tensor: torch.Tensor):

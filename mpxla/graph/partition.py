@@ -163,30 +163,16 @@ class Partition:
         return held
 
     def stages_of(self, node: int) -> tuple[int, ...]:
-        """All stages that compute a node, ascending.
-
-        Args:
-            node: Index of the node.
-
-        Returns:
-            One stage, or several if the node is replicated.
-        """
+        """All stages that compute a node, ascending; several if the node is replicated."""
         return self.replicas.get(node, (self.stage[node],))
 
 
 def transfers(nodes: Sequence[GraphNode], partition: Partition) -> tuple[Transfer, ...]:
-    """List the values that travel between stages.
+    """List the values that travel between stages, ordered by node and then by destination.
 
     A stage that reads a value computes it itself if it has a copy of the node; otherwise it gets
-    the value straight from the node's (earliest) stage, however many stages lie between them.
-
-    Args:
-        nodes: The graph.
-        partition: A partition of that graph.
-
-    Returns:
-        Each value once per receiving stage, ordered by node and then by destination. Some of them
-        may join two stages of one rank.
+    the value straight from the node's (earliest) stage, however many stages lie between them: once,
+    and perhaps on one rank.
     """
     readers: list[set[int]] = [set() for _ in nodes]
     for index, node in enumerate(nodes):
@@ -201,12 +187,7 @@ def transfers(nodes: Sequence[GraphNode], partition: Partition) -> tuple[Transfe
 
 
 def check_graph(nodes: Sequence[GraphNode], parameter_bytes: Mapping[str, int]) -> None:
-    """Stop on a malformed graph, which only a bug in its producer can cause.
-
-    Args:
-        nodes: The graph.
-        parameter_bytes: Sizes of all trainable parameters.
-    """
+    """Stop on a malformed graph, which only a bug in its producer can cause."""
     assert len({node.name for node in nodes}) == len(nodes), "node names are not unique"
     for index, node in enumerate(nodes):
         assert all(0 <= source < index for source in node.inputs), f"{node.name}: not topological"

@@ -32,6 +32,7 @@ from mpxla.graph.partition_build import build_partition
 from mpxla.graph.partition_cuts import Chain, best_cuts
 from mpxla.graph.partition_flow import Flow, Group, Role, analyse, last_reader, spread
 from mpxla.graph.partition_manual import fixed_ranks, place_by_rank
+from mpxla.graph.partition_modules import common_path
 
 __all__ = ["partition_auto"]
 
@@ -282,15 +283,5 @@ def _boundary_depths(flow: Flow, pieces: Pieces) -> list[int]:
     for before, after in pairwise(pieces):
         left = flow.nodes[before[-1]].module_path
         right = flow.nodes[after[0]].module_path
-        depths.append(_common_depth(left, right))
+        depths.append(len(common_path(left, right)))
     return [*depths, 0]
-
-
-def _common_depth(left: str, right: str) -> int:
-    depth = 0
-    if left and right:
-        for one, other in zip(left.split("."), right.split("."), strict=False):
-            if one != other:
-                break
-            depth += 1
-    return depth

@@ -34,20 +34,10 @@ def build_partition(
     objective: float | None = None,
     default_rank: int = 0,
 ) -> Partition:
-    """Complete a partition of which the spine is known.
+    """Complete a partition of which the stages of the spine's nodes are known.
 
-    Args:
-        flow: The analysed graph.
-        parameter_bytes: Sizes of all parameters.
-        position: Stage of every spine node.
-        placement: pp_rank of every stage.
-        num_ranks: Number of pp_ranks.
-        fixed: pp_ranks of parameters that have been placed before.
-        objective: Value of the objective; by default the largest share of the compute on one rank.
-        default_rank: Where parameters go that no node reads and that have no sibling.
-
-    Returns:
-        The partition.
+    Parameters that are not `fixed`, that no node reads and that have no sibling are on
+    `default_rank`. The objective is the largest share of the compute on one rank by default.
     """
     copies = [tuple(sorted(stages)) for stages in spread(flow, position)]
     ranks = _parameter_ranks(flow.nodes, copies, placement, parameter_bytes, fixed, default_rank)
@@ -66,19 +56,9 @@ def partition_from_copies(
     *,
     objective: float | None = None,
 ) -> Partition:
-    """Assemble a partition and its loads from the stages of every node.
+    """Assemble a partition and its loads from the stages of every node, ascending.
 
-    Args:
-        nodes: The graph.
-        copies: Stages of every node, ascending.
-        placement: pp_rank of every stage.
-        num_ranks: Number of pp_ranks.
-        parameter_ranks: pp_ranks that hold each parameter.
-        parameter_bytes: Sizes of all parameters.
-        objective: Value of the objective; by default the largest share of the compute on one rank.
-
-    Returns:
-        The partition.
+    The objective is the largest share of the compute on one rank by default.
     """
     partition = Partition(
         stage=tuple(stages[0] for stages in copies),

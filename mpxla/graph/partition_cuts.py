@@ -92,9 +92,6 @@ class _Column(NamedTuple):
 def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
     """Find the cuts whose most expensive stage is cheapest.
 
-    Args:
-        chain: Pieces and costs; it has at least as many pieces as stages, and a stage.
-
     Returns:
         The positions of the cuts, one less than stages, and the largest cost; None if the chain's
         restriction leaves no way.

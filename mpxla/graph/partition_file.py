@@ -21,15 +21,7 @@ REMEDY = "Delete the partition file to have the partition computed again."
 
 
 def save_partition(partition: Partition, nodes: Sequence[GraphNode]) -> dict[str, Any]:
-    """Turn a partition into plain data.
-
-    Args:
-        partition: What to save.
-        nodes: Its graph.
-
-    Returns:
-        Numbers, strings, lists and dicts, fit for `json.dump`.
-    """
+    """Turn a partition of a graph into plain data, fit for `json.dump`."""
     return {
         "version": VERSION,
         "num_ranks": partition.num_ranks,
@@ -47,14 +39,7 @@ def save_partition(partition: Partition, nodes: Sequence[GraphNode]) -> dict[str
 
 
 def load_partition(data: Mapping[str, Any], nodes: Sequence[GraphNode]) -> Partition:
-    """Turn saved data into a partition of a graph.
-
-    Args:
-        data: The result of `save_partition`.
-        nodes: The graph, which must be the one that was saved.
-
-    Returns:
-        The partition.
+    """Turn what `save_partition` gave into a partition of the same graph.
 
     Raises:
         PartitionError: The data belongs to another graph (the first difference is named), is

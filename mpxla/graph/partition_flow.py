@@ -68,12 +68,7 @@ class Flow:
 def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
     """Find each node's role, the spine's order and what must stay together.
 
-    Args:
-        nodes: The graph, in program order.
-        link: Seconds per byte of a transfer, against which repeated work is weighed.
-
-    Returns:
-        The structure that `spread` and the partitioners work on.
+    Repeated work is weighed against transfers, which take `link` seconds per byte.
     """
     updated = {name for node in nodes for name in node.mutates}
     from_input, in_spine = _dependences(nodes, updated)
@@ -99,15 +94,10 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
 
 
 def spread(flow: Flow, position: Mapping[int, int]) -> list[frozenset[int]]:
-    """Place every node, given where the spine's nodes are.
+    """Place every node, given where the spine's nodes are; a node with several places is copied.
 
-    Args:
-        flow: The analysed graph.
-        position: Position of every spine node. Positions are any integers from 0 that grow along
-            the pipeline: stages, or pieces of the graph that are still to be grouped to stages.
-
-    Returns:
-        For every node the positions that compute it; more than one for copies.
+    Positions are any integers from 0 that grow along the pipeline: stages, or pieces of the graph
+    that are still to be grouped to stages.
     """
     at: dict[int, frozenset[int]] = {}
     copies: list[frozenset[int]] = [frozenset()] * len(flow.nodes)
@@ -128,15 +118,9 @@ def spread(flow: Flow, position: Mapping[int, int]) -> list[frozenset[int]]:
 
 
 def last_reader(flow: Flow, copies: Sequence[frozenset[int]], index: int) -> int:
-    """The last position to which a node's value has to travel.
+    """The last position to which a node's value has to travel, given the result of `spread`.
 
-    Args:
-        flow: The analysed graph.
-        copies: The result of `spread`.
-        index: The node.
-
-    Returns:
-        Its own position if nobody else reads it, or if every reader has a copy.
+    It is its own position if nobody else reads it, or if every reader has a copy.
     """
     own = copies[index]
     home = min(own)

@@ -83,15 +83,7 @@ def partition_manual(
 def fixed_ranks(
     flow: Flow, num_ranks: int, fixed: Mapping[str, int | tuple[int, ...]]
 ) -> dict[int, frozenset[int]]:
-    """Ranks on which nodes may run because their parameters are there.
-
-    Args:
-        flow: The analysed graph.
-        num_ranks: Number of pp_ranks.
-        fixed: pp_rank or pp_ranks of parameters that must stay.
-
-    Returns:
-        Node index -> ranks, for nodes that read one of these parameters.
+    """Node index -> ranks on which a node may run because parameters that it reads must stay there.
 
     Raises:
         PartitionError: A rank out of range, or a node that reads parameters with no rank in common.
@@ -130,18 +122,10 @@ def place_by_rank(
     *,
     default_rank: int = 0,
 ) -> Partition:
-    """Form stages from the ranks on which nodes may run.
+    """Form stages from the ranks on which pinned nodes may run.
 
-    Args:
-        flow: The analysed graph.
-        parameter_bytes: Sizes of all parameters.
-        num_ranks: Number of pp_ranks.
-        allowed: Ranks of pinned nodes.
-        fixed: pp_ranks of parameters that must stay.
-        default_rank: Where parameters go that no node reads and that have no sibling.
-
-    Returns:
-        The partition.
+    Parameters that are not `fixed`, that no node reads and that have no sibling are on
+    `default_rank`.
 
     Raises:
         PartitionError: Nodes that must share a stage but cannot.

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from mpxla.graph.partition import GraphNode, NodeKind, Partition
 
-__all__ = ["PART_MARK", "STEP_FUNCTION", "stage_modules"]
+__all__ = ["PART_MARK", "STEP_FUNCTION", "common_path", "stage_modules"]
 
 PART_MARK = "*"
 """Behind a module of which a stage has only some operations."""
@@ -23,12 +23,7 @@ Path = tuple[str, ...]
 def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tuple[str, ...]]:
     """Name the modules of every stage, without the path that all modules have in common.
 
-    Args:
-        nodes: The graph.
-        partition: Its stages; step inputs and copied nodes are left out.
-
-    Returns:
-        For every stage the compressed names in program order.
+    Names are compressed and in program order; step inputs and copied nodes are left out.
     """
     stages: dict[Path, set[int]] = defaultdict(set)
     own_stages: dict[Path, set[int]] = defaultdict(set)
@@ -37,13 +32,13 @@ def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tupl
         if node.kind is NodeKind.INPUT or index in partition.replicas:
             continue
         stage = partition.stage[index]
-        path = tuple(node.module_path.split(".")) if node.module_path else ()
+        path = _parts(node.module_path)
         own_stages[path].add(stage)
         for length in range(len(path) + 1):
             stages[path[:length]].add(stage)
             if length:
                 children[path[: length - 1]][path[:length]] = None
-    hidden = _common_path([path for path in own_stages if path])
+    hidden = _shared([path for path in own_stages if path])
 
     def named(path: Path, stage: int) -> list[Path]:
         """Modules of the stage below a path of which it has only a part."""
@@ -66,8 +61,16 @@ def stage_modules(nodes: Sequence[GraphNode], partition: Partition) -> list[tupl
     return names
 
 
-def _common_path(paths: Sequence[Path]) -> Path:
-    """The leading names that all paths share, such as the model's own."""
+def common_path(*paths: str) -> Path:
+    """The leading names that dotted paths share; an empty path shares none."""
+    return _shared([_parts(path) for path in paths])
+
+
+def _parts(path: str) -> Path:
+    return tuple(path.split(".")) if path else ()
+
+
+def _shared(paths: Sequence[Path]) -> Path:
     columns = zip(*paths, strict=False)
     return tuple(column[0] for column in takewhile(lambda names: len(set(names)) == 1, columns))
 

@@ -18,12 +18,7 @@ _MODEL = "model"
 
 
 def rank_of(path: str, pins: Mapping[str, int]) -> int | None:
-    """Rank of the innermost placed module on a path, or None.
-
-    Args:
-        path: a module's, such as `model.blocks.3.mlp`; may be empty.
-        pins: module path -> pipeline rank, of placed modules.
-    """
+    """Rank of the innermost placed module on a path such as `model.blocks.3.mlp`, or None."""
     while path and path not in pins:
         path = path.rpartition(".")[0]
     return pins[path] if path else None
@@ -37,11 +32,7 @@ def check_placement(
 ) -> None:
     """Checks that every placed module whose weights the step reads runs where it was placed.
 
-    Args:
-        step: the captured step.
-        pins: module path -> pipeline rank, of placed modules.
-        default_rank: pipeline rank of everything else.
-        canonical_names: any name of a parameter or buffer -> the one used for it.
+    Pins are by the path of the module; all else is on `default_rank`.
 
     Raises:
         PartitionError: a placed module has no node, and its weights are read on another rank.

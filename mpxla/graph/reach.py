@@ -55,12 +55,7 @@ class Outside:
 
 
 def places(function: Callable[..., Any], model: nn.Module) -> list[Place]:
-    """Everything that a function and the modules of a model reach at once.
-
-    Args:
-        function: of the user's; may be a method or a partial.
-        model: whose modules it calls.
-    """
+    """Everything that a function, method or partial and the modules of a model reach at once."""
     direct = outside(function, model).places
     inside = [part for place in direct for part in _attributes(place.name, place.value)]
     for path, module in model.named_modules():

@@ -7,7 +7,6 @@ A stage computes its own part of a region again; regions end at its borders.
 This module must not know how regions are marked or how a stage is lowered.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from mpxla.errors import PartitionError
+from mpxla.graph.partition_modules import common_path
 from mpxla.graph.stepgraph import StepGraph, module_path
 
 __all__ = ["CHECKPOINTED", "Checkpointed", "Layers", "Region", "check_regions", "region_of", "tag"]
@@ -83,12 +83,6 @@ def check_regions(
 ) -> list[str]:
     """Checks that modules marked by SMP's API are on one partition each.
 
-    Args:
-        step: the captured step.
-        stages_of: stages of every computing node.
-        placement: pipeline rank of every stage.
-        is_manual: whether the user has placed modules.
-
     Returns:
         A line for every module that an automatic partition has cut.
 
@@ -101,7 +95,8 @@ def check_regions(
         region, stages = region_of(node), stages_of.get(node, ())
         if region is not None and region.is_module and len(stages) == 1:
             ranks.setdefault(region, set()).add(placement[stages[0]])
-            paths[region] = _common(paths.get(region), module_path(node))
+            path = module_path(node)
+            paths[region] = ".".join(common_path(paths.get(region, path), path))
     split = [
         (paths[region] or region.name, sorted(held))
         for region, held in ranks.items()
@@ -119,11 +114,3 @@ def check_regions(
         f"{', '.join(map(str, held))}: each keeps the inputs of its part and computes that again"
         for name, held in dict(split).items()
     ]
-
-
-def _common(path: str | None, other: str) -> str:
-    """The module that holds both."""
-    if path is None:
-        return other
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    return ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

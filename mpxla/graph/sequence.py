@@ -30,7 +30,7 @@ from mpxla.graph.collectives import (
     VARY,
 )
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.typed import arguments_of, input_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 from mpxla.graph.varying import VARYING
 
 __all__ = ["divide_sequences"]
@@ -47,13 +47,7 @@ _PLAIN = (
 
 
 def divide_sequences(step: StepGraph, index: int, size: int) -> StepGraph:
-    """Divides the streams of a step between its products, in place.
-
-    Args:
-        step: as `mark_varying` has left it.
-        index: this rank's place in the group.
-        size: ranks of the group.
-    """
+    """Divides the streams of a step between its products, in place, after `mark_varying`."""
     _move_crossings(step.graph)
     _move_sums(step.graph)
     nodes = list(step.graph.nodes)
@@ -161,7 +155,7 @@ def _is_by_position(node: fx.Node) -> bool:
 
 
 def _is_open(node: fx.Node) -> bool:
-    dim, start, end = (*arguments_of(node)[1:4], 0, None, None)[:3]
+    _, dim, start, end, _ = named_arguments(node).values()
     return dim != _POSITIONS or (not start and (end is None or end > 2**62))
 
 
@@ -198,9 +192,7 @@ class _Rewriting:
             for operand in node.all_input_nodes:
                 if operand not in self._divided:
                     node.replace_input_with(operand, self._operand(operand, whole, node))
-        shape = list(whole.shape)
-        shape[_POSITIONS] //= self._size
-        node.meta["val"] = _resized(whole, shape)
+        node.meta["val"] = _resized(whole, _POSITIONS, whole.shape[_POSITIONS] // self._size)
         node.meta[VARYING] = self._index, self._size
 
     def _operand(self, node: fx.Node, whole: torch.Tensor, user: fx.Node) -> fx.Node:
@@ -215,9 +207,7 @@ class _Rewriting:
                     dim = value.dim() - 2
                     arguments = node, dim, self._size, self._index, TENSOR_GROUP
                     made = self._graph.call_function(OWN_POSITIONS, arguments)
-                    shape = list(value.shape)
-                    shape[dim] //= self._size
-                    value = _resized(value, shape)
+                    value = _resized(value, dim, value.shape[dim] // self._size)
                 else:
                     made = self._graph.call_function(VARY, (node, TENSOR_GROUP))
             made.meta = {**user.meta, "val": value, VARYING: (self._index, self._size)}
@@ -228,16 +218,18 @@ class _Rewriting:
         """All positions, equal on all ranks, for those who compute with them together."""
         if node not in self._wholes:
             value = node.meta["val"]
-            shape = list(value.shape)
-            shape[_POSITIONS] *= self._size
             with self._graph.inserting_after(node):
                 made = self._graph.call_function(GATHER, (node, *self._place()))
             made.meta = {k: v for k, v in node.meta.items() if k != VARYING}
-            made.meta["val"] = _resized(value, shape)
+            length = value.shape[_POSITIONS] * self._size
+            made.meta["val"] = _resized(value, _POSITIONS, length)
             self._wholes[node] = made
         return self._wholes[node]
 
 
-def _resized(value: Any, shape: list[int]) -> torch.Tensor:
+def _resized(value: Any, dim: int, length: int) -> torch.Tensor:
+    """What stands for a value with another number of elements along a dim."""
+    shape = [*value.shape]
+    shape[dim] = length
     with value.fake_mode:
         return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)

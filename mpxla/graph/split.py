@@ -5,7 +5,7 @@ cross borders and which of them carry gradients back, build one graph per stage.
 same on every rank. This module must not know how the assignment was found, nor ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +48,7 @@ def split_stages(
 ) -> tuple[StageSpec, ...]:
     """Builds the stages of a step.
 
-    Args:
-        step: the captured step.
-        stages_of: for every computing node the stages that hold it (several for replicated
-            nodes); a node's stage is never before that of its inputs.
-        num_stages: number of stages.
+    A replicated node has several. A node's stage is never before that of its inputs.
     """
     roles = dict(zip(step.placeholders, step.inputs, strict=True))
     borders = _Borders(
@@ -68,25 +64,24 @@ def forward_transfers(stages: Sequence[StageSpec]) -> tuple[Transfer, ...]:
 
     Step inputs travel from stage 0. A message may be one between stages of the same rank.
     """
-    named: dict[tuple[int, int], list[InputPort]] = {}
-    for stage in stages:
-        for port in stage.inputs:
-            source = 0 if port.source is None else port.source
-            if source != stage.index:
-                named.setdefault((source, stage.index), []).append(port)
-    return tuple(
-        Transfer(s, t, tuple(p.name for p in ports), tuple(p.spec for p in ports))
-        for (s, t), ports in sorted(named.items())
-    )
+    read = ((port.source or 0, stage.index, port) for stage in stages for port in stage.inputs)
+    return _transfers(crossing for crossing in read if crossing[0] != crossing[1])
 
 
 def backward_transfers(stages: Sequence[StageSpec]) -> tuple[Transfer, ...]:
     """All messages of gradients, from a stage to an earlier one, ordered by (source, target)."""
+    return _transfers(
+        (stage.index, port.source, port)
+        for stage in stages
+        for port in stage.inputs
+        if port.has_grad and port.source is not None
+    )
+
+
+def _transfers(crossings: Iterable[tuple[int, int, InputPort]]) -> tuple[Transfer, ...]:
     named: dict[tuple[int, int], list[InputPort]] = {}
-    for stage in stages:
-        for port in stage.inputs:
-            if port.has_grad and port.source is not None:
-                named.setdefault((stage.index, port.source), []).append(port)
+    for source, target, port in crossings:
+        named.setdefault((source, target), []).append(port)
     return tuple(
         Transfer(s, t, tuple(p.name for p in ports), tuple(p.spec for p in ports))
         for (s, t), ports in sorted(named.items())
@@ -211,12 +206,9 @@ def _output_port(node: fx.Node, borders: _Borders) -> OutputPort:
 def copy_nodes(
     inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.Graph:
-    """A graph of some nodes of another one.
+    """A graph of some nodes of another one, given in an order in which they can run.
 
-    Args:
-        inputs: become the placeholders, in this order.
-        nodes: the nodes, in an order in which they can run.
-        outputs: what the graph returns, of `inputs` and `nodes`.
+    The inputs become its placeholders, in this order; what it returns is of these and the nodes.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

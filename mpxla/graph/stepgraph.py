@@ -146,12 +146,7 @@ class StepGraph:
 
 
 def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
-    """A step without its inputs of some names, which no node reads; its graph is changed in place.
-
-    Args:
-        step: the captured step.
-        names: of parameters and buffers.
-    """
+    """A step without its inputs of some names, which no node reads; its graph changes in place."""
     kept: list[InputRole] = []
     for node, role in zip(step.placeholders, step.inputs, strict=True):
         if role.name in names:
@@ -164,8 +159,11 @@ def without_inputs(step: StepGraph, names: Collection[str]) -> StepGraph:
 
 def module_path(node: fx.Node) -> str:
     """The innermost module that runs the node; empty for the user's own function."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in reversed(list(stack.values())) if path), "")
+    return _innermost(node.meta.get("nn_module_stack"))
+
+
+def _innermost(stack: Mapping[str, tuple[str, Any]] | None) -> str:
+    return next((path for path, _ in reversed([*(stack or {}).values()]) if path), "")
 
 
 def place(node: fx.Node) -> str:
@@ -177,14 +175,10 @@ def place(node: fx.Node) -> str:
     frames = [frame for frame in frames if not frame[0].endswith(_OWN)]
     frames = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
     lines = [f"{file}:{line}: {code}" for file, line, code in frames]
-    where = module_path(node) or _forward_path(node) or "the step function"
+    # A node of the derivative belongs to the module whose derivative it is.
+    of_forward = _innermost(node.meta.get("fwd_nn_module_stack"))
+    where = module_path(node) or of_forward or "the step function"
     return f"{where} ({lines[-1]})" if lines else where
-
-
-def _forward_path(node: fx.Node) -> str:
-    """Of a node of the derivative: the module whose derivative it belongs to."""
-    stack = node.meta.get("fwd_nn_module_stack") or {}
-    return next((path for path, _ in reversed(list(stack.values())) if path), "")
 
 
 def describe(node: fx.Node) -> str:

@@ -9,7 +9,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-__all__ = ["Function", "arguments_of", "input_of", "outputs_of", "schema_of", "target_of"]
+__all__ = [
+    "Function",
+    "arguments_of",
+    "input_of",
+    "named_arguments",
+    "outputs_of",
+    "schema_of",
+    "target_of",
+]
 
 Function: Any = torch.autograd.Function
 """By torch's type `backward` takes any number of gradients, and `apply` may give None."""
@@ -20,6 +28,13 @@ def arguments_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments, in the order of the schema, with its defaults for those that are not given."""
+    schema = schema_of(node).arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
 def input_of(node: fx.Node) -> fx.Node:
     """The first argument of a node, which is a node for most operators."""
     return cast(fx.Node, node.args[0])
@@ -27,8 +42,7 @@ def input_of(node: fx.Node) -> fx.Node:
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
     """What a graph returns: nodes, and None in graphs that may give nothing in a place."""
-    (output,) = [node for node in graph.nodes if node.op == "output"]
-    return list(arguments_of(output)[0])
+    return list(arguments_of(graph.output_node())[0])
 
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema:

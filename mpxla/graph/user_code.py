@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from mpxla.errors import CaptureError, MpxlaError
+from mpxla.graph.exchanged import exchanged
 from mpxla.user_lines import is_model_code
 
 __all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines_recorded"]
@@ -28,9 +29,7 @@ class ValueNeededError(CaptureError):
 def explain(error: Exception, is_final: bool = True) -> Exception:
     """One line of the user's code in place of a page of graph; own errors as they are.
 
-    Args:
-        error: what was raised while the step function was captured.
-        is_final: False where the values of its inputs may still help.
+    It is not final where the values of the step's inputs may still help.
     """
     if isinstance(error, MpxlaError):
         return error
@@ -87,7 +86,6 @@ def user_lines_recorded() -> Generator[None]:
     Torch keeps the frames of functions named `forward` (2.9); a step function has another name.
     """
     tracer: Any = fx.Tracer.__mro__[1]  # the filter is private to the base of all tracers
-    original = tracer._filter_traceback_frames
 
     def kept(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [frame.name for frame in frames]
@@ -95,11 +93,8 @@ def user_lines_recorded() -> Generator[None]:
         chosen = [f for f in inside if f.name == "forward" or is_model_code(f.filename)]
         return traceback.StackSummary.from_list(chosen)
 
-    tracer._filter_traceback_frames = kept
-    try:
+    with exchanged(tracer, _filter_traceback_frames=kept):
         yield
-    finally:
-        tracer._filter_traceback_frames = original
 
 
 def line_of(node: fx.Node) -> str:

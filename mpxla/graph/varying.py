@@ -27,6 +27,7 @@ from torch import fx
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, TENSOR_GROUP, VARY
 from mpxla.graph.stepgraph import InputKind, OutputKind, StepGraph, describe, is_random
+from mpxla.graph.typed import named_arguments
 
 __all__ = ["VARYING", "draws_for_part", "mark_varying", "split_parameters"]
 
@@ -139,6 +140,5 @@ def draws_for_part(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.dropout.default:
         return bool(node.args[1] and node.args[2])
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability)
+        return bool(named_arguments(node)["dropout_p"])
     return True

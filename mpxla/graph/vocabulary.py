@@ -17,7 +17,7 @@ from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.typed import arguments_of, input_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["divide_losses"]
 
@@ -38,9 +38,8 @@ def divide_losses(step: StepGraph) -> StepGraph:
     for node in list(step.graph.nodes):
         if node.target is not _aten.cross_entropy_loss.default:
             continue
-        given = dict(zip(("scores", "labels", *_DEFAULTS), node.args, strict=False))
-        options = {**_DEFAULTS, **given, **node.kwargs}
-        scores, labels = arguments_of(node)[:2]
+        scores, labels, *_ = arguments_of(node)
+        options = named_arguments(node)
         chain = _way_from_gather(scores)
         if chain is None or not _is_plain(scores, labels, options):
             continue
@@ -53,14 +52,6 @@ def divide_losses(step: StepGraph) -> StepGraph:
         node.replace_all_uses_with(loss)
     step.graph.eliminate_dead_code()
     return step
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    "weight": None,
-    "reduction": 1,
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-}
 
 
 def _is_plain(scores: fx.Node, labels: fx.Node, options: Mapping[str, Any]) -> bool:
@@ -79,16 +70,13 @@ def _way_from_gather(node: Any) -> list[fx.Node] | None:
         source = node.all_input_nodes[0]
         before, after = source.meta["val"], node.meta["val"]
         keeps_rows = before.dim() and after.dim() and before.shape[-1] == after.shape[-1]
-        cuts_rows = node.target is _aten.slice.Tensor and _dim_of(node) == before.dim() - 1
-        if not keeps_rows or cuts_rows:
+        if not keeps_rows:
             return None
+        if node.target is _aten.slice.Tensor:
+            if named_arguments(node)["dim"] % before.dim() == before.dim() - 1:
+                return None
         chain.insert(0, source)
     return chain if chain[0].args[1] == chain[0].meta["val"].dim() - 1 else None
-
-
-def _dim_of(node: fx.Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return dim % node.meta["val"].dim()
 
 
 def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:

@@ -28,12 +28,7 @@ _MESSAGE = TensorSpec((2 * _DIGEST_BYTES,), torch.uint8)
 
 
 class Accord:
-    """What one replica tells the next one in every step that ends in a reduction.
-
-    Args:
-        transport: the session's transport.
-        group: global ranks that reduce together.
-    """
+    """What one replica tells the next one of its group in every step that ends in a reduction."""
 
     def __init__(self, transport: Transport, group: Sequence[int]):
         self._transport = transport

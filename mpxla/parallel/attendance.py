@@ -30,12 +30,7 @@ _FAREWELL_S = 10.0
 
 
 class Attendance:
-    """Counts the reductions of one rank and knows when the others of its group have left.
-
-    Args:
-        transport: the session's transport.
-        group: global ranks that reduce together.
-    """
+    """Counts the reductions of one rank and knows when the others of its group have left."""
 
     def __init__(self, transport: Transport, group: Sequence[int]):
         self._transport = transport

@@ -61,14 +61,10 @@ class GradientFlow:
         parameter_ranks: Mapping[str, tuple[int, ...]],
         names: Mapping[str, str],
     ) -> "GradientFlow":
-        """The flow of one model's gradients in a captured step.
+        """The flow of one model's gradients in a captured step, on one pipeline rank.
 
-        Args:
-            cut: the step in stages.
-            pp_rank: this rank.
-            parameter_ranks: pipeline ranks that hold each parameter; a step need not read it on all
-                of them.
-            names: name in the step of every parameter and buffer of the model -> name in the model.
+        A step need not read a parameter on all of the pipeline ranks that hold it. Names are those
+        in the step -> those in the model, of parameters and buffers.
         """
         sources: dict[str, list[tuple[int, int]]] = {}
         changed: set[str] = set()
@@ -88,12 +84,7 @@ class GradientFlow:
 
 
 class BucketedReduction:
-    """The reduction of one model's gradients in one training step.
-
-    Args:
-        reducer: of the model on this rank.
-        flow: the gradients of the step.
-        factor: what the step's gradients are multiplied by.
+    """The reduction of one model's gradients, times a factor, in one training step.
 
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.

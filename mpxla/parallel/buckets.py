@@ -119,15 +119,7 @@ def _concatenated(
 
 
 class Packer:
-    """The compiled program that packs a bucket.
-
-    Args:
-        bucket: what is packed.
-        present: those of its names that there are tensors for; the others count as zeros.
-        dtype: of the flat tensor.
-        backend: compiles and runs it.
-        shape: of the result, if it is not to be flat.
-    """
+    """The compiled program that packs a bucket. Tensors that are not present count as zeros."""
 
     def __init__(
         self,

@@ -16,13 +16,7 @@ __all__ = ["Carrier", "equalize_beside", "take_along"]
 
 
 class Carrier:
-    """Makes heirs of parameters for `companions.follow_parameters`.
-
-    Args:
-        kind: class of the optimizer, for errors.
-        states: parameters of the optimizer's models.
-        device: this rank's.
-    """
+    """Makes heirs of parameters for `companions.follow_parameters`."""
 
     def __init__(self, kind: type, states: Sequence[ModelState], device: torch.device):
         self._kind = kind.__name__
@@ -95,14 +89,9 @@ def take_along(
 ) -> None:
     """What an optimizer keeps of its parameters outside of its state follows them.
 
-    All ranks call it, when all its models are partitioned.
-
-    Args:
-        session: the session.
-        optimizer: its groups hold this rank's parameters, or copies in their places, already.
-        before: the parameters of its groups as they were.
-        states: parameters of its models.
-        heir: whether a parameter has given way, and to which copy of this rank.
+    All ranks call it, when all its models are partitioned: its groups hold this rank's parameters,
+    or copies in their places, already; `before` is what they were. The heir says whether a
+    parameter has given way, and to which copy of this rank.
     """
     own = {id(p) for group in before for p in group}
     equalize_beside(session, [t for t in tensors_beside(optimizer) if id(t) not in own])
@@ -118,14 +107,10 @@ def take_along(
 
 
 def equalize_beside(session: Session, tensors: Sequence[torch.Tensor]) -> None:
-    """Gives all replicas the tensors of the first, as they were given its parameters.
+    """Gives all replicas the tensors of the first that an optimizer keeps beside its parameters.
 
     Copies of parameters that were made before differ where replicas have different random seeds.
-    All ranks call it.
-
-    Args:
-        session: the session.
-        tensors: what an optimizer keeps beside its parameters; those on a device stay.
+    Tensors on a device stay. All ranks call it.
     """
     group = session.topology.rdp_group(session.rank)
     hosted = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]

@@ -21,11 +21,7 @@ __all__ = ["CombinedReduction", "ModelReducers"]
 class CombinedReduction:
     """The reduction of one training step; see `runtime.reduction.StepReduction`.
 
-    Args:
-        rounds: of this rank.
-        parts: the reductions of the models.
-        objective_scale: what the gradient of every microbatch's objective is, before loss scales.
-        loss_scales: give those of the models that are trained.
+    The objective's scale is its gradient in every microbatch, before the models' loss scales.
     """
 
     def __init__(
@@ -83,11 +79,7 @@ class CombinedReduction:
 
 
 class ModelReducers:
-    """What the engine is given; see `runtime.reduction.Reducers`.
-
-    Args:
-        rounds: of this rank.
-    """
+    """What the engine is given; see `runtime.reduction.Reducers`."""
 
     def __init__(self, rounds: Rounds):
         self._rounds = rounds

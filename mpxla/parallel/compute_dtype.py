@@ -30,12 +30,10 @@ def compute_dtype(config: Config) -> torch.dtype | None:
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts parameters and buffers in place; they stay the same objects.
+    """Converts parameters and buffers in place to bfloat16 or float16; they stay the same objects.
 
-    Args:
-        module: the user's model, before it is wrapped; perhaps without values yet, which are
-            converted when they are made.
-        dtype: bfloat16 or float16.
+    The module is not wrapped yet, and may have no values yet, which are converted when they are
+    made.
 
     Raises:
         ConfigError: parameters or buffers have no such type (complex numbers), which names their
@@ -67,12 +65,9 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
 def in_dtype(
     module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A state dict as `convert` would leave it; float32 widens what was 16 bits.
+    """A module's state dict as `convert` would leave it; float32 widens what was 16 bits.
 
-    Args:
-        module: whose state it is.
-        state: may have values that are no tensors, which stay.
-        dtype: of the floating tensors.
+    Values that are no tensors stay.
     """
     kept = tuple(
         f"{path}." if path else ""

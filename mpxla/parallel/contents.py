@@ -31,10 +31,7 @@ _GATHER = "model.state_dict"
 class PartitionedModule(nn.Module):
     """A module whose parameters and buffers live on several ranks.
 
-    Args:
-        module: the user's model.
-        session: the session.
-        shards: parameters of which this rank has a part, by canonical name.
+    Shards are of parameters, by canonical name, of which this rank has a part.
     """
 
     def __init__(
@@ -179,13 +176,11 @@ class PartitionedModule(nn.Module):
             for name, value in self.module.state_dict(keep_vars=True).items()
             if names.get(name, name) in held or name not in names
         }
-        whole = {name: self._whole(names[name]) for name in local if names.get(name) in self._parts}
+        whole = {
+            name: self._whole(names[name]) for name in local if names.get(name) in self._state.parts
+        }
         local = {name: value for name, value in local.items() if name not in whole}
         return {**to_host(local, self._backend), **whole, PARTIAL_KEY: True}
-
-    @property
-    def _parts(self) -> Mapping[str, nn.Parameter]:
-        return self._state.parts
 
     def _loading(self) -> AbstractContextManager[None]:
         """Around a call of the user that loads values: all ranks make it, if some are divided."""
@@ -200,7 +195,7 @@ class PartitionedModule(nn.Module):
             RankMismatch: they do not.
         """
         session, names = self._session, self._state.canonical_names
-        if not any(names.get(name) in self._parts for name in values):
+        if not any(names.get(name) in self._state.parts for name in values):
             return
         given = {
             name: value
@@ -210,13 +205,13 @@ class PartitionedModule(nn.Module):
             and not value.is_meta
         }
         group = session.topology.rdp_group(session.rank)
-        check_equal_values(session.state_objects, group, given, "model.load_state_dict")
+        check_equal_values(session.state_objects, group, given)
 
     def _whole(self, name: str) -> torch.Tensor:
         """A divided parameter on the host. All ranks of the sharding group call it."""
         session, shard = self._session, self._state.shards[name]
         group = session.topology.sdp_group(session.rank)
-        (own,) = self._backend.get([self._parts[name]])
+        (own,) = self._backend.get([self._state.parts[name]])
         return shard.join(session.transport.all_gather(shard.padded(own), group).result())
 
     def state_dict(

@@ -42,12 +42,7 @@ _SETTINGS = ("n_averaged", "use_buffers", "avg_fn", "multi_avg_fn")
 
 
 class DistributedCopy(PartitionedModule):
-    """What `copy.deepcopy(model)` gives: the model with values of its own, without training.
-
-    Args:
-        source: the model.
-        memo: of `copy.deepcopy`.
-    """
+    """What `copy.deepcopy(model)` gives: the model with values of its own, without training."""
 
     def __init__(self, source: "DistributedModel | DistributedCopy", memo: dict[int, Any]):
         if any(is_delayed(tensor) for tensor in source.module.state_dict(keep_vars=True).values()):

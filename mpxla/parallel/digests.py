@@ -23,15 +23,9 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def check_equal_values(
-    objects: Objects, group: Sequence[int], values: Mapping[str, torch.Tensor], what: str
+    objects: Objects, group: Sequence[int], values: Mapping[str, torch.Tensor]
 ) -> None:
     """Checks that all ranks of a group have the same tensors; all of them call it.
-
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        values: tensors by name.
-        what: they are for, as in "model.load_state_dict".
 
     Raises:
         RankMismatch: with the first name where they differ.
@@ -42,7 +36,7 @@ def check_equal_values(
         objects,
         group,
         [f"{name}: {digest_of(value)}" for name, value in sorted(values.items())],
-        f"give other values to {what}",
+        "give other values to model.load_state_dict",
         "Ranks divide these parameters (sharded_data_parallel_degree): each would keep its part of "
         "its own values. Load the same file on all ranks, or send the values of one rank to the "
         "others (smp.broadcast) before.",

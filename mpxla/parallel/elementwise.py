@@ -39,12 +39,8 @@ _SCALES = (1.0, 100.0, 0.01)
 def check_elementwise(optimizer: torch.optim.Optimizer, key: str) -> None:
     """Checks that an optimizer gives the same numbers on parts of flattened parameters.
 
-    Args:
-        optimizer: to be tried.
-        key: of the configuration, that wants it.
-
     Raises:
-        ConfigError: it does not, or cannot be tried.
+        ConfigError: it does not, or cannot be tried; it names the key that wants it.
     """
     if is_elementwise(optimizer):
         return

@@ -44,14 +44,7 @@ class _Step(NamedTuple):
 
 
 class Join:
-    """One `with model.join():` on one rank.
-
-    Args:
-        transport: the session's transport.
-        objects: the session's object communication.
-        group: global ranks that reduce together.
-        attendance: counts reductions.
-    """
+    """One `with model.join():` on one rank of a group that reduces together."""
 
     def __init__(
         self,

@@ -130,10 +130,7 @@ def _unscaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tens
 class Unscaling:
     """Divides gradients by a loss scale, and finds out whether some rank's have overflowed.
 
-    Args:
-        programs: compiles and runs.
-        transport: reaches the other ranks.
-        ranks: all that train; they call together.
+    The ranks are all that train; they call together.
     """
 
     def __init__(self, programs: Programs, transport: Transport, ranks: Sequence[int]):
@@ -143,11 +140,7 @@ class Unscaling:
         self._factor: tuple[float, Buffer] | None = None
 
     def __call__(self, owners: Sequence[nn.Parameter], scale: float) -> bool:
-        """Divides the gradients in place. Waits for them; all ranks must call it.
-
-        Args:
-            owners: what holds gradients on this rank.
-            scale: what they are divided by.
+        """Divides the gradients of this rank in place. Waits for them; all ranks must call it.
 
         Returns:
             Whether some gradient of some rank is inf or nan.

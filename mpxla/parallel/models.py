@@ -54,9 +54,6 @@ class Models:
 
     A model that the script drops keeps its memory until then: compiled steps refer to it.
 
-    Args:
-        session: configuration, topology and transport.
-
     Attributes:
         engine: runs step functions.
         gradient_norm: norms and clipping over the gradients of all models.
@@ -104,11 +101,6 @@ class Models:
     ) -> tuple[str, GradientReducer]:
         """Takes in a model.
 
-        Args:
-            model: the model.
-            member: what the engine is to know of it.
-            options: of its reductions.
-
         Returns:
             (its label, what reduces its gradients).
         """
@@ -137,10 +129,7 @@ class Models:
         return label, reducer
 
     def only(self, what: str) -> "DistributedModel":
-        """The model, where there is one.
-
-        Args:
-            what: is called without saying which model; for the error.
+        """The model, where there is one; `what` is called without saying which.
 
         Raises:
             MpxlaError: there are several.
@@ -254,9 +243,6 @@ class Models:
         """While a model is in `join`: replicas meet for all models; after the last, they wait.
 
         After an error in the loop, nobody is waited for.
-
-        Args:
-            reducer: of the model.
 
         Raises:
             ConfigError: together with what needs all replicas in every step.

@@ -7,13 +7,7 @@ __all__ = ["NoSuchAttributeError"]
 
 
 class NoSuchAttributeError(AttributeError):
-    """A name that neither a wrapper nor what it wraps has.
-
-    Args:
-        wrapper: `DistributedModel` or `DistributedOptimizer`.
-        name: of the attribute.
-        inner: what it wraps.
-    """
+    """A name that neither a wrapper (of a model or optimizer) nor what it wraps has."""
 
     def __init__(self, wrapper: Any, name: str, inner: Any):
         super().__init__(name=name, obj=wrapper)

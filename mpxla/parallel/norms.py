@@ -192,11 +192,9 @@ class GradientNorm:
         return norm
 
     def total(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-        """Norm over all ranks of what each gives; a tied tensor is counted by its first holder.
+        """Norm over all ranks of the parameters or gradients that each gives.
 
-        Args:
-            tensors: parameters or gradients of this rank.
-            order: of the norm.
+        A tied tensor is counted by its first holder.
         """
         given = {id(tensor) for tensor in tensors}
         counted = [

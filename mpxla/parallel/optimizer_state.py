@@ -95,11 +95,7 @@ class OptimizerState:
     # --- by position ----------------------------------------------------------------------------
 
     def of_rank(self, is_divided: bool) -> dict[str, Any]:
-        """The state of what this rank updates, on the host.
-
-        Args:
-            is_divided: whether replicas share the updates; ranges of pieces are part of it then.
-        """
+        """The state of what this rank updates, on the host: of ranges of pieces, if divided."""
         self.pieces.renew()
         inner = self._optimizer.state_dict()
         held = parameters_of(self._optimizer)
@@ -134,8 +130,7 @@ class OptimizerState:
     def load(self, full: Mapping[str, Any]) -> None:
         """Loads this rank's part of a full state dict. After partitioning.
 
-        Args:
-            full: of whole parameters, or of this rank's parts of those that are split.
+        Of parameters that are split, it may have this rank's parts.
         """
         full = {**full, "state": self._taken(full["state"])}
         masters = {
@@ -165,9 +160,7 @@ class OptimizerState:
     ) -> dict[int, Any]:
         """A state of this rank's parts with those of all ranks put together. Collective.
 
-        Args:
-            state: by position, of whole parameters or of the parts that this rank has.
-            gather: brings the values of all ranks that share tensors, in order.
+        `gather` brings the values of all ranks that share tensors, in order.
         """
         shards = self.shards()
         own = {
@@ -201,8 +194,7 @@ class OptimizerState:
     def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
         """Parameters take the values of masters that were saved; without one they stay.
 
-        Args:
-            find: the whole master by the position of its parameter.
+        Whole masters are found by the positions of their parameters.
         """
         for model in self._models:
             values = {

@@ -24,14 +24,7 @@ __all__ = ["Parts", "Pieces"]
 
 
 class Parts:
-    """This rank's parts of divided parameters, and what optimizers update in their place.
-
-    Args:
-        state: of the model, which has the parts.
-        names: of the parameters.
-        dtype_of: in what each is updated.
-        programs: compiles and runs.
-    """
+    """This rank's parts of divided parameters, and what optimizers update in their place."""
 
     def __init__(
         self,
@@ -78,13 +71,7 @@ class Parts:
 def _travelling(
     lengths: Sequence[int], dtype: torch.dtype, *pieces: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Pieces to one flat tensor [elements of all], each padded to the length of the first rank's.
-
-    Args:
-        lengths: as they travel.
-        dtype: of the flat tensor.
-        pieces: flat.
-    """
+    """Pieces to one flat tensor [elements of all], each padded to the first rank's length."""
     padded = [
         nn.functional.pad(piece.to(dtype), (0, length - piece.shape[0]))
         for piece, length in zip(pieces, lengths, strict=True)
@@ -93,12 +80,7 @@ def _travelling(
 
 
 def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Flat tensors of all ranks [ranks, elements of all] to whole parameters.
-
-    Args:
-        shards: of the parameters, in the order of the flat tensors.
-        flat: as they have travelled.
-    """
+    """Flat tensors of all ranks [ranks, elements of all] to whole parameters, in order."""
     columns = flat.split([shard.length for shard in shards], 1)
     return [shard.join(part).clone() for shard, part in zip(shards, columns, strict=True)]
 
@@ -106,13 +88,8 @@ def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tenso
 class Pieces:
     """This rank's pieces of some parameters that are whole on every rank.
 
-    Args:
-        shards: which elements are updated here, by name of the parameter.
-        parameters: the compute copies, by name; these among them, all of one type.
-        dtype: of the pieces.
-        transport: reaches the other ranks.
-        group: global ranks that have the other pieces, in the order of the shards.
-        programs: compiles and runs.
+    The parameters are compute copies, of one type as far as they have shards. The group is in the
+    order of the shards.
 
     Attributes:
         names: of the parameters.

@@ -25,9 +25,7 @@ SHARD_KEY = "_mpxla_shard"
 class OptimizerPieces:
     """The update copies that one optimizer holds on this rank.
 
-    Args:
-        optimizer: the inner optimizer.
-        positions: id of a parameter -> its position in the plain optimizer; copies are added.
+    Positions in the plain optimizer are by the id of a parameter; copies are added.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, positions: dict[int, int]):
@@ -129,8 +127,7 @@ class OptimizerPieces:
     def publish(self, has_masters: bool) -> None:
         """After an update: parameters take the values of the copies. Collective if divided.
 
-        Args:
-            has_masters: whether masters of whole parameters still have to be published.
+        Masters of whole parameters may be published already.
         """
         for store, names in self._names.items():
             if store.is_divided or has_masters:
@@ -176,13 +173,9 @@ def join_shards(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def cut_state(
     state: Mapping[str, Any], shape: Sequence[int], start: int, stop: int
 ) -> dict[str, Any]:
-    """The part of a parameter's optimizer state that belongs to one piece.
+    """The part of a parameter's optimizer state that belongs to its elements from start to stop.
 
-    Args:
-        state: of the whole parameter: tensors of its shape, and values such as a step count.
-        shape: the parameter's.
-        start: first element of the piece.
-        stop: its end.
+    The state has tensors of the parameter's shape, and values such as a step count.
     """
     return {
         key: value.reshape(-1)[start:stop].clone()

@@ -23,11 +23,7 @@ _engine = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPri
 
 
 class PlainBackward:
-    """Reduces after every backward that autograd runs on the model's parameters.
-
-    Args:
-        reducer: of this rank, whose parameters are placed.
-    """
+    """Reduces after every backward that autograd runs on the model's placed parameters."""
 
     def __init__(self, reducer: GradientReducer):
         self._reducer = reducer

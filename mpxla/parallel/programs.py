@@ -17,11 +17,7 @@ _MAX_PROGRAMS = 256
 
 
 class Programs:
-    """Compiles and runs functions, each once for its settings and the specs of its arguments.
-
-    Args:
-        backend: of this rank's device.
-    """
+    """Compiles and runs functions, each once for its settings and the specs of its arguments."""
 
     def __init__(self, backend: Backend):
         self.backend = backend
@@ -36,12 +32,8 @@ class Programs:
     ) -> list[Buffer]:
         """Starts a program; its results are still being computed.
 
-        Args:
-            name: for messages.
-            function: takes the settings and a tensor for every argument; gives tensors that share
-                no memory.
-            settings: its first arguments, hashable.
-            arguments: buffers, its other arguments.
+        The function takes the settings, which are hashable, and a tensor for every buffer; it gives
+        tensors that share no memory.
         """
         specs = tuple(self.backend.spec(argument) for argument in arguments)
         key = (function, settings, specs)

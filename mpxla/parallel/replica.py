@@ -69,11 +69,7 @@ class Replica:
 def equalize(replica: Replica, source: int) -> None:
     """Gives all replicas, and all holders of a shared tensor, the same values of what is whole.
 
-    All ranks must call it.
-
-    Args:
-        replica: this rank.
-        source: index of the replica whose values everyone gets.
+    All ranks must call it; everyone gets the values of the replica `source`.
     """
     local, ranks = replica.store.local_tensors(), replica.store.ranks
     names = [n for n in sorted(local) if replica.pp_rank in ranks[n]]

@@ -21,12 +21,7 @@ __all__ = ["Rounds"]
 
 
 class Rounds:
-    """The rounds of one rank.
-
-    Args:
-        transport: the session's transport.
-        objects: the session's object communication.
-        group: global ranks that reduce together.
+    """The rounds of one rank of a group that reduces together.
 
     Attributes:
         attendance: counts rounds, and knows which replicas have left.

@@ -35,9 +35,6 @@ def divide_over_group(replica: Replica) -> None:
     """Gives every rank its part of the values that the first replica has. All ranks call it.
 
     One parameter is whole at a time, on the host.
-
-    Args:
-        replica: this rank.
     """
     state, store = replica.state, replica.store
     for name in sorted(state.shards):
@@ -77,12 +74,8 @@ def check_whole(state: ModelState) -> None:
 def refuse_shared_parts(state: ModelState, others: Iterable[ModelState]) -> None:
     """Checks that nothing that is divided belongs to another model as well.
 
-    Args:
-        state: of a new model.
-        others: of the models that are there.
-
     Raises:
-        ConfigError: one does.
+        ConfigError: something does.
     """
     known = {id(parameter) for other in others for parameter in other.parameters.values()}
     for name in state.gradient_shards:
@@ -102,11 +95,7 @@ def _key_of(state: ModelState) -> tuple[str, str]:
 
 
 def refuse_with_divided_gradients(what: str, state: ModelState) -> None:
-    """Checks that gradients are whole, before something that would not see their parts.
-
-    Args:
-        what: the call, for the text.
-        state: of the model.
+    """Checks that gradients are whole, before a call `what` that would not see their parts.
 
     Raises:
         ConfigError: `sharded_data_parallel_degree` or `shard_gradients` divides some.
@@ -120,11 +109,7 @@ def refuse_with_divided_gradients(what: str, state: ModelState) -> None:
 
 
 def refuse_with_parts(what: str, state: ModelState) -> None:
-    """Checks that parameters are whole here, before something that would not see their parts.
-
-    Args:
-        what: the call, for the text.
-        state: of the model.
+    """Checks that parameters are whole here, before a call `what` that would not see their parts.
 
     Raises:
         ConfigError: `sharded_data_parallel_degree` divides some.

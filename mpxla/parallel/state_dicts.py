@@ -98,13 +98,9 @@ def to_host(values: Any, backend: Backend) -> Any:
 def gather_full(
     objects: Objects, group: Sequence[int], partial: Mapping[str, Any], order: Iterable[str]
 ) -> dict[str, Any]:
-    """Merges the partial model states of a group; every rank of it must call.
+    """Merges the partial model states of a replica, on the host, with keys in the full one's order.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks of one replica.
-        partial: this rank's state, on the host.
-        order: keys of the full state, in order.
+    Every rank of it must call.
     """
     return _merge(objects.allgather(dict(partial), tuple(group)), order)
 
@@ -154,9 +150,7 @@ def pick_optimizer_state(
 ) -> dict[str, Any]:
     """The state of some parameters, numbered as torch numbers them in a smaller optimizer.
 
-    Args:
-        full: positions count over all parameters.
-        positions: for every param group, the positions of the parameters to keep.
+    Positions, for every param group those to keep, count over all parameters.
     """
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []

@@ -139,11 +139,7 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class Noise:
-    """Numbers in [0, 1) for the elements of one update.
-
-    Args:
-        key: of the update, int32 [2].
-    """
+    """Numbers in [0, 1) for the elements of one update, which has a key, int32 [2]."""
 
     def __init__(self, key: torch.Tensor):
         self._key = key
@@ -183,11 +179,9 @@ def _eight_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Values in bfloat16, each one of its two neighbors there; the mean is the value.
+    """float32 in bfloat16, each value as one of its two neighbors there; their mean is the value.
 
-    Args:
-        value: float32. Infinities, NaN and what is beyond 2**100 are rounded to the nearest.
-        noise: in [0, 1), of the same shape.
+    Noise is in [0, 1). Infinities, NaN and what is beyond 2**100 are rounded to the nearest.
     """
     near = _eight_bits(value)
     # 1.25 of half an ulp at the most: rounds to the next number on the other side of the value.

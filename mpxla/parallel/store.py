@@ -170,11 +170,8 @@ class ParameterStore:
     ) -> None:
         """Divides parameters over replicas; all ranks of the group call it, with equal values.
 
-        Args:
-            names: of the parameters; those that are frozen or elsewhere are left out.
-            capacity_bytes: largest bucket.
-            transport: reaches the other replicas.
-            group: global ranks that hold the same parameters, by dp_rank.
+        Names of parameters that are frozen or elsewhere are left out; the group holds the same
+        parameters, by dp_rank.
         """
         self.is_divided = True
         groups: dict[tuple[int, ...], dict[str, TensorSpec]] = {}
@@ -194,11 +191,8 @@ class ParameterStore:
     ) -> None:
         """Divides updates as gradients are; all ranks of the group call it, with equal values.
 
-        Args:
-            names: of the parameters; those that are frozen or elsewhere are left out.
-            capacity_bytes: most that is gathered at a time.
-            transport: reaches the other replicas.
-            group: global ranks that divide the gradients.
+        Names of parameters that are frozen or elsewhere are left out; at most `capacity_bytes` are
+        gathered at a time.
         """
         self.is_divided = True
         groups: dict[tuple[tuple[int, ...], torch.dtype], dict[str, TensorSpec]] = {}
@@ -215,8 +209,7 @@ class ParameterStore:
     def widen(self, names: Iterable[str]) -> None:
         """Gives 16-bit parameters masters, if the store has a type for those.
 
-        Args:
-            names: of the parameters; those that are frozen, elsewhere or have one are left out.
+        Names of those that are frozen, elsewhere or have one are left out.
         """
         if self.shards:
             return  # what is not divided was frozen then, and cannot be trained
@@ -295,8 +288,7 @@ class ParameterStore:
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Parameters take values that may be wider than they: update copies do not round them.
 
-        Args:
-            values: whole parameters of this rank on the host, by name.
+        Values are whole parameters of this rank on the host, by name.
         """
         kept = [value.to(self.state.parameters[name].dtype) for name, value in values.items()]
         self.write(list(values), kept)
@@ -311,8 +303,7 @@ class ParameterStore:
     def load_beside(self, values: Mapping[str, Any]) -> None:
         """What is not the parameter itself takes values: parts, and masters before rounding.
 
-        Args:
-            values: what a module has loaded, by any of its names.
+        The values are what a module has loaded, by any of its names.
         """
         state, exact = self.state, {}
         for alias, value in values.items():
@@ -376,12 +367,9 @@ class ParameterStore:
         self.add_gradients(names, self.backend.adopt(given))
 
     def receive(self, bucket: Bucket, flat: torch.Tensor, trained: frozenset[str]) -> None:
-        """Adds this replica's part of a reduced bucket to the gradients of its pieces.
+        """Adds this replica's part of a reduced bucket of `shards` to the gradients of its pieces.
 
-        Args:
-            bucket: one of `shards`.
-            flat: [num_elements / replicas], on the host or on the device.
-            trained: parameters that the step trains; the others get no gradient.
+        See `Shard.parts_of`.
         """
         self._notice_spent(bucket.names)
         self._add_to(*self.shards[bucket].parts_of(flat, trained))

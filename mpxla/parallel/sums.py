@@ -42,11 +42,7 @@ def _cut(tensor: torch.Tensor, cuts: Sequence[Cut], dtype: torch.dtype) -> list[
 
 
 class GradientPrograms:
-    """Compiles and runs them.
-
-    Args:
-        programs: of this rank's device.
-    """
+    """Compiles and runs them."""
 
     def __init__(self, programs: Programs):
         self._programs = programs
@@ -84,13 +80,7 @@ class GradientPrograms:
     def parts(
         self, value: torch.Tensor | Buffer, cuts: Sequence[Cut], dtype: torch.dtype
     ) -> list[Buffer]:
-        """Parts of a tensor on the host or of a buffer, on the device.
-
-        Args:
-            value: of any shape; its elements count in order.
-            cuts: where each part begins, and its shape.
-            dtype: of the parts.
-        """
+        """Parts of a tensor on the host or of a buffer, on the device; elements count in order."""
         if not cuts:
             return []
         if isinstance(value, torch.Tensor) and value.is_cpu:

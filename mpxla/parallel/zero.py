@@ -34,12 +34,7 @@ __all__ = ["Shard", "ranges_of"]
 
 
 def ranges_of(bucket: Bucket, index: int) -> dict[str, Range]:
-    """Which elements of each parameter of a bucket one shard holds.
-
-    Args:
-        bucket: cut into `bucket.parts` shards.
-        index: which of them.
-    """
+    """Which elements of each parameter of a bucket its shard of an index holds."""
     length = bucket.num_elements // bucket.parts
     low, high = index * length, (index + 1) * length
     ranges: dict[str, Range] = {}
@@ -55,13 +50,8 @@ def ranges_of(bucket: Bucket, index: int) -> dict[str, Range]:
 class Shard:
     """The share of this replica in one bucket, and the ways there and back.
 
-    Args:
-        bucket: the parameters, with the specs of their gradients.
-        parameters: the compute copies, by name; those of the bucket among them.
-        dtype: of the pieces.
-        transport: reaches the other replicas.
-        group: global ranks that hold the same parameters, by dp_rank.
-        programs: compiles and runs.
+    The bucket has the specs of gradients; the parameters are compute copies, those of the bucket
+    among them; the group is that of the same parameters, by dp_rank.
 
     Attributes:
         names: of the bucket's parameters.

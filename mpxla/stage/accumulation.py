@@ -54,11 +54,8 @@ class AccumulatingBackward:
         """All of it as one graph.
 
         The derivative is copied node by node: strides in it mean nothing any more, and tracing it
-        again would look at them. Nodes beside its own do not know their values yet.
-
-        Args:
-            inputs: specs of the arguments.
-            device: where gradients are made that the derivative does not have, which are zeros.
+        again would look at them. Nodes beside its own do not know their values yet. Gradients that
+        the derivative does not have are zeros on the device.
         """
         graph = fx.Graph()
         arguments = [graph.placeholder(f"argument_{i}") for i in range(len(inputs))]

@@ -28,21 +28,14 @@ _Started = Callable[[], torch.Tensor]
 
 
 class CollectiveRunner:
-    """A collective piece, ready to run. Every member of its groups has to run it.
+    """A collective piece, ready to run; see `HostRunner`. Every member of its groups has to run it.
 
     Collectives of a group meet in the order in which each member starts them. That order is the
     same on all members: they lower equal graphs, whose pieces are cut in one way, and run equal
     lists of actions.
 
-    Args:
-        title: of the program, for messages.
-        piece: what to run.
-        groups: by the names in the graph.
-        view: waits for a value of the device and gives it on the host.
-        put: host tensors as values of the device.
-
     Raises:
-        LoweringError: a group that is not among them, or a collective that no transport has.
+        LoweringError: a group that is not in `groups`, or a collective that no transport has.
     """
 
     is_random = False

@@ -24,7 +24,7 @@ from mpxla.log import warn_once
 from mpxla.stage.pieces import HostPiece
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["HostRunner"]
+__all__ = ["HostRunner", "as_traced"]
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ class HostRunner:
     def __call__(self, arguments: Sequence[Any], seed: int | None = None) -> list[Any]:
         """Waits for the arguments; gives results on the device."""
         values = [self._view(argument) for argument in arguments]
-        with _as_traced(seed if self.is_random else None):
+        with as_traced(seed if self.is_random else None):
             results = self._interpreter.run(*values)
         if not self._is_announced:
             self._announce()
@@ -145,7 +145,7 @@ class _OnHost(fx.Interpreter):
 
 
 @contextlib.contextmanager
-def _as_traced(seed: int | None) -> Generator[None]:
+def as_traced(seed: int | None) -> Generator[None]:
     """Without derivatives and autocast, which the graph contains already; random as seeded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())

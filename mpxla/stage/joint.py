@@ -37,10 +37,7 @@ def trace_alone(
 ) -> fx.GraphModule:
     """Traces a function without its derivative.
 
-    Args:
-        function: takes one tensor per spec; returns a list of tensors that share no memory.
-        inputs: specs of its arguments.
-        lowering: what the backend wants.
+    It takes one tensor per spec, and returns a list of tensors that share no memory.
     """
     mode = _fake_mode()
     arguments = _fake(mode, inputs, lowering.device)
@@ -57,14 +54,9 @@ def trace_joint(
     tangents: Sequence[TensorSpec | None],
     lowering: Lowering,
 ) -> fx.GraphModule:
-    """Traces a function with its derivative, for torch's partitioner.
+    """Traces such a function with its derivative, for torch's partitioner.
 
-    Args:
-        function: as for `trace_alone`.
-        inputs: specs of its arguments.
-        differentiated: which arguments get a gradient.
-        tangents: spec of every result that has a gradient, None for the others.
-        lowering: what the backend wants.
+    A result without a gradient has None in place of a spec.
 
     Returns:
         (arguments, gradients of results) -> (results, gradient of every argument or None).

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mpxla.graph.typed import arguments_of, input_of, target_of
+from mpxla.graph.typed import input_of, outputs_of, target_of
+from mpxla.stage.saved_values import set_outputs
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["transpose", "transpose_gradients", "transpose_weights", "transposed"]
@@ -39,9 +40,7 @@ def transposed(spec: TensorSpec) -> TensorSpec:
 def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int, ...]:
     """Gives a forward graph the transposes of weights as arguments of their own.
 
-    Args:
-        forward: its first arguments are the parameters.
-        num_parameters: how many they are.
+    Its first arguments are the parameters.
 
     Returns:
         Which parameters; their transposes follow the other arguments, in this order.
@@ -76,17 +75,12 @@ def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int
 
 
 def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tuple[int, ...]:
-    """Makes a derivative give tall gradients of weights transposed.
-
-    Args:
-        backward: the derivative.
-        results: indices of the gradients among its results.
+    """Makes a derivative give tall gradients of weights, which are some of its results, transposed.
 
     Returns:
         Positions in `results` of those that are transposed now.
     """
-    (output,) = [n for n in backward.graph.nodes if n.op == "output"]
-    values = list(arguments_of(output)[0])
+    values = outputs_of(backward.graph)
     found: list[int] = []
     for position, index in enumerate(results):
         node = values[index]
@@ -99,10 +93,8 @@ def transpose_gradients(backward: fx.GraphModule, results: Sequence[int]) -> tup
         turned.meta, product.meta = _meta(right), _meta(node)
         values[index] = product
         found.append(position)
-    output.args = (tuple(values),)
-    backward.graph.eliminate_dead_code()
+    set_outputs(backward, values)
     backward.graph.lint()
-    backward.recompile()
     return tuple(found)
 
 

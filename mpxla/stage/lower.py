@@ -70,12 +70,12 @@ class LoweredStage:
     spec: StageSpec
     forward: fx.GraphModule
     forward_inputs: tuple[TensorSpec, ...]
-    num_saved: int
-    saved: tuple[SavedValue, ...]
-    saved_specs: tuple[TensorSpec, ...]
-    backward: AccumulatingBackward | None
-    backward_inputs: tuple[TensorSpec, ...]
-    grad_ports: tuple[tuple[int, int], ...]
+    num_saved: int = 0
+    saved: tuple[SavedValue, ...] = ()
+    saved_specs: tuple[TensorSpec, ...] = ()
+    backward: AccumulatingBackward | None = None
+    backward_inputs: tuple[TensorSpec, ...] = ()
+    grad_ports: tuple[tuple[int, int], ...] = ()
     transposed_weights: tuple[int, ...] = ()
     transposed_gradients: tuple[int, ...] = ()
 
@@ -125,11 +125,7 @@ class TracedStage:
                 )
 
     def lowered(self, share: float = 1.0) -> LoweredStage:
-        """The two graphs of the stage.
-
-        Args:
-            share: how much to keep for the backward, see `partition_joint`.
-        """
+        """The two graphs of the stage; how much is kept for the backward: see `partition_joint`."""
         spec, inputs, lowering = self._spec, self._inputs, self._lowering
         with _named(spec):
             if self._joint is None:
@@ -231,19 +227,9 @@ def _lower_forward_only(
 ) -> LoweredStage:
     graph = simplify(trace_alone(_stage_function(spec, lowering), inputs, lowering))
     num_outputs = len(spec.outputs) + len(spec.results) + len(spec.new_buffers)
-    _keep_outputs(graph, range(num_outputs))
+    set_outputs(graph, outputs_of(graph.graph)[:num_outputs])
     lowering.expand(graph)
-    return LoweredStage(
-        spec=spec,
-        forward=graph,
-        forward_inputs=inputs,
-        num_saved=0,
-        saved=(),
-        saved_specs=(),
-        backward=None,
-        backward_inputs=(),
-        grad_ports=(),
-    )
+    return LoweredStage(spec, graph, inputs)
 
 
 def _lower_joint(
@@ -269,11 +255,6 @@ def _lower_joint(
         spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums
     )
     return _lay_out(lowered, weights, gradients)
-
-
-def _keep_outputs(module: fx.GraphModule, kept: Sequence[int]) -> None:
-    values = outputs_of(module.graph)
-    set_outputs(module, [values[i] for i in kept])
 
 
 def _assemble(

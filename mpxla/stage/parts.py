@@ -28,13 +28,7 @@ _LIKE = (
 
 
 def drawing_own_part(target: Callable[..., Any], index: int, size: int) -> Callable[..., Any]:
-    """What runs in the place of an operator that draws for a split value.
-
-    Args:
-        target: the operator, or what stands in for it.
-        index: this rank's place in the group.
-        size: ranks of the group.
-    """
+    """What runs in the place of an operator, or of its stand-in, that draws for a split value."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _OwnPart(index, size):

@@ -150,10 +150,7 @@ def annotate(
 ) -> None:
     """Gives every node without a known value (`meta["val"]`) one on the device `meta`.
 
-    Args:
-        graph: its nodes may know their values as tensors of any device.
-        inputs: specs of its arguments.
-        root: holds the constants that the graph reads, if it reads any.
+    Values that are known may be on any device. The root holds the constants that the graph reads.
     """
     specs = iter(inputs)
     with torch.no_grad():
@@ -199,12 +196,9 @@ def split_graph(
     kind_of: Callable[[fx.Node], type[Piece]],
     root: torch.nn.Module | None = None,
 ) -> PieceList:
-    """Cuts a graph into pieces.
+    """Cuts a functional graph, whose nodes all know their values, into pieces.
 
-    Args:
-        graph: functional; every node knows its value.
-        kind_of: the kind of piece that a node belongs to.
-        root: holds the constants that the graph reads, if it reads any.
+    The root holds the constants that the graph reads.
     """
     root = root or torch.nn.Module()
     groups = _group(graph, kind_of)

@@ -18,14 +18,8 @@ class PiecewiseExecutable:
     """A program of several pieces; called like any other, see `Executable`.
 
     Compute pieces are started as ever. Host and collective pieces wait for their arguments, so that
-    a call returns only when the last of them has run.
-
-    Args:
-        name: for messages.
-        plan: what the pieces take and give.
-        runners: what runs each of them: executables, host runners and collective runners.
-        view: waits for a value of the device and gives it on the host.
-        put: host tensors as values of the device.
+    a call returns only when the last of them has run. Runners are executables, host runners and
+    collective runners; for `view` and `put` see the latter.
 
     Attributes:
         plan: what the pieces take and give.

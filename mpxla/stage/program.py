@@ -26,11 +26,7 @@ def trace_program(
 ) -> fx.GraphModule:
     """A function as one functional graph; its copies stay, which keep results apart.
 
-    Args:
-        name: for messages.
-        function: takes one tensor per spec; gives tensors that share no memory.
-        inputs: specs of its arguments.
-        lowering: what the backend wants.
+    It takes one tensor per spec, and gives tensors that share no memory.
 
     Raises:
         LoweringError: it cannot be traced.
@@ -62,14 +58,7 @@ def compile_function(
     inputs: Sequence[TensorSpec],
     **options: Any,
 ) -> Executable:
-    """A function as a program; see `trace_program`.
-
-    Args:
-        backend: compiles it.
-        name: for messages.
-        function: takes one tensor per spec; gives tensors that share no memory.
-        inputs: specs of its arguments.
-        **options: of `Backend.compile`.
+    """A function as a program; see `trace_program`. Options are those of `Backend.compile`.
 
     Raises:
         LoweringError: it cannot be traced, or not be compiled.

@@ -17,11 +17,11 @@ from mpxla.stage.spectral import short_time_fourier
 __all__ = ["SHARED", "copied", "strided_places"]
 
 _aten = torch.ops.aten
-
-
-def _torchs(operator: Any) -> Callable[..., Any]:
-    """How torch writes an operator with others."""
-    return decomposition_table[operator]
+_TORCHS: dict[Any, Callable[..., Any]] = {
+    operator: decomposition_table[operator]
+    for operator in (_aten.affine_grid_generator.default, _aten.grid_sampler_2d.default)
+}
+"""Operators that torch writes with others."""
 
 
 def copied(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) ->
 
 def _grid_sampler(tensor: torch.Tensor, grid: torch.Tensor, *settings: Any) -> torch.Tensor:
     flat = tensor.dim() == 4
-    function = _torchs(_aten.grid_sampler_2d.default) if flat else _aten.grid_sampler.default
+    function = _TORCHS[_aten.grid_sampler_2d.default] if flat else _aten.grid_sampler.default
     return function(tensor, grid, *settings)
 
 
@@ -244,7 +244,7 @@ SHARED: dict[Any, Callable[..., Any]] = {
     _aten._embedding_bag.default: _embedding_bag,
     _aten._weight_norm.default: _weight_norm,
     _aten.as_strided_scatter.default: _as_strided_scatter,
-    _aten.affine_grid_generator.default: _torchs(_aten.affine_grid_generator.default),
+    **_TORCHS,
     _aten.cdist.default: _cdist,
     _aten.channel_shuffle.default: _channel_shuffle,
     _aten.pdist.default: _pdist,
@@ -255,7 +255,6 @@ SHARED: dict[Any, Callable[..., Any]] = {
     _aten.embedding_bag.default: _embedding_bag,
     _aten.embedding_bag.padding_idx: _embedding_bag,
     _aten.grid_sampler.default: _grid_sampler,
-    _aten.grid_sampler_2d.default: _torchs(_aten.grid_sampler_2d.default),
     _aten.multilabel_margin_loss.default: _multilabel_margin_loss,
     _aten.repeat_interleave.self_Tensor: _repeat_interleave,
     _aten.stft.default: short_time_fourier,

@@ -42,8 +42,7 @@ class SavedValue:
 
 def set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
     """Makes a graph return these values, and removes what nothing reads then."""
-    (output,) = [n for n in module.graph.nodes if n.op == "output"]
-    output.args = (tuple(values),)
+    module.graph.output_node().args = (tuple(values),)
     module.graph.eliminate_dead_code()
     module.recompile()
 
@@ -64,30 +63,20 @@ def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs
         if not chain or node.op != "placeholder":
             continue
         saved[position] = node
-        with backward.graph.inserting_before(_first_computing(backward)):
-            rebuilt = holder
+        users, rebuilt = list(holder.users), holder
+        first = next(n for n in backward.graph.nodes if n.op != "placeholder")
+        with backward.graph.inserting_before(first):
             for view in reversed(chain):
                 rebuilt = backward.graph.call_function(
                     view.target, (rebuilt, *view.args[1:]), dict(view.kwargs)
                 )
                 rebuilt.meta = dict(view.meta)
-            first_view = _first_in_chain(rebuilt, len(chain))
         holder.meta = dict(node.meta)
-        for user in [user for user in holder.users if user is not first_view]:
+        for user in users:
             user.replace_input_with(holder, rebuilt)
     set_outputs(forward, [*values[:num_outputs], *saved])
     backward.graph.lint()
     backward.recompile()
-
-
-def _first_computing(module: fx.GraphModule) -> fx.Node:
-    return next(n for n in module.graph.nodes if n.op != "placeholder")
-
-
-def _first_in_chain(last: fx.Node, length: int) -> fx.Node:
-    for _ in range(length - 1):
-        last = input_of(last)
-    return last
 
 
 def route_saved(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.typed import arguments_of
+from mpxla.graph.typed import outputs_of
 from mpxla.stage.cleanup import is_view
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.lower import LoweredStage
@@ -236,16 +236,11 @@ def _scatter(
 ) -> None:
     """Makes gradients the means of their parts over the group, as soon as they are there.
 
-    Args:
-        module: gives the gradient of every argument, or None.
-        shards: of arguments.
-        dtypes: in which their gradients are summed.
-        names: of arguments.
-        max_live: most elements of gradients that are to be whole at a time.
+    All is by the index of the argument whose gradient it is, if it has one. At most `max_live`
+    elements of gradients are to be whole at a time.
     """
     graph = module.graph
-    (output,) = [node for node in graph.nodes if node.op == "output"]
-    results = list(arguments_of(output)[0])
+    results = outputs_of(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     order = [i for i in shards if results[i] is not None]
@@ -260,7 +255,7 @@ def _scatter(
         # Where it comes in the graph says which computation a turn has to wait for.
         with graph.inserting_before(first if gradient.op == "placeholder" else gradient.next):
             results[i] = _scattered(graph, gradient, shards[i], dtypes[i], meta)
-    output.args = (tuple(results),)
+    graph.output_node().args = (tuple(results),)
     graph.lint()
     module.recompile()
 

@@ -3,12 +3,15 @@
 Plain data, equal on all ranks, so that both ends of a transfer agree without talking.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
-__all__ = ["InputPort", "OutputPort", "StageSpec", "TensorSpec", "Transfer"]
+__all__ = ["InputPort", "OutputPort", "StageSpec", "TensorSpec", "Transfer", "key_of_call"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def without_storage(self) -> torch.Tensor:
         """A tensor like this on the device `meta`."""
@@ -34,6 +34,17 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
         """The spec of an existing (or fake) tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
+
+
+def key_of_call(node: fx.Node) -> Any:
+    """Equal for calls of one operator on tensors of equal specs, with equal other arguments."""
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        return pytree.tree_map_only(torch.Tensor, TensorSpec.of, value.meta.get("val"))
+
+    return node.target, repr(pytree.tree_map(described, (node.args, node.kwargs)))
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,7 @@ class SplitBackward:
 
 
 def split_backward(lowered: LoweredStage, device: torch.device) -> SplitBackward:
-    """Cuts the backward of a stage in two.
-
-    Args:
-        lowered: a stage with a backward.
-        device: the device that it was lowered for, with its index.
-    """
+    """Cuts the backward of a stage, which was lowered for a device with an index, in two."""
     assert lowered.backward is not None, "only a stage with a backward can be split"
     whole = lowered.backward.flat(lowered.backward_inputs, device).graph
     results = outputs_of(whole)

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from mpxla.device.backend import Backend
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.stage.program import compile_function
-from mpxla.stage.spec import TensorSpec
+from mpxla.stage.spec import TensorSpec, key_of_call
 
 __all__ = ["fastest", "measure_operators"]
 
@@ -28,12 +28,7 @@ _NUM_RUNS = 3
 def measure_operators(
     step: StepGraph, backend: Backend, only: Collection[str] | None = None
 ) -> dict[str, float]:
-    """Times the operators of a step's forward.
-
-    Args:
-        step: the captured step.
-        backend: runs them.
-        only: names of the nodes to time; None: all.
+    """Times the operators of a step's forward, or those of some names only.
 
     Returns:
         Seconds by name of node. Views and what is not an operator are left out.
@@ -45,7 +40,7 @@ def measure_operators(
     for node in step.graph.nodes:
         if not _is_measured(node) or (only is not None and node.name not in only):
             continue
-        key = _key(node)
+        key = key_of_call(node)
         if key not in known:
             function, inputs = _as_function(node, backend.lowering.device)
             taken_s = fastest(f"operator {node.name}", function, inputs, backend)
@@ -57,18 +52,6 @@ def measure_operators(
 def _is_measured(node: fx.Node) -> bool:
     target = node.target
     return node.op == "call_function" and isinstance(target, OpOverload) and not target.is_view
-
-
-def _key(node: fx.Node) -> Any:
-    """Equal for operators that take equally long."""
-
-    def described(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            tensor = value.meta["val"]
-            return (tuple(tensor.shape), tensor.dtype)
-        return repr(value)
-
-    return node.target, repr(pytree.tree_map(described, (node.args, node.kwargs)))
 
 
 def _as_function(

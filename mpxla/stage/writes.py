@@ -19,11 +19,7 @@ _aten = torch.ops.aten
 
 
 def replace_writes(module: fx.GraphModule, decomposed: Container[Any]) -> bool:
-    """Makes a traced program functional, in place.
-
-    Args:
-        module: its nodes have their values in `meta["val"]`.
-        decomposed: operators that must not come into the program.
+    """Makes a traced program functional, in place, without operators that would be decomposed.
 
     Returns:
         False: it writes otherwise than into new tensors of which there are no views, or with

@@ -96,10 +96,7 @@ def shared_tensors(
 ) -> list[torch.Tensor]:
     """Waits; tensors of PyTorch's device, sharing memory with the arrays if they lie there.
 
-    Args:
-        arrays: all on one device.
-        device: where the tensors shall be.
-        platform: jax's name of the platform of the arrays' device; to ask an array takes 1 us.
+    The arrays are all on one device, of jax's platform `platform`; to ask an array takes 1 us.
     """
     jax.block_until_ready(arrays)  # a capsule does not wait
     shares = device.type == ("cuda" if platform == "gpu" else platform)
@@ -192,10 +189,6 @@ class ImportCache:
     itself is there. That takes a weak reference to the tensor, which forbids
     `torch.utils.swap_tensors`: `forget` takes it away. A tensor made of an array is an owner of the
     array's memory like others, so the array is noted for as long as the tensor's storage is there.
-
-    Args:
-        device: where arrays lie.
-        shares_memory: whether PyTorch's tensors lie in the same memory.
     """
 
     def __init__(self, device: Device, shares_memory: bool):

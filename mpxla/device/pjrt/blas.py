@@ -72,10 +72,8 @@ def _processor() -> str:
 def _handler(sgemm: int) -> int:
     """Address of a function that XLA calls with its frame (xla/ffi/api/c_api.h, counted in words).
 
-    It does no more than follow pointers: `_numbers` has what the library is told by address.
-
-    Args:
-        sgemm: address of the library's function.
+    It does no more than follow pointers to the library's function at the address `sgemm`:
+    `_numbers` has what the library is told by address.
     """
     from llvmlite import binding, ir
 

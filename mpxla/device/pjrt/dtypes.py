@@ -3,6 +3,7 @@
 Jax counts in 64 bits here as PyTorch does: whoever imports this module turns `jax_enable_x64` on.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ __all__ = [
     "as_float",
     "cast",
     "compute_dtype",
+    "dtype_or",
     "jax_dtype",
     "promote",
     "result_type",
+    "shape_and_dtype",
     "torch_dtype",
     "widened",
 ]
@@ -24,24 +27,14 @@ __all__ = [
 # Without it jax would make int32 of int64 and float32 of float64, in silence.
 jax.config.update("jax_enable_x64", True)
 
-_JAX: dict[torch.dtype, np.dtype] = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(jnp.bfloat16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-    torch.float8_e4m3fn: np.dtype(jnp.float8_e4m3fn),
-    torch.float8_e5m2: np.dtype(jnp.float8_e5m2),
+# `jax.numpy` names them as torch does, except the first.
+_JAX: dict[torch.dtype, np.dtype] = {torch.bool: np.dtype(np.bool_)} | {
+    getattr(torch, name): np.dtype(getattr(jnp, name))
+    for name in (
+        *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    )
 }
 _TORCH = {dtype: key for key, dtype in _JAX.items()}
 
@@ -52,6 +45,22 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
         return _JAX[dtype]
     except KeyError:
         raise TypeError(f"jax has no dtype for {dtype}") from None
+
+
+def dtype_or(dtype: torch.dtype | None, other: np.dtype | None = None) -> np.dtype:
+    """Jax's dtype for one of PyTorch's, if it is given; else the other one, or the default."""
+    if dtype is None and other is not None:
+        return other
+    return jax_dtype(dtype or torch.get_default_dtype())
+
+
+def shape_and_dtype(
+    like: jax.Array | Sequence[int], dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Of a new array that is like another one, or has a given shape."""
+    if isinstance(like, jax.Array):
+        return like.shape, dtype_or(dtype, like.dtype)
+    return tuple(like), dtype_or(dtype)
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:

@@ -39,7 +39,7 @@ __all__ = [
     "unknown_nodes",
 ]
 
-assert operators.__all__, "importing them fills the table"
+assert operators.SUBJECTS, "importing them fills the table"
 
 _aten = torch.ops.aten
 _NOT_CORE = (
@@ -89,12 +89,7 @@ def is_random_graph(graph: fx.Graph) -> bool:
 
 
 def as_function(title: str, module: fx.GraphModule) -> Callable[..., list[jax.Array]]:
-    """(key or None, arrays) -> arrays, for `jax.jit`.
-
-    Args:
-        title: of the program, for messages.
-        module: functional; every node knows its value (`meta["val"]`).
-    """
+    """(key or None, arrays) -> arrays, for `jax.jit`; all nodes of the module know their values."""
 
     def call(key: jax.Array | None, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         run = _Evaluation(title, module, _Keys(key))
@@ -104,11 +99,9 @@ def as_function(title: str, module: fx.GraphModule) -> Callable[..., list[jax.Ar
 
 
 def inline_functions(module: fx.GraphModule) -> None:
-    """Writes calls of Python functions, as passes put them there, with operators of ATen.
+    """Writes calls of Python functions, as passes put them there, with operators of ATen, in place.
 
-    Args:
-        module: every node knows its value (`meta["val"]`); those functions give one tensor each.
-            Changed in place.
+    Every node knows its value (`meta["val"]`); those functions give one tensor each.
     """
     for node in list(module.graph.nodes):
         if not isinstance(node.target, FunctionType):

@@ -1,7 +1,7 @@
 """How stages are lowered for jax: on fake tensors of the processor, in plain operators."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -11,28 +11,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mpxla.device.backend import Lowering
 from mpxla.device.convolution import expand_convolutions
 from mpxla.device.pjrt.graphs import decompositions, inline_functions
-from mpxla.device.pjrt.replacements import REPLACEMENTS
+from mpxla.stage.replacements import SHARED, strided_places
 
 __all__ = ["make_lowering"]
 
 
 def make_lowering(is_host: bool) -> Lowering:
-    """What the backend wants of graphs; touches no device.
+    """What the backend wants of graphs, for the processor itself or not; touches no device.
 
     Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
-
-    Args:
-        is_host: whether the device is the processor itself.
     """
     return Lowering(
         device=torch.device("cpu"),
         decompositions=decompositions(),
-        replacements=REPLACEMENTS,
+        replacements={**SHARED, torch.ops.aten.as_strided.default: _as_strided},
         dispatched=_plain_operators,
         expand=_expand_for_host if is_host else _as_it_is,
         lays_out_weights=False,
         disguises_sums=False,
     )
+
+
+def _as_strided(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """By places in memory, of tensors without gaps; PyTorch's derivative asks how they lie."""
+    places = strided_places(tensor, size, stride, offset)
+    return tensor.flatten().index_select(0, places).reshape(size)
 
 
 @contextlib.contextmanager

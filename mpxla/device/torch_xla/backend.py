@@ -1,7 +1,7 @@
 """The backend on torch_xla: CPU, and accelerators that have a plugin for it (Neuron)."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from mpxla.device.torch_xla.collectives.process_groups import DeviceCollectives
 from mpxla.device.torch_xla.collectives.world import XlaWorld
 from mpxla.device.torch_xla.compile import Executable, compile_graph, num_compilations
 from mpxla.device.torch_xla.lowering import make_lowering
-from mpxla.device.views import assign, num_holders
+from mpxla.device.views import TensorBuffers
 from mpxla.kept import Kept, kind_of_processor
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.spec import TensorSpec
@@ -30,7 +30,7 @@ from mpxla.stage.spec import TensorSpec
 __all__ = ["TorchXlaBackend"]
 
 
-class TorchXlaBackend:
+class TorchXlaBackend(TensorBuffers):
     """Compiles and runs programs by torch_xla; see `Backend`. Buffers are tensors of its device."""
 
     name = "torch_xla"
@@ -124,26 +124,6 @@ class TorchXlaBackend:
         """Starts what is pending of these tensors."""
         tensors.make_ready(tensors_)
         return list(tensors_)
-
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: it refers to none."""
-
-    def publish(self, buffers: Sequence[torch.Tensor], is_held: bool = False) -> list[torch.Tensor]:
-        """Buffers are what users see."""
-        return list(buffers)
-
-    def assign(self, tensors_: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Exchanges the memory of tensors, or writes to it where somebody sees that."""
-        for tensor, buffer in zip(tensors_, buffers, strict=True):
-            assign(tensor, buffer, self.has_views(tensor))
-
-    def has_views(self, tensor: torch.Tensor) -> bool:
-        """Whether something beside the tensor refers to its memory."""
-        return num_holders(tensor) > 1
-
-    def spec(self, buffer: torch.Tensor) -> TensorSpec:
-        """Shape and dtype of a buffer."""
-        return TensorSpec.of(buffer)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of XLA's."""

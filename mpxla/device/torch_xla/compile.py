@@ -191,16 +191,9 @@ def compile_graph(
     device: torch.device,
     groups: Groups | None = None,
 ) -> Executable | PiecewiseExecutable | FusedExecutable:
-    """Compiles a graph module for the device.
+    """Compiles a graph module for the device; it returns a list of tensors.
 
     Operators that the device has no code for run on the host, and collectives over the transport.
-
-    Args:
-        name: for messages.
-        module: takes one tensor per spec; returns a list of tensors.
-        inputs: specs of its arguments.
-        device: the XLA device.
-        groups: those that collectives in the graph name.
 
     Raises:
         LoweringError: an operator can run neither on the device nor on the host.

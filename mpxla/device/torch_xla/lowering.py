@@ -18,11 +18,7 @@ __all__ = ["make_lowering"]
 
 
 def make_lowering(is_host: bool) -> Lowering:
-    """What torch_xla wants of graphs; touches no device.
-
-    Args:
-        is_host: whether the device is the processor itself.
-    """
+    """What torch_xla wants of graphs, for the processor itself or not; touches no device."""
     return Lowering(
         device=torch.device("xla:0"),  # the kind of device counts; nothing is allocated there
         decompositions=DECOMPOSITIONS,

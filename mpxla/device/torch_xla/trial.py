@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpxla.device.torch_xla.tensors import to_device
-from mpxla.stage.spec import TensorSpec
+from mpxla.stage.spec import TensorSpec, key_of_call
 
 __all__ = ["fallbacks", "has_code", "learn", "needs_host"]
 
@@ -37,7 +37,7 @@ def needs_host(node: fx.Node) -> bool:
         return False
     if not has_code(cast(OpOverload, node.target)):
         return True
-    return bool(_tried.get(_key(node), ("", False))[0])
+    return bool(_tried.get(key_of_call(node), ("", False))[0])
 
 
 _NEVER_TRACED = frozenset({"aten::linalg_ldl_solve"})
@@ -58,12 +58,7 @@ def has_code(op: OpOverload) -> bool:
 
 
 def learn(nodes: Iterable[fx.Node], device: torch.device, by_compiling: bool) -> list[fx.Node]:
-    """Tries every operator by itself, on zeros.
-
-    Args:
-        nodes: nodes that know their values.
-        device: the XLA device.
-        by_compiling: whether to compile each of them as well (which takes a while).
+    """Tries every operator by itself, on zeros, and perhaps compiles it (which takes a while).
 
     Returns:
         Nodes that turned out to need the host; `needs_host` knows them from now on.
@@ -72,7 +67,7 @@ def learn(nodes: Iterable[fx.Node], device: torch.device, by_compiling: bool) ->
     for node in nodes:
         if not _is_operator(node) or needs_host(node):
             continue
-        key = _key(node)
+        key = key_of_call(node)
         reason, was_compiled = _tried.get(key, ("", None))
         if was_compiled is None or by_compiling > was_compiled:
             reason = _try(node, device, by_compiling)
@@ -93,19 +88,6 @@ def fallbacks() -> dict[str, int]:
 
 def _is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload)
-
-
-def _key(node: fx.Node) -> Any:
-    """Equal for calls that are lowered alike."""
-
-    def described(value: Any) -> Any:
-        return _specs(value.meta.get("val")) if isinstance(value, fx.Node) else repr(value)
-
-    return node.target, repr(pytree.tree_map(described, (node.args, node.kwargs)))
-
-
-def _specs(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, TensorSpec.of, value)
 
 
 def _try(node: fx.Node, device: torch.device, by_compiling: bool) -> str:

@@ -1,45 +1,11 @@
 """Jax functions of ATen operators, by subject. Importing this package fills the table."""
 
-from mpxla.device.pjrt.operators import (
-    activations,
-    arithmetic,
-    attention,
-    comparison,
-    convolution,
-    creation,
-    functions,
-    indexing,
-    linear_algebra,
-    losses,
-    normalization,
-    ordering,
-    pooling,
-    products,
-    random,
-    reductions,
-    resampling,
-    scattering,
-    views,
-)
+import importlib
+import pkgutil
 
-__all__: list[str] = [
-    "activations",
-    "arithmetic",
-    "attention",
-    "comparison",
-    "convolution",
-    "creation",
-    "functions",
-    "indexing",
-    "linear_algebra",
-    "losses",
-    "normalization",
-    "ordering",
-    "pooling",
-    "products",
-    "random",
-    "reductions",
-    "resampling",
-    "scattering",
-    "views",
-]
+__all__ = ["SUBJECTS"]
+
+SUBJECTS = tuple(module.name for module in pkgutil.iter_modules(__path__))
+"""The files of this package."""
+for _name in SUBJECTS:
+    importlib.import_module(f"{__name__}.{_name}")

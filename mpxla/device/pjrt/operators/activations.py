@@ -27,23 +27,20 @@ def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _gelu(x: jax.Array, approximate: str) -> jax.Array:
+@implements("gelu")
+@_rounded_once
+def _gelu(x: jax.Array, *, approximate: str = "none") -> jax.Array:
     if approximate == "tanh":
         return jax.nn.gelu(x, approximate=True)
     # PyTorch's formula. jax's is written with erfc, which takes XLA's CPU twice as long.
     return x * (0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5)))
 
 
-@implements("gelu")
-@_rounded_once
-def _gelu_forward(x: jax.Array, *, approximate: str = "none") -> jax.Array:
-    return _gelu(x, approximate)
-
-
 @implements("gelu_backward")
 @_rounded_once
 def _gelu_backward(gradient: jax.Array, x: jax.Array, *, approximate: str = "none") -> jax.Array:
-    return jax.vjp(lambda y: _gelu(y, approximate), x)[1](gradient.astype(x.dtype))[0]
+    forward = functools.partial(_gelu, approximate=approximate)
+    return jax.vjp(forward, x)[1](gradient.astype(x.dtype))[0]
 
 
 @implements("relu")

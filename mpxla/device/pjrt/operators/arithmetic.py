@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.scipy import special
 
 from mpxla.device.pjrt.dtypes import as_float, cast, promote, result_type, widened
 from mpxla.device.pjrt.table import implements
@@ -44,9 +46,7 @@ def _subtract(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
     return a - b
 
 
-@implements("rsub.Scalar", "rsub.Tensor")
-def _subtract_from(left: Any, right: Any, alpha: Any = 1) -> jax.Array:
-    return _subtract(right, left, alpha)
+implements("rsub.Scalar", "rsub.Tensor")(lambda left, right, alpha=1: _subtract(right, left, alpha))
 
 
 @implements("mul.Tensor", "mul.Scalar")
@@ -96,21 +96,7 @@ def _divide_floored(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.floor_divide(a, b)
 
 
-@implements("floor_divide", "floor_divide.Scalar")
-def _floor_divide(left: Any, right: Any) -> jax.Array:
-    return _divide(left, right, "floor")
-
-
-@implements("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
-def _remainder(left: Any, right: Any) -> jax.Array:
-    a, b = promote(left, right)
-    return jnp.remainder(a, b)
-
-
-@implements("fmod.Tensor", "fmod.Scalar")
-def _fmod(left: Any, right: Any) -> jax.Array:
-    a, b = promote(left, right)
-    return lax.rem(*jnp.broadcast_arrays(a, b))
+implements("floor_divide", "floor_divide.Scalar")(partial(_divide, rounding_mode="floor"))
 
 
 @implements("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
@@ -128,6 +114,21 @@ def _power(base: Any, exponent: Any) -> jax.Array:
         inverse = jnp.where(a == 1, 1, jnp.where(a == -1, jnp.where(b % 2 == 0, 1, -1), 0))
         return jnp.where(b < 0, inverse, jnp.power(a, jnp.maximum(b, 0))).astype(a.dtype)
     return jnp.power(a, b)
+
+
+def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
+    is_out = (b < 0) | (b >= 8 * a.dtype.itemsize)
+    return jnp.where(is_out, 0, jnp.left_shift(a, jnp.where(is_out, 0, b)))
+
+
+def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
+    most = 8 * a.dtype.itemsize - 1
+    return jnp.right_shift(a, jnp.where((b < 0) | (b > most), most, b).astype(a.dtype))
+
+
+def _times(logarithm: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """a log(b), which is zero where a is, unless b is NaN."""
+    return lambda a, b: jnp.where(jnp.isnan(b), jnp.nan, jnp.where(a == 0, 0, a * logarithm(b)))
 
 
 def _binary(
@@ -154,38 +155,20 @@ _binary(("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor"
 _binary(("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor"), jnp.bitwise_or)
 _binary(("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"), jnp.bitwise_xor)
 _binary(("heaviside",), lambda a, b: jnp.where(a == 0, b, (a > 0).astype(a.dtype)))
+_binary(("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"), jnp.remainder)
+_binary(("fmod.Tensor", "fmod.Scalar"), lambda a, b: lax.rem(*jnp.broadcast_arrays(a, b)))
+_binary(("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other"), _times(jnp.log), as_float)
+_XLOG1PY = ("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
+_binary(_XLOG1PY, _times(jnp.log1p), as_float)
+_binary(("special_zeta",), special.zeta, as_float)
+_binary(("igamma",), special.gammainc, as_float)
+_binary(("igammac",), special.gammaincc, as_float)
+_binary(("complex",), lax.complex, jnp.broadcast_arrays)
 _SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
 _OF_PYTHON = ("Tensor", "Scalar")  # what `<<` and `>>` call
-_binary(
-    (*(f"bitwise_left_shift.{o}" for o in _SHIFTS), *(f"__lshift__.{o}" for o in _OF_PYTHON)),
-    lambda a, b: _shift_left(a, b),
-)
-_binary(
-    (*(f"bitwise_right_shift.{o}" for o in _SHIFTS), *(f"__rshift__.{o}" for o in _OF_PYTHON)),
-    lambda a, b: _shift_right(a, b),
-)
-
-
-def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
-    is_out = (b < 0) | (b >= 8 * a.dtype.itemsize)
-    return jnp.where(is_out, 0, jnp.left_shift(a, jnp.where(is_out, 0, b)))
-
-
-def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
-    most = 8 * a.dtype.itemsize - 1
-    return jnp.right_shift(a, jnp.where((b < 0) | (b > most), most, b).astype(a.dtype))
-
-
-@implements("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other")
-def _x_log_y(left: Any, right: Any) -> jax.Array:
-    a, b = as_float(left, right)
-    return jnp.where(jnp.isnan(b), jnp.nan, jnp.where(a == 0, 0, a * jnp.log(b)))
-
-
-@implements("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
-def _x_log1p_y(left: Any, right: Any) -> jax.Array:
-    a, b = as_float(left, right)
-    return jnp.where(jnp.isnan(b), jnp.nan, jnp.where(a == 0, 0, a * jnp.log1p(b)))
+for _word, _letter, _shift in (("left", "l", _shift_left), ("right", "r", _shift_right)):
+    _named = (*(f"bitwise_{_word}_shift.{o}" for o in _SHIFTS),)
+    _binary((*_named, *(f"__{_letter}shift__.{o}" for o in _OF_PYTHON)), _shift)
 
 
 @implements("addcmul")
@@ -210,7 +193,7 @@ def _interpolate(start: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
     return jnp.where(is_near, start + w * apart, end - apart * (1 - w))
 
 
-@implements("clamp", "clamp.Tensor")
+@implements("clamp", "clamp.Tensor", "clamp_min", "clamp_min.Tensor")
 def _clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     dtype = result_type(value, low, high)
     value = cast(value, dtype)
@@ -219,11 +202,4 @@ def _clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     return value if high is None else jnp.minimum(value, cast(high, dtype))
 
 
-@implements("clamp_min", "clamp_min.Tensor")
-def _clamp_min(value: jax.Array, low: Any) -> jax.Array:
-    return _clamp(value, low)
-
-
-@implements("clamp_max", "clamp_max.Tensor")
-def _clamp_max(value: jax.Array, high: Any) -> jax.Array:
-    return _clamp(value, None, high)
+implements("clamp_max", "clamp_max.Tensor")(lambda value, high: _clamp(value, None, high))

@@ -36,19 +36,13 @@ def _masked_fill(value: jax.Array, mask: jax.Array, fill: Any) -> jax.Array:
     return jnp.where(mask, cast(fill, value.dtype), value)
 
 
-@implements("equal")
-def _equal(left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.array_equal(left, right)
-
-
-def _is_in(elements: Any, found: Any, invert: bool) -> jax.Array:
-    dtype = result_type(elements, found)
-    values, tests = cast(elements, dtype), cast(found, dtype).reshape(-1)
-    return jnp.any(values[..., None] == tests, -1) != invert
+implements("equal")(jnp.array_equal)
 
 
 @implements("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
 def _isin(
     elements: Any, found: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> jax.Array:
-    return _is_in(elements, found, invert)
+    dtype = result_type(elements, found)
+    values, tests = cast(elements, dtype), cast(found, dtype).reshape(-1)
+    return jnp.any(values[..., None] == tests, -1) != invert

@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mpxla.device.pjrt.operators.pooling import spread
 from mpxla.device.pjrt.table import implements
 
 Sizes = Sequence[int]
-
-
-def _spread(values: Sizes, count: int) -> list[int]:
-    """One value for each dimension, where PyTorch allows one for all."""
-    return list(values) * (count // len(values))
 
 
 def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
@@ -35,31 +31,24 @@ def _convolve(
 ) -> jax.Array:
     """[B, I, ...] by [O, I / groups, ...] -> [B, O, ...]."""
     count = weight.ndim - 2
-    stride, padding, dilation = (_spread(v, count) for v in (stride, padding, dilation))
+    stride, padding, dilation = (spread(v, count) for v in (stride, padding, dilation))
+    margins = [(p, p) for p in padding]
+    steps = [1] * count
+    if transposed:
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        ends = zip(reach, padding, spread(output_padding, count), strict=True)
+        margins = [(r - p, r - p + e) for r, p, e in ends]
+        weight = jnp.flip(_swap_channels(weight, groups), tuple(range(2, weight.ndim)))
+        stride, steps = steps, stride
     space = "DHW"[3 - count :]
-    names = (f"NC{space}", f"OI{space}", f"NC{space}")
-    if not transposed:
-        return lax.conv_general_dilated(
-            x,
-            weight,
-            stride,
-            [(p, p) for p in padding],
-            rhs_dilation=dilation,
-            dimension_numbers=names,
-            feature_group_count=groups,
-        )
-    ends = _spread(output_padding, count)
-    window = weight.shape[2:]
-    margins = [d * (k - 1) - p for d, k, p in zip(dilation, window, padding, strict=True)]
-    flipped = jnp.flip(_swap_channels(weight, groups), tuple(range(2, weight.ndim)))
     return lax.conv_general_dilated(
         x,
-        flipped,
-        [1] * count,
-        [(m, m + e) for m, e in zip(margins, ends, strict=True)],
-        lhs_dilation=stride,
+        weight,
+        stride,
+        margins,
+        lhs_dilation=steps,
         rhs_dilation=dilation,
-        dimension_numbers=names,
+        dimension_numbers=(f"NC{space}", f"OI{space}", f"NC{space}"),
         feature_group_count=groups,
     )
 

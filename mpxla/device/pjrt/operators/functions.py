@@ -106,8 +106,6 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "conj_physical": jnp.conj,
     "_conj": jnp.conj,
     "_conj_physical": jnp.conj,
-    "resolve_conj": lambda x: x,
-    "resolve_neg": lambda x: x,
     "floor": _unless_integer(jnp.floor),
     "frac": lambda x: x - jnp.trunc(x),
     "imag": jnp.imag,
@@ -119,7 +117,6 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "isposinf": lambda x: jnp.isposinf(x) if x.dtype.kind not in "biu" else jnp.zeros_like(x, bool),
     "logical_not": jnp.logical_not,
     "neg": jnp.negative,
-    "positive": lambda x: x,
     "round": _unless_integer(jnp.round),
     "sgn": _sgn,
     "sign": _sgn,
@@ -128,6 +125,8 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
     "square": lambda x: x * x,
     "trunc": _unless_integer(jnp.trunc),
+    "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+    "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
 }
 for _name, _function in _OF_ALL.items():
     implements(_name)(_function)
@@ -161,21 +160,6 @@ def _nan_to_num(
 @implements("polar")
 def _polar(length: jax.Array, angle: jax.Array) -> jax.Array:
     return lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
-
-
-@implements("complex")
-def _complex(real: jax.Array, imag: jax.Array) -> jax.Array:
-    return lax.complex(*jnp.broadcast_arrays(real, imag))
-
-
-@implements("view_as_real")
-def _view_as_real(x: jax.Array) -> jax.Array:
-    return jnp.stack([x.real, x.imag], -1)
-
-
-@implements("view_as_complex")
-def _view_as_complex(x: jax.Array) -> jax.Array:
-    return lax.complex(x[..., 0], x[..., 1])
 
 
 @implements("logit")
@@ -212,21 +196,6 @@ def _higher_polygamma(order: int, x: jax.Array) -> jax.Array:
     total, q = jax.lax.while_loop(lambda state: is_low(state[1]).any(), shifted, start)
     found = total + special.zeta(jnp.asarray(order + 1, np.float64), q)
     return ((-1) ** (order + 1) * math.factorial(order) * found).astype(x.dtype)
-
-
-@implements("special_zeta")
-def _zeta(x: jax.Array, q: jax.Array) -> jax.Array:
-    return special.zeta(*as_float(x, q))
-
-
-@implements("igamma")
-def _lower_gamma(shape: jax.Array, x: jax.Array) -> jax.Array:
-    return special.gammainc(*as_float(shape, x))
-
-
-@implements("igammac")
-def _upper_gamma(shape: jax.Array, x: jax.Array) -> jax.Array:
-    return special.gammaincc(*as_float(shape, x))
 
 
 @implements("mvlgamma")

@@ -27,15 +27,7 @@ def along(x: jax.Array, dim: int, index: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(places)
 
 
-@implements("embedding")
-def _embedding(
-    weight: jax.Array,
-    index: jax.Array,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> jax.Array:
-    return take(weight, index, 0)
+implements("embedding")(lambda weight, index, *_: take(weight, index, 0))
 
 
 @implements("index_select")
@@ -67,17 +59,12 @@ def add_at(x: jax.Array, places: tuple[Any, ...], values: jax.Array) -> jax.Arra
     return x.at[places].add(values)
 
 
-def refuse_masks(indices: Sequence[jax.Array | None]) -> None:
-    """Masks give shapes that depend on values, which no program of XLA has."""
+@implements("index.Tensor", "_unsafe_index.Tensor")
+def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     if any(i is not None and i.dtype.kind in "b" for i in indices):
         raise NotImplementedError(
             "an index of booleans gives a shape that depends on values; use torch.where"
         )
-
-
-@implements("index.Tensor", "_unsafe_index.Tensor")
-def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
-    refuse_masks(indices)
     return x.at[places_of(indices)].get(mode="fill")
 
 

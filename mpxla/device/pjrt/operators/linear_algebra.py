@@ -135,8 +135,7 @@ def _lu_solve(
     adjoint: bool = False,
 ) -> jax.Array:
     if not left:
-        turned = _lu_solve(factors, pivots, _adjoint(right), adjoint=not adjoint)
-        return _adjoint(turned)
+        return _adjoint(_lu_solve(factors, pivots, _adjoint(right), adjoint=not adjoint))
     permutation, lower, upper = _lu_unpack(factors, pivots)
     if adjoint:
         half = _solve_triangular(_adjoint(upper), right, upper=False)
@@ -217,23 +216,14 @@ def _cross(left: jax.Array, right: jax.Array, *, dim: int = -1) -> jax.Array:
     return jnp.cross(left, right, axis=dim)
 
 
-@implements("linalg_householder_product")
-def _householder_product(x: jax.Array, tau: jax.Array) -> jax.Array:
-    return lax.linalg.householder_product(x, tau)
-
-
-@implements("linalg_matrix_exp")
-def _matrix_exp(x: jax.Array) -> jax.Array:
-    return jax.scipy.linalg.expm(x)
+implements("linalg_householder_product")(lax.linalg.householder_product)
+implements("linalg_matrix_exp")(jax.scipy.linalg.expm)
 
 
 def _norm(normalization: int, forward: bool) -> str:
     """Jax's name for PyTorch's number of what divides a transform."""
-    if normalization == 0:
-        return "backward" if forward else "forward"
-    if normalization == 1:
-        return "ortho"
-    return "forward" if forward else "backward"
+    names = ("backward", "ortho", "forward")
+    return names[normalization if forward else 2 - normalization]
 
 
 @implements("_fft_c2c")
@@ -244,9 +234,8 @@ def _fft_c2c(x: jax.Array, dims: list[int], normalization: int, forward: bool) -
 
 @implements("_fft_r2c")
 def _fft_r2c(x: jax.Array, dims: list[int], normalization: int, onesided: bool) -> jax.Array:
-    name = _norm(normalization, True)
     function = jnp.fft.rfftn if onesided else jnp.fft.fftn
-    return function(x, axes=tuple(dims), norm=name)
+    return function(x, axes=tuple(dims), norm=_norm(normalization, True))
 
 
 @implements("_fft_c2r")

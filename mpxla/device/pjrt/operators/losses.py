@@ -20,10 +20,14 @@ def _weights(
     return safe, jnp.where(is_counted, found, 0).astype(x.dtype)
 
 
+@implements("nll_loss_forward", "nll_loss2d_forward")
 def _nll_loss(
     x: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignored: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Of [N, C, ...] and [N, ...]; the loss and the sum of the weights."""
+    """Of [N, C, ...] and [N, ...], or [C] and []; the loss and the sum of the weights."""
+    if x.ndim == 1:
+        loss, total = _nll_loss(x[None], target.reshape(1), weight, reduction, ignored)
+        return loss.reshape(()), total
     safe, weights = _weights(x, target, weight, ignored)
     # A class out of range gives NaN, where PyTorch raises an error.
     chosen = jnp.take_along_axis(x, safe[:, None], 1, mode="fill")[:, 0]
@@ -36,6 +40,7 @@ def _nll_loss(
     return (jnp.sum(losses) / total if reduction == 1 else jnp.sum(losses)), total
 
 
+@implements("nll_loss_backward", "nll_loss2d_backward")
 def _nll_loss_backward(
     gradient: jax.Array,
     x: jax.Array,
@@ -45,35 +50,12 @@ def _nll_loss_backward(
     ignored: int,
     total: jax.Array,
 ) -> jax.Array:
+    if x.ndim == 1:
+        row = gradient.reshape(1) if reduction == 0 else gradient
+        settings = (weight, reduction, ignored, total)
+        return _nll_loss_backward(row, x[None], target.reshape(1), *settings)[0]
     safe, weights = _weights(x, target, weight, ignored)
     values = -weights * (gradient / total if reduction == 1 else gradient)
     values = jnp.where(target == ignored, 0, values)
     classes = np.arange(x.shape[1]).reshape(1, -1, *[1] * (x.ndim - 2))
     return jnp.where(classes == safe[:, None], values[:, None], 0).astype(x.dtype)
-
-
-@implements("nll_loss_forward", "nll_loss2d_forward")
-def _forward(
-    x: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignored: int
-) -> tuple[jax.Array, jax.Array]:
-    if x.ndim > 1:
-        return _nll_loss(x, target, weight, reduction, ignored)
-    loss, total = _nll_loss(x[None], target.reshape(1), weight, reduction, ignored)
-    return loss.reshape(()), total
-
-
-@implements("nll_loss_backward", "nll_loss2d_backward")
-def _backward(
-    gradient: jax.Array,
-    x: jax.Array,
-    target: jax.Array,
-    weight: jax.Array | None,
-    reduction: int,
-    ignored: int,
-    total: jax.Array,
-) -> jax.Array:
-    if x.ndim > 1:
-        return _nll_loss_backward(gradient, x, target, weight, reduction, ignored, total)
-    row = gradient.reshape(1) if reduction == 0 else gradient
-    settings = (weight, reduction, ignored, total)
-    return _nll_loss_backward(row, x[None], target.reshape(1), *settings)[0]

@@ -22,6 +22,18 @@ def _moments(x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
 
 
+def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _centered(gradient: jax.Array, normalized: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Without what would move the mean or the variance."""
+    share = jnp.mean(gradient, axes, keepdims=True)
+    along = jnp.mean(gradient * normalized, axes, keepdims=True)
+    return gradient - share - normalized * along
+
+
 @implements("native_layer_norm")
 def _layer_norm(
     x: jax.Array,
@@ -34,10 +46,7 @@ def _layer_norm(
     wide = widened(x)
     mean, variance = _moments(wide, axes)
     scale = lax.rsqrt(variance + eps)
-    result = (wide - mean) * scale
-    result = result if weight is None else result * weight
-    result = result if bias is None else result + bias
-    return result.astype(x.dtype), mean, scale
+    return _affine((wide - mean) * scale, weight, bias).astype(x.dtype), mean, scale
 
 
 @implements("native_layer_norm_backward")
@@ -58,9 +67,7 @@ def _layer_norm_backward(
     of_normalized = wide if weight is None else wide * weight
     of_x = of_weight = of_bias = None
     if output_mask[0]:
-        share = jnp.mean(of_normalized, inner, keepdims=True)
-        along = jnp.mean(of_normalized * normalized, inner, keepdims=True)
-        of_x = (of_normalized - share - normalized * along) * scale
+        of_x = _centered(of_normalized, normalized, inner) * scale
     if output_mask[1]:
         of_weight = jnp.sum(wide * normalized, outer)
     if output_mask[2]:
@@ -113,9 +120,8 @@ def _group_norm(
     wide = widened(x).reshape(batch, groups, -1)
     mean, variance = _moments(wide, (2,))
     scale = lax.rsqrt(variance + eps)
-    result = ((wide - mean) * scale).reshape(batch, channels, places)
-    result = result if weight is None else result * weight.reshape(1, channels, 1)
-    result = result if bias is None else result + bias.reshape(1, channels, 1)
+    weight, bias = (None if v is None else v.reshape(1, channels, 1) for v in (weight, bias))
+    result = _affine(((wide - mean) * scale).reshape(batch, channels, places), weight, bias)
     return result.reshape(x.shape).astype(x.dtype), mean[..., 0], scale[..., 0]
 
 
@@ -134,15 +140,12 @@ def _group_norm_backward(
 ) -> Three:
     wide = widened(gradient).reshape(batch, channels, places)
     grouped = (batch, groups, -1)
-    centered = widened(x).reshape(grouped) - mean[..., None]
-    normalized = centered * scale[..., None]
+    normalized = (widened(x).reshape(grouped) - mean[..., None]) * scale[..., None]
     of_x = of_weight = of_bias = None
     if output_mask[0]:
         of_normalized = wide if weight is None else wide * weight.reshape(1, channels, 1)
-        of_normalized = of_normalized.reshape(grouped)
-        share = jnp.mean(of_normalized, 2, keepdims=True)
-        along = jnp.mean(of_normalized * normalized, 2, keepdims=True)
-        of_x = ((of_normalized - share - normalized * along) * scale[..., None]).reshape(x.shape)
+        centered = _centered(of_normalized.reshape(grouped), normalized, (2,))
+        of_x = (centered * scale[..., None]).reshape(x.shape)
     if output_mask[1]:
         of_weight = jnp.sum(wide * normalized.reshape(wide.shape), (0, 2))
     if output_mask[2]:
@@ -162,9 +165,9 @@ def _batch_norm(
     mean: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
+    weight, bias = (None if v is None else _by_channel(v, x) for v in (weight, bias))
     result = (widened(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    result = result if weight is None else result * _by_channel(weight, x)
-    return (result if bias is None else result + _by_channel(bias, x)).astype(x.dtype)
+    return _affine(result, weight, bias).astype(x.dtype)
 
 
 def _updated(old: jax.Array | None, new: jax.Array, momentum: float) -> jax.Array | None:
@@ -176,8 +179,8 @@ def _batch_norm_functional(
     x: jax.Array,
     weight: jax.Array | None,
     bias: jax.Array | None,
-    running_mean: jax.Array,
-    running_var: jax.Array,
+    running_mean: Any,
+    running_var: Any,
     training: bool,
     momentum: float,
     eps: float,
@@ -211,45 +214,17 @@ def _in_evaluation(
     return _batch_norm(x, weight, bias, widened(mean), scale), empty, empty
 
 
-@implements("_native_batch_norm_legit_no_training")
-def _batch_norm_no_training(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    running_mean: jax.Array,
-    running_var: jax.Array,
-    momentum: float,
-    eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _in_evaluation(x, weight, bias, running_mean, running_var, eps)
-
-
-@implements("_native_batch_norm_legit.no_stats")
-def _batch_norm_without_statistics(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[jax.Array | None, ...]:
-    none: Any = None
-    return _batch_norm_functional(x, weight, bias, none, none, True, momentum, eps)[:3]
-
-
-@implements("native_batch_norm")
-def _native_batch_norm(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    running_mean: jax.Array,
-    running_var: jax.Array,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[jax.Array | None, ...]:
-    settings = (running_mean, running_var, training, momentum, eps)
-    return _batch_norm_functional(x, weight, bias, *settings)[:3]
+implements("native_batch_norm")(lambda *arguments: _batch_norm_functional(*arguments)[:3])
+implements("_native_batch_norm_legit_no_training")(
+    lambda x, weight, bias, mean, variance, _, eps: _in_evaluation(
+        x, weight, bias, mean, variance, eps
+    )
+)
+implements("_native_batch_norm_legit.no_stats")(
+    lambda x, weight, bias, _, momentum, eps: _batch_norm_functional(
+        x, weight, bias, None, None, True, momentum, eps
+    )[:3]
+)
 
 
 @implements("native_batch_norm_backward")
@@ -277,12 +252,7 @@ def _batch_norm_backward(
     of_x = of_weight = of_bias = None
     if output_mask[0]:
         factor = scale if weight is None else scale * _by_channel(weight, x)
-        of_x = wide
-        if training:
-            share = jnp.mean(wide, axes, keepdims=True)
-            along = jnp.mean(wide * normalized, axes, keepdims=True)
-            of_x = wide - share - normalized * along
-        of_x = of_x * factor
+        of_x = (_centered(wide, normalized, axes) if training else wide) * factor
     if output_mask[1]:
         of_weight = jnp.sum(wide * normalized, axes)
     if output_mask[2]:

@@ -1,5 +1,6 @@
 """Sorting, and what rests on it. NaN is the greatest of numbers."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,29 +20,18 @@ def _order(x: jax.Array, dim: int, descending: bool) -> jax.Array:
     return jnp.argsort(x, axis=dim, stable=True)
 
 
-def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Sorted values and their places."""
+@implements("sort", "sort.stable")
+def sort(
+    x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Sorted values and their places; stable in any case."""
     if not x.ndim:
         return x, jnp.zeros((), np.int64)
     order = _order(x, dim, descending)
     return jnp.take_along_axis(x, order, dim), order
 
 
-implements("sort")(sort)
-
-
-@implements("sort.stable")
-def _sort_stable(
-    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    return sort(x, dim, descending)
-
-
-@implements("argsort", "argsort.stable")
-def _argsort(
-    x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = True
-) -> jax.Array:
-    return sort(x, dim, descending)[1]
+implements("argsort", "argsort.stable")(lambda x, *where, **how: sort(x, *where, **how)[1])
 
 
 @implements("topk")
@@ -85,7 +75,7 @@ def _pick(
 
 
 def _median_along(
-    x: jax.Array, dim: int, keepdim: bool, ignores_nan: bool
+    x: jax.Array, dim: int, keepdim: bool = False, *, ignores_nan: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The lower of two in the middle; a NaN wins unless ignored."""
     values, places = sort(x, dim)
@@ -99,24 +89,10 @@ def _median_along(
     return _pick(values, places, jnp.maximum(middle, 0), dim, keepdim)
 
 
-@implements("median.dim")
-def _median_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _median_along(x, dim, keepdim, False)
-
-
-@implements("nanmedian.dim")
-def _nanmedian_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _median_along(x, dim, keepdim, True)
-
-
-@implements("median")
-def _median(x: jax.Array) -> jax.Array:
-    return _median_along(x.reshape(-1), 0, False, False)[0]
-
-
-@implements("nanmedian")
-def _nanmedian(x: jax.Array) -> jax.Array:
-    return _median_along(x.reshape(-1), 0, False, True)[0]
+for _name, _ignores_nan in (("median", False), ("nanmedian", True)):
+    _along = partial(_median_along, ignores_nan=_ignores_nan)
+    implements(f"{_name}.dim")(_along)
+    implements(_name)(lambda x, along=_along: along(x.reshape(-1), 0)[0])
 
 
 @implements("mode")
@@ -159,16 +135,12 @@ def _searchsorted(
     return found.reshape(values.shape)
 
 
-@implements("searchsorted.Scalar")
-def _searchsorted_number(sequence: jax.Array, value: Any, **keywords: Any) -> jax.Array:
-    return _searchsorted(sequence, cast(value, sequence.dtype), **keywords)
-
-
-@implements("bucketize.Tensor")
-def _bucketize(
-    values: jax.Array, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False
-) -> jax.Array:
-    return jnp.searchsorted(boundaries, values, side="right" if right else "left")
+implements("searchsorted.Scalar")(
+    lambda sequence, value, **how: _searchsorted(sequence, cast(value, sequence.dtype), **how)
+)
+implements("bucketize.Tensor")(
+    lambda values, boundaries, **how: _searchsorted(boundaries, values, **how)
+)
 
 
 @implements("histc")

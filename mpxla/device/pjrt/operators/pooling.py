@@ -5,7 +5,8 @@ A window is read offset by offset, each as a strided slice of the padded input: 
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from mpxla.device.pjrt.table import implements
 Sizes = int | Sequence[int]
 
 
-def _spread(values: Sizes, count: int) -> list[int]:
+def spread(values: Sizes, count: int) -> list[int]:
+    """One value for each dimension, where PyTorch allows one for all."""
     found = [values] if isinstance(values, int) else list(values)
     return found * (count // len(found))
 
@@ -45,12 +47,12 @@ class _Windows:
         rank = len(shape)
         self.shape = tuple(shape)
         window, stride, padding, dilation = settings
-        self.window = _spread(window, rank)
+        self.window = spread(window, rank)
         if stride is None or (isinstance(stride, Sequence) and not len(stride)):
             stride = window
-        self.stride = _spread(stride, rank)
-        self.padding = _spread(padding, rank)
-        self.dilation = _spread(dilation, rank)
+        self.stride = spread(stride, rank)
+        self.padding = spread(padding, rank)
+        self.dilation = spread(dilation, rank)
         parts = zip(shape, self.window, self.stride, self.padding, self.dilation, strict=True)
         self.counts = tuple(_count(*part, ceil) for part in parts)
 
@@ -116,68 +118,55 @@ class _Windows:
         return total
 
 
-def _least(x: jax.Array) -> object:
-    return -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
+def _max_pool(
+    rank: int,
+    x: jax.Array,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    settings = (kernel_size, stride, padding, dilation)
+    windows = _Windows(x.shape[-rank:], settings, ceil_mode)
+    # A margin is never the place of a maximum, not even among -inf.
+    inside = windows.slices(jnp.ones(windows.shape, bool), False)
+    least = -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
+    stacked = jnp.stack(windows.slices(x, least))
+    is_in = jnp.stack(inside).reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
+    first_in = jnp.argmax(is_in, 0)
+    best = jnp.argmax(stacked, 0)
+    best = jnp.where(jnp.take_along_axis(is_in, best[None], 0)[0], best, first_in)
+    places = windows.places().reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
+    return jnp.max(stacked, 0), jnp.take_along_axis(jnp.asarray(places), best[None], 0)[0]
 
 
-def _max_pool(rank: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def call(
-        x: jax.Array,
-        kernel_size: Sizes,
-        stride: Sizes = (),
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
-        ceil_mode: bool = False,
-    ) -> tuple[jax.Array, jax.Array]:
-        settings = (kernel_size, stride, padding, dilation)
-        windows = _Windows(x.shape[-rank:], settings, ceil_mode)
-        # A margin is never the place of a maximum, not even among -inf.
-        inside = windows.slices(jnp.ones(windows.shape, bool), False)
-        stacked = jnp.stack(windows.slices(x, _least(x)))
-        is_in = jnp.stack(inside).reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
-        first_in = jnp.argmax(is_in, 0)
-        best = jnp.argmax(stacked, 0)
-        best = jnp.where(jnp.take_along_axis(is_in, best[None], 0)[0], best, first_in)
-        places = windows.places().reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
-        return jnp.max(stacked, 0), jnp.take_along_axis(jnp.asarray(places), best[None], 0)[0]
-
-    return call
+def _max_backward(rank: int, gradient: jax.Array, x: jax.Array, *settings: Any) -> jax.Array:
+    """Adds the gradient where the maxima were, which the last of the settings says."""
+    rows, row, places = _rows_of(x.shape, rank, settings[-1])
+    flat = jnp.zeros((rows, math.prod(x.shape[-rank:])), gradient.dtype)
+    return flat.at[row, places].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
-def _max_pool_backward(rank: int) -> Callable[..., jax.Array]:
-    def call(
-        gradient: jax.Array,
-        x: jax.Array,
-        kernel_size: Sizes,
-        stride: Sizes,
-        padding: Sizes,
-        dilation: Sizes,
-        ceil_mode: bool,
-        indices: jax.Array,
-    ) -> jax.Array:
-        return _spread_to_places(gradient, indices, x.shape, rank)
-
-    return call
-
-
-def _spread_to_places(
-    values: jax.Array, places: jax.Array, shape: Sequence[int], rank: int
-) -> jax.Array:
-    """Adds values [..., counts] at their flat places of `shape`."""
+def _rows_of(
+    shape: Sequence[int], rank: int, places: jax.Array
+) -> tuple[int, np.ndarray, jax.Array]:
+    """How many images there are, their numbers [images, 1], and places [images, places]."""
     rows = math.prod(shape[:-rank])
-    flat = jnp.zeros((rows, math.prod(shape[-rank:])), values.dtype)
-    row = np.arange(rows)[:, None]
-    return flat.at[row, places.reshape(rows, -1)].add(values.reshape(rows, -1)).reshape(shape)
+    return rows, np.arange(rows)[:, None], places.reshape(rows, -1)
 
 
-for _rank in (2, 3):
-    implements(f"max_pool{_rank}d_with_indices")(_max_pool(_rank))
-    implements(f"max_pool{_rank}d_with_indices_backward")(_max_pool_backward(_rank))
-
-
-def _average(
-    rank: int, x: jax.Array, windows: _Windows, counts_margin: bool, divisor: int | None
+def _avg_pool(
+    rank: int,
+    x: jax.Array,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> jax.Array:
+    windows = _Windows(x.shape[-rank:], (kernel_size, stride, padding, 1), ceil_mode)
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 and x.dtype.kind not in "iu" else x
     total = lax.reduce_window(
         windows.padded(wide, 0),
@@ -188,39 +177,12 @@ def _average(
         "VALID",
     )
     total = total[(..., *(slice(count) for count in windows.counts))]
-    sizes = divisor or jnp.asarray(windows.sizes(counts_margin), wide.dtype)
+    sizes = divisor_override or jnp.asarray(windows.sizes(count_include_pad), wide.dtype)
     return quotient(total, sizes).astype(x.dtype)
 
 
-def _avg_pool(rank: int) -> Callable[..., jax.Array]:
-    def call(
-        x: jax.Array,
-        kernel_size: Sizes,
-        stride: Sizes = (),
-        padding: Sizes = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> jax.Array:
-        windows = _Windows(x.shape[-rank:], (kernel_size, stride, padding, 1), ceil_mode)
-        return _average(rank, x, windows, count_include_pad, divisor_override)
-
-    return call
-
-
-def _avg_pool_backward(rank: int) -> Callable[..., jax.Array]:
-    forward = _avg_pool(rank)
-
-    def call(gradient: jax.Array, x: jax.Array, *settings: object) -> jax.Array:
-        return jax.vjp(lambda v: forward(v, *settings), x)[1](gradient)[0]
-
-    return call
-
-
-for _rank in (1, 2, 3):
-    implements(f"avg_pool{_rank}d")(_avg_pool(_rank))
-    if _rank > 1:
-        implements(f"avg_pool{_rank}d_backward")(_avg_pool_backward(_rank))
+def _avg_pool_backward(rank: int, gradient: jax.Array, x: jax.Array, *settings: Any) -> jax.Array:
+    return jax.vjp(lambda v: _avg_pool(rank, v, *settings), x)[1](gradient)[0]
 
 
 def _bounds(size: int, count: int) -> list[tuple[int, int]]:
@@ -228,74 +190,56 @@ def _bounds(size: int, count: int) -> list[tuple[int, int]]:
     return [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
-def _adaptive_average(rank: int) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
-        for dim, count in zip(range(x.ndim - rank, x.ndim), output_size, strict=True):
-            parts = [
-                jnp.mean(lax.slice_in_dim(x, a, b, axis=dim), dim, keepdims=True)
-                for a, b in _bounds(x.shape[dim], count)
-            ]
-            x = jnp.concatenate(parts, dim) if parts else lax.slice_in_dim(x, 0, 0, axis=dim)
-        return x
-
-    return call
+def _adaptive_average(rank: int, x: jax.Array, output_size: Sequence[int]) -> jax.Array:
+    for dim, count in zip(range(x.ndim - rank, x.ndim), output_size, strict=True):
+        parts = [
+            jnp.mean(lax.slice_in_dim(x, a, b, axis=dim), dim, keepdims=True)
+            for a, b in _bounds(x.shape[dim], count)
+        ]
+        x = jnp.concatenate(parts, dim) if parts else lax.slice_in_dim(x, 0, 0, axis=dim)
+    return x
 
 
-def _adaptive_average_backward(rank: int) -> Callable[..., jax.Array]:
-    forward = _adaptive_average(rank)
-
-    def call(gradient: jax.Array, x: jax.Array) -> jax.Array:
-        size = gradient.shape[-rank:]
-        return jax.vjp(lambda v: forward(v, size), x)[1](gradient)[0]
-
-    return call
+def _adaptive_average_backward(rank: int, gradient: jax.Array, x: jax.Array) -> jax.Array:
+    size = gradient.shape[-rank:]
+    return jax.vjp(lambda v: _adaptive_average(rank, v, size), x)[1](gradient)[0]
 
 
+def _adaptive_max(rank: int, x: jax.Array, output_size: Sizes) -> tuple[jax.Array, jax.Array]:
+    counts = spread(output_size, rank)
+    shape = x.shape[-rank:]
+    bounds = [_bounds(size, count) for size, count in zip(shape, counts, strict=True)]
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    values, places = [], []
+    for part in itertools.product(*bounds):
+        where = tuple(slice(a, b) for a, b in part)
+        piece = x[(..., *where)].reshape(*x.shape[:-rank], -1)
+        values.append(jnp.max(piece, -1))
+        places.append(jnp.asarray(flat[where].reshape(-1))[jnp.argmax(piece, -1)])
+    result = (*x.shape[:-rank], *counts)
+    return jnp.stack(values, -1).reshape(result), jnp.stack(places, -1).reshape(result)
+
+
+def _max_unpool(
+    rank: int, x: jax.Array, indices: jax.Array, output_size: Sequence[int], *_: Any
+) -> jax.Array:
+    rows, row, places = _rows_of(x.shape, rank, indices)
+    flat = jnp.zeros((rows, math.prod(output_size)), x.dtype)
+    found = flat.at[row, places].set(x.reshape(rows, -1))
+    return found.reshape(*x.shape[:-rank], *output_size)
+
+
+implements("avg_pool1d")(partial(_avg_pool, 1))
 for _rank in (2, 3):
-    implements(f"_adaptive_avg_pool{_rank}d")(_adaptive_average(_rank))
-    implements(f"_adaptive_avg_pool{_rank}d_backward")(_adaptive_average_backward(_rank))
-
-
-def _adaptive_max(rank: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def call(x: jax.Array, output_size: Sizes) -> tuple[jax.Array, jax.Array]:
-        counts = _spread(output_size, rank)
-        shape = x.shape[-rank:]
-        bounds = [_bounds(size, count) for size, count in zip(shape, counts, strict=True)]
-        flat = np.arange(math.prod(shape)).reshape(shape)
-        values, places = [], []
-        for part in itertools.product(*bounds):
-            where = tuple(slice(a, b) for a, b in part)
-            piece = x[(..., *where)].reshape(*x.shape[:-rank], -1)
-            values.append(jnp.max(piece, -1))
-            places.append(jnp.asarray(flat[where].reshape(-1))[jnp.argmax(piece, -1)])
-        result = (*x.shape[:-rank], *counts)
-        return jnp.stack(values, -1).reshape(result), jnp.stack(places, -1).reshape(result)
-
-    return call
-
-
-def _adaptive_max_backward(rank: int) -> Callable[..., jax.Array]:
-    def call(gradient: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-        return _spread_to_places(gradient, indices, x.shape, rank)
-
-    return call
-
-
-for _rank in (2, 3):
-    implements(f"adaptive_max_pool{_rank}d")(_adaptive_max(_rank))
-    implements(f"adaptive_max_pool{_rank}d_backward")(_adaptive_max_backward(_rank))
-
-
-def _max_unpool(rank: int) -> Callable[..., jax.Array]:
-    def call(x: jax.Array, indices: jax.Array, output_size: Sequence[int], *_: object) -> jax.Array:
-        rows = math.prod(x.shape[:-rank])
-        flat = jnp.zeros((rows, math.prod(output_size)), x.dtype)
-        row = np.arange(rows)[:, None]
-        found = flat.at[row, indices.reshape(rows, -1)].set(x.reshape(rows, -1))
-        return found.reshape(*x.shape[:-rank], *output_size)
-
-    return call
-
-
-for _rank in (2, 3):
-    implements(f"max_unpool{_rank}d")(_max_unpool(_rank))
+    for _name, _function in (
+        ("max_pool{}d_with_indices", _max_pool),
+        ("max_pool{}d_with_indices_backward", _max_backward),
+        ("avg_pool{}d", _avg_pool),
+        ("avg_pool{}d_backward", _avg_pool_backward),
+        ("_adaptive_avg_pool{}d", _adaptive_average),
+        ("_adaptive_avg_pool{}d_backward", _adaptive_average_backward),
+        ("adaptive_max_pool{}d", _adaptive_max),
+        ("adaptive_max_pool{}d_backward", _max_backward),
+        ("max_unpool{}d", _max_unpool),
+    ):
+        implements(_name.format(_rank))(partial(_function, _rank))

@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from mpxla.device.pjrt.dtypes import compute_dtype, jax_dtype, widened
+from mpxla.device.pjrt.dtypes import compute_dtype, dtype_or, shape_and_dtype, widened
 from mpxla.device.pjrt.table import random
 
-
-def _dtype(dtype: torch.dtype | None, other: np.dtype | None = None) -> np.dtype:
-    if dtype is not None:
-        return jax_dtype(dtype)
-    return other or jax_dtype(torch.get_default_dtype())
+Like = jax.Array | Sequence[int]
+"""What tells a shape: an array, or the shape itself."""
 
 
 def _uniform(key: jax.Array, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
@@ -34,69 +31,35 @@ def _normal(key: jax.Array, shape: Sequence[int], dtype: np.dtype) -> jax.Array:
     return jax.random.normal(key, tuple(shape), compute_dtype(dtype)).astype(dtype)
 
 
-@random("rand")
-def _rand(key: jax.Array, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _uniform(key, shape, _dtype(dtype))
+@random("rand", "rand_like")
+def _rand(key: jax.Array, like: Like, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _uniform(key, *shape_and_dtype(like, dtype))
 
 
-@random("rand_like")
-def _rand_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _uniform(key, x.shape, _dtype(dtype, x.dtype))
-
-
-@random("randn")
-def _randn(key: jax.Array, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _normal(key, shape, _dtype(dtype))
-
-
-@random("randn_like")
-def _randn_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _normal(key, x.shape, _dtype(dtype, x.dtype))
-
-
-def _integers(
-    key: jax.Array, low: int, high: int, shape: Sequence[int], dtype: np.dtype
-) -> jax.Array:
-    return jax.random.randint(key, tuple(shape), low, high, np.int64).astype(dtype)
-
-
-@random("randint")
-def _randint(
-    key: jax.Array, high: int, shape: Sequence[int], *, dtype: torch.dtype | None = torch.int64
-) -> jax.Array:
-    return _integers(key, 0, high, shape, _dtype(dtype, np.dtype(np.int64)))
-
-
-@random("randint.low")
-def _randint_low(
-    key: jax.Array,
-    low: int,
-    high: int,
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype | None = torch.int64,
-) -> jax.Array:
-    return _integers(key, low, high, shape, _dtype(dtype, np.dtype(np.int64)))
-
-
-@random("randint_like")
-def _randint_like(
-    key: jax.Array, x: jax.Array, high: int, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    return _integers(key, 0, high, x.shape, _dtype(dtype, x.dtype))
+@random("randn", "randn_like")
+def _randn(key: jax.Array, like: Like, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return _normal(key, *shape_and_dtype(like, dtype))
 
 
 @random("randint_like.low_dtype")
-def _randint_like_low(
-    key: jax.Array, x: jax.Array, low: int, high: int, *, dtype: torch.dtype | None = None
+def _randint(
+    key: jax.Array, like: Like, low: int, high: int, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return _integers(key, low, high, x.shape, _dtype(dtype, x.dtype))
+    wanted = dtype_or(dtype, like.dtype if isinstance(like, jax.Array) else np.dtype(np.int64))
+    shape, _ = shape_and_dtype(like)
+    return jax.random.randint(key, shape, low, high, np.int64).astype(wanted)
+
+
+random("randint_like")(lambda key, x, high, **options: _randint(key, x, 0, high, **options))
+random("randint")(lambda key, high, shape, **options: _randint(key, shape, 0, high, **options))
+random("randint.low")(
+    lambda key, low, high, shape, **options: _randint(key, shape, low, high, **options)
+)
 
 
 @random("randperm")
-def _randperm(key: jax.Array, count: int, *, dtype: torch.dtype | None = torch.int64) -> jax.Array:
-    order = jax.random.permutation(key, count)
-    return order.astype(_dtype(dtype, np.dtype(np.int64)))
+def _randperm(key: jax.Array, count: int, *, dtype: torch.dtype | None = None) -> jax.Array:
+    return jax.random.permutation(key, count).astype(dtype_or(dtype, np.dtype(np.int64)))
 
 
 @random("bernoulli")
@@ -104,13 +67,8 @@ def _bernoulli(key: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.bernoulli(key, widened(x)).astype(x.dtype)
 
 
-@random("bernoulli.p")
-def _bernoulli_p(key: jax.Array, x: jax.Array, p: float = 0.5) -> jax.Array:
-    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
-
-
-@random("bernoulli.Tensor")
-def _bernoulli_like(key: jax.Array, x: jax.Array, p: jax.Array) -> jax.Array:
+@random("bernoulli.p", "bernoulli.Tensor")
+def _bernoulli_like(key: jax.Array, x: jax.Array, p: Any = 0.5) -> jax.Array:
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
 
 
@@ -140,7 +98,7 @@ def _normal_of(
     *,
     dtype: torch.dtype | None = None,
 ) -> jax.Array:
-    return mean + std * _normal(key, shape, _dtype(dtype))
+    return mean + std * _normal(key, shape, dtype_or(dtype))
 
 
 @random("exponential")

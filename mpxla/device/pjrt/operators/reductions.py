@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ def _sum_dtype(x: jax.Array, dtype: torch.dtype | None) -> np.dtype:
     return np.dtype(np.int64) if x.dtype.kind in "biu" else x.dtype
 
 
+@implements("sum", "sum.dim_IntList")
 def _sum(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
@@ -41,14 +43,6 @@ def _sum(
     return jnp.sum(x, axes_of(dims, x.ndim), keepdims=keepdim, dtype=x.dtype)
 
 
-implements("sum.dim_IntList")(_sum)
-
-
-@implements("sum")
-def _sum_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _sum(x, dtype=dtype)
-
-
 @implements("nansum")
 def _nansum(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
@@ -56,7 +50,7 @@ def _nansum(
     return _sum(jnp.where(jnp.isnan(x), 0, x).astype(x.dtype), dims, keepdim, dtype=dtype)
 
 
-@implements("mean.dim")
+@implements("mean", "mean.dim")
 def _mean(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
@@ -66,31 +60,23 @@ def _mean(
     return quotient(total, math.prod(x.shape[a] for a in axes))
 
 
-@implements("mean")
-def _mean_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _mean(x, dtype=dtype)
-
-
-@implements("prod")
-def _product_of_all(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return jnp.prod(convert(x, _sum_dtype(x, dtype)))
-
-
-@implements("prod.dim_int")
+@implements("prod", "prod.dim_int")
 def _product(
-    x: jax.Array, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return jnp.prod(convert(x, _sum_dtype(x, dtype)), axes_of(dim, x.ndim), keepdims=keepdim)
+    return jnp.prod(convert(x, _sum_dtype(x, dtype)), axes_of(dims, x.ndim), keepdims=keepdim)
 
 
-@implements("amax")
-def _amax(x: jax.Array, dims: Dims = (), keepdim: bool = False) -> jax.Array:
-    return jnp.max(x, axes_of(dims, x.ndim), keepdims=keepdim)
+def _along(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x: jax.Array, dims: Dims = None, keepdim: bool = False) -> jax.Array:
+        return function(x, axes_of(dims, x.ndim), keepdims=keepdim)
+
+    return call
 
 
-@implements("amin")
-def _amin(x: jax.Array, dims: Dims = (), keepdim: bool = False) -> jax.Array:
-    return jnp.min(x, axes_of(dims, x.ndim), keepdims=keepdim)
+_amax = implements("amax")(_along(jnp.max))
+_amin = implements("amin")(_along(jnp.min))
+implements("count_nonzero", "count_nonzero.dim_IntList")(_along(jnp.count_nonzero))
 
 
 @implements("aminmax")
@@ -120,40 +106,19 @@ _argmax = implements("argmax")(_arg(jnp.argmax))
 _argmin = implements("argmin")(_arg(jnp.argmin))
 
 
-@implements("max.dim")
-def _max(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _amax(x, dim, keepdim), _argmax(x, dim, keepdim)
+implements("max.dim")(lambda x, *where: (_amax(x, *where), _argmax(x, *where)))
+implements("min.dim")(lambda x, *where: (_amin(x, *where), _argmin(x, *where)))
+
+for _name, _function in (("any", jnp.any), ("all", jnp.all)):
+    _logic = _along(_function)  # which would look at the real parts of complex numbers only
+    implements(_name, f"{_name}.dim", f"{_name}.dims")(
+        lambda x, *where, f=_logic: f(x.astype(bool), *where)
+    )
 
 
-@implements("min.dim")
-def _min(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _amin(x, dim, keepdim), _argmin(x, dim, keepdim)
-
-
-def _logic(name: str, function: Callable[..., jax.Array]) -> None:
-    implements(name)(lambda x: function(x.astype(bool)))
-
-    @implements(f"{name}.dim", f"{name}.dims")
-    def _over(x: jax.Array, dims: Dims = None, keepdim: bool = False) -> jax.Array:
-        return function(x.astype(bool), axes_of(dims, x.ndim), keepdims=keepdim)
-
-
-_logic("any", jnp.any)
-_logic("all", jnp.all)
-
-
-@implements("count_nonzero.dim_IntList")
-def _count_nonzero(x: jax.Array, dims: Dims) -> jax.Array:
-    return jnp.sum(x != 0, axes_of(dims, x.ndim))
-
-
-@implements("count_nonzero")
-def _count_nonzero_along(x: jax.Array, dim: int | None = None) -> jax.Array:
-    return _count_nonzero(x, dim)
-
-
+@implements("var_mean.correction")
 def _variance(
-    x: jax.Array, dims: Dims, correction: Any, keepdim: bool
+    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     axes = axes_of(dims, x.ndim)
     wide = as_float(x)[0]
@@ -165,33 +130,14 @@ def _variance(
     return total / max(count - correction, 0.0), mean if keepdim else jnp.squeeze(mean, axes)
 
 
-@implements("var.correction")
-def _var(
-    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> jax.Array:
-    return _variance(x, dims, correction, keepdim)[0]
-
-
-@implements("std.correction")
-def _std(
-    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> jax.Array:
-    return jnp.sqrt(_var(x, dims, correction=correction, keepdim=keepdim))
-
-
-@implements("var_mean.correction")
-def _var_mean(
-    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    return _variance(x, dims, correction, keepdim)
-
-
 @implements("std_mean.correction")
-def _std_mean(
-    x: jax.Array, dims: Dims = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    variance, mean = _variance(x, dims, correction, keepdim)
+def _deviation(x: jax.Array, *dims: Dims, **options: Any) -> tuple[jax.Array, jax.Array]:
+    variance, mean = _variance(x, *dims, **options)
     return jnp.sqrt(variance), mean
+
+
+implements("var.correction")(lambda x, *dims, **options: _variance(x, *dims, **options)[0])
+implements("std.correction")(lambda x, *dims, **options: _deviation(x, *dims, **options)[0])
 
 
 @implements("logsumexp")
@@ -246,7 +192,7 @@ def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     return lax.cumlogsumexp(widened(x), dim % x.ndim) if x.ndim else x
 
 
-def _cumulative_extremum(x: jax.Array, dim: int, is_max: bool) -> tuple[jax.Array, jax.Array]:
+def _cumulative_extremum(x: jax.Array, dim: int, *, is_max: bool) -> tuple[jax.Array, jax.Array]:
     """The last of equal values counts, and a NaN stays."""
     if not x.ndim:
         return x, jnp.zeros((), np.int64)
@@ -263,21 +209,20 @@ def _cumulative_extremum(x: jax.Array, dim: int, is_max: bool) -> tuple[jax.Arra
     return lax.associative_scan(later, (x, places), axis=dim)
 
 
-@implements("cummax")
-def _cummax(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    return _cumulative_extremum(x, dim, True)
+implements("cummax")(partial(_cumulative_extremum, is_max=True))
+implements("cummin")(partial(_cumulative_extremum, is_max=False))
 
 
-@implements("cummin")
-def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    return _cumulative_extremum(x, dim, False)
-
-
-@implements("_softmax")
-def _softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+def _softmax(
+    function: Callable[..., jax.Array], of_one: int, x: jax.Array, dim: int, half_to_float: bool
+) -> jax.Array:
     wide = widened(x)
-    result = jax.nn.softmax(wide, dim) if x.ndim else jnp.ones_like(wide)
+    result = function(wide, dim) if x.ndim else jnp.full_like(wide, of_one)
     return result if half_to_float else result.astype(x.dtype)
+
+
+implements("_softmax")(partial(_softmax, jax.nn.softmax, 1))
+implements("_log_softmax")(partial(_softmax, jax.nn.log_softmax, 0))
 
 
 @implements("_safe_softmax")
@@ -286,13 +231,6 @@ def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> j
     x = x if dtype is None else convert(x, jax_dtype(dtype))
     is_masked = jnp.all(x == -jnp.inf, dim, keepdims=True)
     return jnp.where(is_masked, 0, jax.nn.softmax(x, dim))
-
-
-@implements("_log_softmax")
-def _log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    wide = widened(x)
-    result = jax.nn.log_softmax(wide, dim) if x.ndim else jnp.zeros_like(wide)
-    return result if half_to_float else result.astype(x.dtype)
 
 
 @implements("_softmax_backward_data")

@@ -5,6 +5,7 @@ Cubic and grid sampling are PyTorch's decompositions.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,38 +44,8 @@ def _nearest(
     return x
 
 
-def _register_nearest(name: str, rank: int, is_exact: bool) -> None:
-    @implements(name)
-    def _sized(x: jax.Array, size: Sequence[int], *factors: float | None) -> jax.Array:
-        return _nearest(x, size, factors or [None] * rank, is_exact)
-
-    @implements(f"{name}.vec")
-    def _vector(
-        x: jax.Array, size: Sequence[int] | None, factors: Sequence[float] | None
-    ) -> jax.Array:
-        counts = _output_size(x.shape[2:], size, factors)
-        return _nearest(x, counts, factors or [None] * rank, is_exact)
-
-    @implements(f"{name}_backward")
-    def _backward(
-        gradient: jax.Array,
-        output_size: Sequence[int],
-        input_size: Sequence[int],
-        *factors: float | None,
-    ) -> jax.Array:
-        def forward(x: jax.Array) -> jax.Array:
-            return _nearest(x, output_size, factors or [None] * rank, is_exact)
-
-        return jax.vjp(forward, jnp.zeros(input_size, gradient.dtype))[1](gradient)[0]
-
-
-for _rank in (1, 2, 3):
-    _register_nearest(f"upsample_nearest{_rank}d", _rank, False)
-    _register_nearest(f"_upsample_nearest_exact{_rank}d", _rank, True)
-
-
 def _linear(
-    x: jax.Array, counts: Sequence[int], align: bool, factors: Sequence[float | None]
+    x: jax.Array, counts: Sequence[int], factors: Sequence[float | None], align: bool
 ) -> jax.Array:
     """[B, C, ...] between the nearest two places of each dimension."""
     for i, (count, factor) in enumerate(zip(counts, factors, strict=True)):
@@ -95,34 +66,33 @@ def _linear(
     return x
 
 
-def _register_linear(name: str, rank: int) -> None:
-    @implements(name)
-    def _sized(x: jax.Array, size: Sequence[int], align: bool, *factors: float | None) -> jax.Array:
-        return _linear(x, size, align, factors or [None] * rank)
+def _register(name: str, rank: int, resample: Callable[..., jax.Array], num_settings: int) -> None:
+    """Puts three operators into the table; settings stand between size and factors."""
+
+    def resampled(x: jax.Array, size: Sequence[int], *rest: Any) -> jax.Array:
+        factors = rest[num_settings:] or [None] * rank
+        return resample(x, size, factors, *rest[:num_settings])
 
     @implements(f"{name}.vec")
-    def _vector(
-        x: jax.Array, size: Sequence[int] | None, align: bool, factors: Sequence[float] | None
-    ) -> jax.Array:
+    def _vector(x: jax.Array, size: Sequence[int] | None, *rest: Any) -> jax.Array:
+        *settings, factors = rest
         counts = _output_size(x.shape[2:], size, factors)
-        return _linear(x, counts, align, factors or [None] * rank)
+        return resampled(x, counts, *settings, *(factors or ()))
 
     @implements(f"{name}_backward")
     def _backward(
-        gradient: jax.Array,
-        output_size: Sequence[int],
-        input_size: Sequence[int],
-        align: bool,
-        *factors: float | None,
+        gradient: jax.Array, size: Sequence[int], input_size: Sequence[int], *rest: Any
     ) -> jax.Array:
-        def forward(x: jax.Array) -> jax.Array:
-            return _linear(x, output_size, align, factors or [None] * rank)
+        zeros = jnp.zeros(input_size, gradient.dtype)
+        return jax.vjp(lambda x: resampled(x, size, *rest), zeros)[1](gradient)[0]
 
-        return jax.vjp(forward, jnp.zeros(input_size, gradient.dtype))[1](gradient)[0]
+    implements(name)(resampled)
 
 
-for _name, _rank in (("linear1d", 1), ("bilinear2d", 2), ("trilinear3d", 3)):
-    _register_linear(f"upsample_{_name}", _rank)
+for _rank, _name in ((1, "linear1d"), (2, "bilinear2d"), (3, "trilinear3d")):
+    _register(f"upsample_{_name}", _rank, _linear, 1)
+    _register(f"upsample_nearest{_rank}d", _rank, partial(_nearest, is_exact=False), 0)
+    _register(f"_upsample_nearest_exact{_rank}d", _rank, partial(_nearest, is_exact=True), 0)
 
 
 def _mirror(size: int, before: int, after: int) -> np.ndarray:
@@ -136,7 +106,7 @@ def _edge(size: int, before: int, after: int) -> np.ndarray:
 
 
 def _padded(
-    x: jax.Array, padding: Sequence[int], places: Callable[[int, int, int], np.ndarray]
+    places: Callable[[int, int, int], np.ndarray], x: jax.Array, padding: Sequence[int]
 ) -> jax.Array:
     for i in range(len(padding) // 2):
         dim = x.ndim - 1 - i
@@ -144,16 +114,16 @@ def _padded(
     return x
 
 
-def _register_padding(name: str, places: Callable[[int, int, int], np.ndarray]) -> None:
-    @implements(name)
-    def _forward(x: jax.Array, padding: Sequence[int]) -> jax.Array:
-        return _padded(x, padding, places)
-
-    @implements(f"{name}_backward")
-    def _backward(gradient: jax.Array, x: jax.Array, padding: Sequence[int]) -> Any:
-        return jax.vjp(lambda v: _padded(v, padding, places), x)[1](gradient)[0]
+def _padded_backward(
+    places: Callable[[int, int, int], np.ndarray],
+    gradient: jax.Array,
+    x: jax.Array,
+    padding: Sequence[int],
+) -> jax.Array:
+    return jax.vjp(lambda v: _padded(places, v, padding), x)[1](gradient)[0]
 
 
 for _rank in (1, 2, 3):
-    _register_padding(f"reflection_pad{_rank}d", _mirror)
-    _register_padding(f"replication_pad{_rank}d", _edge)
+    for _name, _places in (("reflection", _mirror), ("replication", _edge)):
+        implements(f"{_name}_pad{_rank}d")(partial(_padded, _places))
+        implements(f"{_name}_pad{_rank}d_backward")(partial(_padded_backward, _places))

@@ -68,19 +68,13 @@ def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array
     return x.at[along(x, dim, index)].set(_sized(source, index, x.dtype))
 
 
-@implements("scatter.reduce", "scatter.value_reduce")
+@implements("scatter.reduce", "scatter.value_reduce", "scatter_add")
 @_with_a_dimension
 def _scatter_with(
-    x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str
+    x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str = "add"
 ) -> jax.Array:
     places, values = along(x, dim, index), _sized(source, index, x.dtype)
     return add_at(x, places, values) if reduce == "add" else x.at[places].multiply(values)
-
-
-@implements("scatter_add")
-@_with_a_dimension
-def _scatter_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
-    return add_at(x, along(x, dim, index), _sized(source, index, x.dtype))
 
 
 _STARTS: dict[str, Callable[[np.dtype], Any]] = {
@@ -104,14 +98,9 @@ def _reduce_at(
     if not include_self:
         start = x.at[places].set(cast(_STARTS[reduce](x.dtype), x.dtype))
     where = start.at[places]
-    if reduce == "amax":
-        return where.max(values)
-    if reduce == "amin":
-        return where.min(values)
-    if reduce == "prod":
-        return where.multiply(values)
-    total = where.add(values)
-    if reduce == "sum":
+    put = {"amax": where.max, "amin": where.min, "prod": where.multiply}.get(reduce, where.add)
+    total = put(values)
+    if reduce != "mean":
         return total
     ones = jnp.full(x.shape, int(include_self), x.dtype)
     count = jnp.maximum(ones.at[places].add(jnp.ones_like(values)), 1)

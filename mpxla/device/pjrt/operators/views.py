@@ -2,7 +2,7 @@
 
 import builtins
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,39 +34,22 @@ def _bitcast(x: jax.Array, dtype: torch.dtype) -> jax.Array:
     return result.reshape(*result.shape[:-2], -1) if new < old else result
 
 
-@implements("t")
-def _t(x: jax.Array) -> jax.Array:
-    return x.T
+implements("t")(jnp.transpose)
+implements("transpose.int")(lambda x, *dims: jnp.swapaxes(x, *dims) if x.ndim else x)
+implements("permute", "permute_copy")(jnp.transpose)
+implements("unsqueeze")(jnp.expand_dims)
+implements("squeeze")(jnp.squeeze)
+implements("stack")(jnp.stack)
+implements("repeat")(jnp.tile)
+implements("diagonal", "diagonal_copy")(jnp.diagonal)
+implements("tril")(jnp.tril)
+implements("triu")(jnp.triu)
 
 
-@implements("transpose.int")
-def _transpose(x: jax.Array, first: int, second: int) -> jax.Array:
-    return jnp.swapaxes(x, first, second) if x.ndim else x
-
-
-@implements("permute", "permute_copy")
-def _permute(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    return jnp.transpose(x, dims)
-
-
-@implements("unsqueeze")
-def _unsqueeze(x: jax.Array, dim: int) -> jax.Array:
-    return jnp.expand_dims(x, dim)
-
-
-@implements("squeeze")
-def _squeeze(x: jax.Array) -> jax.Array:
-    return jnp.squeeze(x)
-
-
-@implements("squeeze.dim")
-def _squeeze_one(x: jax.Array, dim: int) -> jax.Array:
-    return _squeeze_some(x, (dim,))
-
-
-@implements("squeeze.dims")
-def _squeeze_some(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    return jnp.squeeze(x, tuple(d for d in dims if x.ndim and x.shape[d] == 1))
+@implements("squeeze.dim", "squeeze.dims")
+def _squeeze_some(x: jax.Array, dims: int | Sequence[int]) -> jax.Array:
+    chosen = [dims] if isinstance(dims, int) else dims
+    return jnp.squeeze(x, tuple(d for d in chosen if x.ndim and x.shape[d] == 1))
 
 
 @implements("expand", "expand_copy")
@@ -88,14 +71,6 @@ def _place(rank: int, dim: int, index: Any) -> tuple[Any, ...]:
     return (*(builtins.slice(None),) * (dim % rank), index)
 
 
-@implements("slice_backward")
-def _slice_backward(
-    gradient: jax.Array, shape: Sequence[int], dim: int, start: int, end: int, step: int
-) -> jax.Array:
-    where = _place(len(shape), dim, builtins.slice(start, end, step))
-    return jnp.zeros(shape, gradient.dtype).at[where].set(gradient)
-
-
 @implements("slice_scatter")
 def _slice_scatter(
     x: jax.Array,
@@ -111,11 +86,6 @@ def _slice_scatter(
 @implements("select.int", "select_copy.int")
 def _select(x: jax.Array, dim: int, index: int) -> jax.Array:
     return lax.index_in_dim(x, index % x.shape[dim], dim % x.ndim, keepdims=False)
-
-
-@implements("select_backward")
-def _select_backward(gradient: jax.Array, shape: Sequence[int], dim: int, index: int) -> jax.Array:
-    return jnp.zeros(shape, gradient.dtype).at[_place(len(shape), dim, index)].set(gradient)
 
 
 @implements("select_scatter")
@@ -152,16 +122,8 @@ def _concatenate(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.concatenate([p.astype(dtype) for p in kept], dim)
 
 
-@implements("stack")
-def _stack(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
-    return jnp.stack(parts, dim)
-
-
-for _name in ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"):
-
-    @implements(_name)
-    def _same(x: jax.Array) -> jax.Array:
-        return x
+_SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
+implements(*_SAME, "resolve_conj", "resolve_neg", "positive")(lambda x: x)
 
 
 @implements("_to_copy")
@@ -208,17 +170,10 @@ def _roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@implements("repeat")
-def _repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
-    return jnp.tile(x, tuple(repeats))
-
-
-@implements("diagonal", "diagonal_copy")
-def _diagonal(x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
-    return jnp.diagonal(x, offset, dim1, dim2)
-
-
-def _on_diagonal(x: jax.Array, source: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
+@implements("diagonal_scatter")
+def _diagonal_scatter(
+    x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
     moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
     count = source.shape[-1]
     rows = jnp.arange(count) + max(-offset, 0)
@@ -227,18 +182,14 @@ def _on_diagonal(x: jax.Array, source: jax.Array, offset: int, dim1: int, dim2: 
     return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
 
 
-@implements("diagonal_scatter")
-def _diagonal_scatter(
-    x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> jax.Array:
-    return _on_diagonal(x, source, offset, dim1, dim2)
+def _among_zeros(scatter: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The derivative of a view: (gradient, shape, which part) -> the gradient among zeros."""
+    return lambda gradient, shape, *part: scatter(jnp.zeros(shape, gradient.dtype), gradient, *part)
 
 
-@implements("diagonal_backward")
-def _diagonal_backward(
-    gradient: jax.Array, shape: Sequence[int], offset: int, dim1: int, dim2: int
-) -> jax.Array:
-    return _on_diagonal(jnp.zeros(shape, gradient.dtype), gradient, offset, dim1, dim2)
+implements("slice_backward")(_among_zeros(_slice_scatter))
+implements("select_backward")(_among_zeros(_select_scatter))
+implements("diagonal_backward")(_among_zeros(_diagonal_scatter))
 
 
 @implements("unfold")
@@ -249,13 +200,3 @@ def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
     starts = np.arange((x.shape[dim] - size) // step + 1) * step
     windows = jnp.take(x, starts[:, None] + np.arange(size), dim)
     return jnp.moveaxis(windows, dim + 1, -1)
-
-
-@implements("tril")
-def _tril(x: jax.Array, diagonal: int = 0) -> jax.Array:
-    return jnp.tril(x, diagonal)
-
-
-@implements("triu")
-def _triu(x: jax.Array, diagonal: int = 0) -> jax.Array:
-    return jnp.triu(x, diagonal)

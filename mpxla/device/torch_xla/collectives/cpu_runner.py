@@ -76,12 +76,9 @@ class CpuRunner(CpuWorld):
     def execute(
         self, loaded: _Loaded, operands: Sequence[torch.Tensor | None], to_host: bool
     ) -> list[torch.Tensor]:
-        """Runs a program and waits for it.
+        """Runs a program and waits for it; None in place of an operand stands for zeros.
 
-        Args:
-            loaded: The program.
-            operands: One tensor per operand; None stands for zeros.
-            to_host: Not looked at, because results are on the host here.
+        Results are on the host in any case.
         """
         sources, kinds = loaded.lowered.sources, loaded.lowered.program.operands
         arrays = [

@@ -88,12 +88,9 @@ class DeviceRunner:
     def execute(
         self, loaded: _Compiled, operands: Sequence[torch.Tensor | None], to_host: bool
     ) -> list[torch.Tensor]:
-        """Starts a program.
+        """Starts a program; operands may be on the host or the device, and None stands for zeros.
 
-        Args:
-            loaded: The program.
-            operands: One tensor per operand, on the host or the device; None stands for zeros.
-            to_host: Whether to wait for the results and read them.
+        With `to_host`, it waits for the results and reads them.
         """
         given = [self._place(t, z) for t, z in zip(operands, loaded.zeros, strict=True)]
         _xla._xla_sync_multi(given, [], False, True)  # what is lazy of them

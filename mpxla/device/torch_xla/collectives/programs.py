@@ -72,10 +72,8 @@ def trace(program: Program | GraphProgram) -> Traced:
 
 
 def _all_reduce(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    # Not xm.all_reduce, which does nothing where torch_xla knows one process only.
-    groups = program.mesh.replica_groups()
     (value,) = inputs
-    return [_unwired(_xla_all_reduce("sum", _wired(value), 1.0, groups, False), value.dtype)]
+    return [_unwired(_reduce_in_graph(program.mesh, _wired(value), "sum"), value.dtype)]
 
 
 def _all_gather(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,18 +82,12 @@ def _all_gather(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _reduce_scatter(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    groups = program.mesh.replica_groups()
-    device = str(inputs[0].device)
-    token, size = _xla._get_all_reduce_token(device), len(groups[0])
-    own, token = _xla_reduce_scatter(
-        xm.REDUCE_SUM, inputs[0], token, 1.0, 0, size, groups, False, None, None
-    )
-    _xla._set_all_reduce_token(device, token)
-    return [own]
+    return [_scatter_in_graph(program.mesh, inputs[0], "sum", len(program.mesh.groups[0]))]
 
 
 def _reduce_in_graph(mesh: Mesh, value: torch.Tensor, operation: str) -> torch.Tensor:
     assert operation in ("sum", "max", "min"), f"all_reduce by {operation!r} in a program"
+    # Not xm.all_reduce, which does nothing where torch_xla knows one process only.
     return _xla_all_reduce(operation, value, 1.0, mesh.replica_groups(), False)
 
 
@@ -142,9 +134,7 @@ def _transfer(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _gathered(program: Program, value: torch.Tensor) -> torch.Tensor:
-    groups = program.mesh.replica_groups()
-    size = len(groups[0])
-    return _xla_all_gather(value.unsqueeze(0), 0, size, groups, False, None, None)
+    return _gather_in_graph(program.mesh, value.unsqueeze(0), len(program.mesh.groups[0]))
 
 
 def _wired(value: torch.Tensor) -> torch.Tensor:

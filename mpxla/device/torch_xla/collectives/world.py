@@ -35,6 +35,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     xm.REDUCE_MAX: lambda parts: parts.amax(dim=0),
 }
 _Groups = Sequence[Sequence[int]]
+_Run = Callable[..., torch.Tensor]
 
 
 class XlaWorld:
@@ -62,9 +63,15 @@ class XlaWorld:
         self._describe(local_rank, local_size)
         for name in ("_xla_all_reduce", "_xla_all_reduce_inplace", "_xla_all_to_all"):
             self._exchange(_xla, name, getattr(self, name[4:]))
-        for op in ("all_gather", "reduce_scatter"):
-            for kind in ("", "_out", "_coalesced", "_coalesced_out"):
-                self._exchange(_xla, f"_xla_{op}{kind}", getattr(self, f"_{op}{kind}"))
+        for name in ("all_gather", "reduce_scatter"):
+            self._exchange(_xla, f"_xla_{name}", getattr(self, f"_{name}"))
+        for form, run in _FORMS.items():
+            self._exchange(_xla, f"_xla_all_gather{form}", functools.partial(run, self._all_gather))
+            self._exchange(
+                _xla,
+                f"_xla_reduce_scatter{form}",
+                lambda kind, *rest, run=run: run(functools.partial(self._scattered, kind), *rest),
+            )
         self._exchange(_xla, "_xla_collective_permute", self._permute)
         for name in ("send", "recv"):
             self._exchange(_xla, f"_xla_{name}", functools.partial(_refuse, name))
@@ -145,24 +152,6 @@ class XlaWorld:
         parts = self._gathered(value, groups)
         return torch.cat(tuple(parts), dim=dim).to(value.device)
 
-    def _all_gather_out(
-        self, out: torch.Tensor, value: torch.Tensor, token: Any, dim: int, count: int, *rest: Any
-    ) -> Any:
-        out.copy_(self._all_gather(value, dim, count, *rest))
-        return token
-
-    def _all_gather_coalesced(
-        self, values: Sequence[torch.Tensor], token: Any, dim: int, count: int, *rest: Any
-    ) -> list[Any]:
-        return [*(self._all_gather(value, dim, count, *rest) for value in values), token]
-
-    def _all_gather_coalesced_out(
-        self, outs: Sequence[torch.Tensor], values: Sequence[torch.Tensor], token: Any, *rest: Any
-    ) -> Any:
-        for out, value in zip(outs, values, strict=True):
-            self._all_gather_out(out, value, token, *rest)
-        return token
-
     def _scattered(
         self,
         kind: str,
@@ -180,29 +169,6 @@ class XlaWorld:
         self, kind: str, value: torch.Tensor, token: Any, *rest: Any
     ) -> tuple[torch.Tensor, Any]:
         return self._scattered(kind, value, *rest), token
-
-    def _reduce_scatter_out(
-        self, kind: str, out: torch.Tensor, value: torch.Tensor, token: Any, *rest: Any
-    ) -> Any:
-        out.copy_(self._scattered(kind, value, *rest))
-        return token
-
-    def _reduce_scatter_coalesced(
-        self, kind: str, values: Sequence[torch.Tensor], token: Any, *rest: Any
-    ) -> list[Any]:
-        return [*(self._scattered(kind, value, *rest) for value in values), token]
-
-    def _reduce_scatter_coalesced_out(
-        self,
-        kind: str,
-        outs: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        token: Any,
-        *rest: Any,
-    ) -> Any:
-        for out, value in zip(outs, values, strict=True):
-            self._reduce_scatter_out(kind, out, value, token, *rest)
-        return token
 
     def _all_to_all(
         self,
@@ -225,6 +191,31 @@ class XlaWorld:
         sources = [source for source, target in pairs if target == self._transport.rank]
         received = everyone[sources[0]] if sources else torch.zeros_like(everyone[0])
         return received.to(value.device), token
+
+
+def _into(run: _Run, out: torch.Tensor, value: torch.Tensor, token: Any, *rest: Any) -> Any:
+    out.copy_(run(value, *rest))
+    return token
+
+
+def _each(run: _Run, values: Sequence[torch.Tensor], token: Any, *rest: Any) -> list[Any]:
+    return [*(run(value, *rest) for value in values), token]
+
+
+def _each_into(
+    run: _Run,
+    outs: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    token: Any,
+    *rest: Any,
+) -> Any:
+    for out, value in zip(outs, values, strict=True):
+        out.copy_(run(value, *rest))
+    return token
+
+
+_FORMS = {"_out": _into, "_coalesced": _each, "_coalesced_out": _each_into}
+"""Ending of torch_xla's name for a collective -> how that form calls the plain one."""
 
 
 def _refuse(name: str, *_: Any) -> Any:

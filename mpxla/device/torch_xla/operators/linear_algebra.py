@@ -24,9 +24,7 @@ _LARGEST_UNROLLED = 64  # rows of a matrix whose Cholesky factor is written out 
 def correct_factorizations(module: fx.GraphModule) -> None:
     """Replaces factorizations that the device computes wrongly by functions that put them right.
 
-    Args:
-        module: a graph on tensors of the XLA device; changed in place. (Not while it is traced:
-            fake tensors have the shapes that the device should give.)
+    Not while the graph is traced: fake tensors have the shapes that the device should give.
     """
     for node in list(module.graph.nodes):
         if node.target is _aten._linalg_svd.default and input_of(node).meta["val"].dim() > 2:

@@ -30,16 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
-    """`torch.nn.functional.layer_norm`.
-
-    Args:
-        x: [..., *normalized_shape] floats. Narrow ones are normalized in float32, as torch does.
-        normalized_shape: the last dimensions, over which mean and variance are taken.
-        weight: [*normalized_shape] factors.
-        bias: [*normalized_shape] summands.
-        eps: is added to the variance.
-        cudnn_enable: means nothing here; the operator has it.
-    """
+    """`aten.layer_norm`; narrow floats are normalized in float32, as torch does."""
     return _LayerNorm.apply(x, weight, bias, len(normalized_shape), eps)
 
 
@@ -51,16 +42,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """`torch.nn.functional.group_norm`.
-
-    Args:
-        x: [N, C, ...] floats, as for `layer_norm`.
-        num_groups: into how many parts channels are divided.
-        weight: [C] factors.
-        bias: [C] summands.
-        eps: is added to the variance.
-        cudnn_enabled: means nothing here; the operator has it.
-    """
+    """`aten.group_norm` of [N, C, ...], in the precision of `layer_norm`."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     groups = wide.reshape(x.shape[0], num_groups, -1)
     result = _LayerNorm.apply(groups, None, None, 1, eps).reshape(x.shape)
@@ -81,34 +63,13 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
-    cudnn_enabled: bool,
+    *rest: Any,
 ) -> torch.Tensor:
-    """`torch.nn.functional.instance_norm`; with running statistics, torch's own.
-
-    Args:
-        x: [N, C, ...] floats.
-        weight: [C] factors.
-        bias: [C] summands.
-        running_mean: [C], used in evaluation.
-        running_var: [C], used in evaluation.
-        use_input_stats: whether mean and variance are those of `x`.
-        momentum: of the running statistics.
-        eps: is added to the variance.
-        cudnn_enabled: means nothing here; the operator has it.
-    """
+    """`aten.instance_norm` of [N, C, ...]; with running statistics, torch's own."""
     if use_input_stats and running_mean is None:
         return group_norm(x, x.shape[1], weight, bias, eps)
-    return torch.ops.aten.instance_norm.default(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        use_input_stats,
-        momentum,
-        eps,
-        cudnn_enabled,
-    )
+    statistics = (running_mean, running_var, use_input_stats, momentum, eps)
+    return torch.ops.aten.instance_norm.default(x, weight, bias, *statistics, *rest)
 
 
 class _LayerNorm(Function):

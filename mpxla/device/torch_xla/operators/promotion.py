@@ -10,13 +10,10 @@ __all__ = ["keep_types"]
 
 
 def keep_types(module: fx.GraphModule) -> None:
-    """Gives scalars the type of the result before they meet tensors.
+    """Gives scalars the type of the result before they meet tensors, in place.
 
     In PyTorch a float64 scalar and a float32 tensor give float32, in torch_xla 2.9 float64: a rate
     would turn the parameters that it updates into float64.
-
-    Args:
-        module: a graph on tensors of the XLA device; changed in place.
     """
     for node in list(module.graph.nodes):
         if not _is_pointwise(node):

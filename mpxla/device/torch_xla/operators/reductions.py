@@ -46,11 +46,7 @@ _Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def expand_reductions(module: fx.GraphModule) -> None:
-    """Replaces reductions of float32, and softmax with its relatives, by functions of this module.
-
-    Args:
-        module: a graph on tensors of XLA's CPU backend; changed in place.
-    """
+    """Replaces reductions of float32, and softmax with its relatives, by functions from here."""
     for node in list(module.graph.nodes):
         call = _call_for(node)
         if call is not None:
@@ -88,14 +84,7 @@ def _call_for(node: fx.Node) -> _Call | None:
 
 
 def row_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension.
-
-    Args:
-        values: [..., N] floats.
-
-    Returns:
-        [..., 1]
-    """
+    """Sum over the last dimension, which stays."""
     return _reduce_row(values, torch.add, functools.partial(torch.sum, dim=-1, keepdim=True))
 
 

@@ -10,7 +10,7 @@ from mpxla.device.pjrt.arrays import copy_to_device, host_copies
 from mpxla.device.pjrt.dtypes import jax_dtype
 from mpxla.device.pjrt.table import FUNCTIONS
 
-assert operators.__all__
+assert operators.SUBJECTS
 aten = torch.ops.aten
 
 

@@ -13,7 +13,7 @@ from mpxla.device.pjrt.table import FUNCTIONS, RANDOM, implements, operator_of
 from mpxla.tests.device.pjrt.operator_calls import Call, record
 from mpxla.tests.device.pjrt.operator_checks import differences
 
-assert operators.__all__
+assert operators.SUBJECTS
 aten = torch.ops.aten
 
 AT_ONCE = 40

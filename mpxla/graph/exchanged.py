@@ -1,0 +1,25 @@
+"""Attributes of torch's classes and modules that are others while a step is captured."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+__all__ = ["exchanged"]
+
+_NONE = object()
+
+
+@contextlib.contextmanager
+def exchanged(owner: Any, **values: Any) -> Generator[None]:
+    """Puts other values in the place of attributes of a class or module; undone on exit."""
+    before = {name: vars(owner).get(name, _NONE) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _NONE:
+                delattr(owner, name)  # inherited
+            else:
+                setattr(owner, name, value)
