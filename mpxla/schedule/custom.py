@@ -37,12 +37,6 @@ class CustomSchedule:
     def __init__(self, text: str, num_ranks: int, num_microbatches: int, active_microbatches: int):
         """Reads a text and checks it, as far as that needs no model.
 
-        Args:
-            text: one line per rank.
-            num_ranks: pipeline ranks.
-            num_microbatches: microbatches of a step.
-            active_microbatches: most microbatches in flight at a stage.
-
         Raises:
             ScheduleError: words that are no actions, another number of ranks or microbatches, a
                 stage on two ranks or missing, or an order that cannot run; with the grid and the
@@ -74,10 +68,6 @@ class CustomSchedule:
 
     def lower(self, forward_edges: Iterable[Edge], backward_edges: Iterable[Edge]) -> Lists:
         """The complete schedule of a step, with transfers and reductions.
-
-        Args:
-            forward_edges: (source, destination) of values.
-            backward_edges: (source, destination) of gradients.
 
         Raises:
             ScheduleError: it cannot run with these edges.

@@ -94,10 +94,6 @@ def add_reduce(
 
     Sends that directly follow that backward go first: another rank may be waiting for them.
 
-    Args:
-        schedule: actions of every rank, with or without transfers.
-        placement: pipeline rank of every stage.
-
     Returns:
         The lists with one `REDUCE` per stage that has backwards.
 
@@ -116,7 +112,7 @@ def add_reduce(
         last = {a.stage: step for step, a in enumerate(actions) if a.op.ends_backward}
         stage_at: dict[int, int] = {}
         for stage, step in last.items():
-            while step + 1 < len(actions) and _sends_from(stage, actions[step + 1]):
+            while step + 1 < len(actions) and actions[step + 1][:2] == (stage, Op.SEND_BACKWARD):
                 step += 1
             stage_at[step] = stage
         with_reductions: list[Action] = []
@@ -126,10 +122,6 @@ def add_reduce(
                 with_reductions.append(Action(stage_at[step], Op.REDUCE))
         result.append(with_reductions)
     return result
-
-
-def _sends_from(stage: int, action: Action) -> bool:
-    return action.op is Op.SEND_BACKWARD and action.stage == stage
 
 
 class _Transfer(NamedTuple):
