@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from mpxla.checkpoint.commit import Written, abandon, prepare, write_partial
-from mpxla.checkpoint.content import Inventory, aliases_of, local_inventory, model_names
+from mpxla.checkpoint.content import Inventory, local_inventory, model_names
 from mpxla.checkpoint.files import save_object, serialize, write_file
 from mpxla.checkpoint.full import save_full
 from mpxla.checkpoint.layout import (
@@ -134,11 +134,8 @@ def save_checkpoint(
     session = current()
     finish_pending(session)
     folder = Path(os.path.abspath(path))
-    world = session.env.world_size
     what = f"saving checkpoint {tag!r} in {folder}"
-    exchange = ObjectExchange(
-        session.objects.allgather, session.rank, world, session.progress, "smp.save_checkpoint"
-    )
+    exchange = ObjectExchange(session, "smp.save_checkpoint")
     inventory = Inventory({}, [], {})
 
     def begin() -> dict[str, Any]:
@@ -270,9 +267,10 @@ class _Part:
     ) -> dict[str, Any]:
         """What the manifest says about all ranks."""
         topology = self._session.topology
+        names = {} if model is None else model_names(model)
         return {
             "topology": {"pp": topology.pp_size, "tp": topology.tp_size, "rdp": topology.rdp_size},
-            "aliases": aliases_of(model_names(model)) if model is not None else {},
+            "aliases": {n: one for one, every in names.items() for n in every if n != one},
             "has_model": model is not None,
             "optimizer": None if optimizer is None else optimizer.kind,
         }
