@@ -211,9 +211,8 @@ def _planned(
     Raises:
         MpxlaError: the model cannot be divided so, or nothing fits.
     """
-    from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.cli.factory import capture_factory, capture_part, load_factory
     from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
-    from mpxla.cli.tensor import capture_part
     from mpxla.runtime.cut import cut_step
     from mpxla.runtime.forecast import forecast
 

@@ -14,16 +14,14 @@ from mpxla.planning.layout import PRECISIONS, Layout
 from mpxla.planning.memory import (
     device_layer_weights,
     device_parameters,
+    fixed_bytes,
     kept_bytes,
-    parameter_bytes,
     saved_bytes,
     spread_layers,
-    working_bytes,
 )
 from mpxla.planning.transformer import Transformer
 from mpxla.schedule.analysis import StageBytes
 from mpxla.schedule.dataflow import Edge
-from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs
 
@@ -118,7 +116,7 @@ class Work:
         tied_s = 0.0
         if self.model.tied_embeddings and last and stage in (0, last):
             table = self.model.head_weights / layout.tensor * bytes_of.gradient
-            home = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
+            home = layout.placement
             if home[0] != home[last]:
                 tied_s = self.device.message_s(table, self.crosses_nodes(home[0], home[last]))
         return gradients_s + gathering_s + tied_s
@@ -190,8 +188,7 @@ class Work:
 def step_costs(work: Work) -> StepCosts:
     """What a step takes and keeps, for the search over schedules."""
     model, layout = work.model, work.layout
-    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
-    stages = work.stages
+    placement, stages = layout.placement, work.stages
     forward = frozenset((s, s + 1) for s in range(len(stages) - 1))
     backward = frozenset((t, s) for s, t in forward)
     transfer: dict[Edge, float] = {
@@ -205,12 +202,9 @@ def step_costs(work: Work) -> StepCosts:
         input_gradient=[part.input_gradient_s for part in stages],
         weight_gradient=[part.weight_gradient_s for part in stages],
     )
-    fixed = [working_bytes(model, layout)] * layout.stages
-    for stage, size in enumerate(parameter_bytes(model, layout)):
-        fixed[placement[stage]] += size
     saved, kept = saved_bytes(model, layout), kept_bytes(model, layout)
     held = [StageBytes(one, two, two) for one, two in zip(saved, kept, strict=True)]
-    return StepCosts(costs, forward, backward, held, tuple(map(round, fixed)))
+    return StepCosts(costs, forward, backward, held, tuple(map(round, fixed_bytes(model, layout))))
 
 
 def _sum(count: int, layer: Part, *ends: Part | bool) -> Part:
