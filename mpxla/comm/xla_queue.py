@@ -112,13 +112,7 @@ class ProgramQueue:
     """Communications of one process, one after the other."""
 
     def __init__(self, rank: int, watch: FailureWatch, runner: Runner) -> None:
-        """Starts the thread.
-
-        Args:
-            rank: Global rank of this process.
-            watch: Learns of operands that cannot be computed, and explains broken connections.
-            runner: Executes programs; closed by `close`.
-        """
+        """Starts the thread. The runner is closed by `close`."""
         self._rank = rank
         self._watch = watch
         self._runner = runner
@@ -214,16 +208,12 @@ class ProgramQueue:
             if job.program is not None:
                 self._load(made)
             self._runner.meet(job.ranks, job.handle.what, job.purpose, job.text)
-            job.handle.set_result(job.finish(self._execute(job, made, operands)))
+            results = list[torch.Tensor]()
+            if job.program is not None:
+                results = self._runner.execute(made["loaded"], operands, job.to_host)
+            job.handle.set_result(job.finish(results))
         except Exception as error:  # the thread goes on; the caller gets it
             job.handle.set_error(self._explained(error, job.handle))
-
-    def _execute(
-        self, job: Job, made: _Made, operands: list[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        if job.program is None:
-            return []
-        return self._runner.execute(made["loaded"], operands, job.to_host)
 
     def _load_together(self, job: _Loading) -> None:
         try:
