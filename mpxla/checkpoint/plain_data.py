@@ -11,16 +11,16 @@ import dataclasses
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Entry", "find_unpicklable", "find_unsafe", "foreign_classes"]
+from mpxla.comm.objects import Entry, innermost
 
-Entry = tuple[str, Any]
-"""How the user would write it, as in `user_content['args'].lr`, and what is there."""
+__all__ = ["find_unpicklable", "find_unsafe", "foreign_classes"]
+
 _HOOKS = ("__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 
 
@@ -50,7 +50,7 @@ def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
 
 def find_unsafe(value: Any, what: str) -> Entry:
     """The innermost entry that loading refuses."""
-    return _innermost(what, value, lambda part: bool(foreign_classes(_saved(part))[1]))
+    return innermost((what, value), _parts, lambda v: bool(foreign_classes(_saved(v))[1]))
 
 
 def find_unpicklable(value: Any, what: str) -> Entry:
@@ -63,7 +63,7 @@ def find_unpicklable(value: Any, what: str) -> Entry:
             return True
         return False
 
-    return _innermost(what, value, fails)
+    return innermost((what, value), _parts, fails)
 
 
 def _saved(value: Any) -> io.BytesIO:
@@ -71,15 +71,6 @@ def _saved(value: Any) -> io.BytesIO:
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
-
-
-def _innermost(path: str, value: Any, is_bad: Callable[[Any], bool]) -> Entry:
-    seen: set[int] = set()
-    found = path, value
-    while id(found[1]) not in seen:
-        seen.add(id(found[1]))
-        found = next((part for part in _parts(*found) if is_bad(part[1])), found)
-    return found
 
 
 def _parts(path: str, value: Any) -> Iterator[Entry]:

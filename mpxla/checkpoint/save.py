@@ -290,15 +290,12 @@ class _Part:
 
 
 def _check_objects(model: Any, optimizer: Any) -> None:
-    if model is not None and not isinstance(model, DistributedModel):
-        raise CheckpointError(
-            f"model is a {type(model).__name__}; pass the smp.DistributedModel that wraps it."
-        )
-    if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-        raise CheckpointError(
-            f"optimizer is a {type(optimizer).__name__}; pass the smp.DistributedOptimizer that "
-            f"wraps it."
-        )
+    kinds = ("model", model, DistributedModel), ("optimizer", optimizer, DistributedOptimizer)
+    for name, value, kind in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}; pass the smp.{kind.__name__} that wraps it."
+            )
     is_placed = (model is None or model.partitioned) and (optimizer is None or optimizer.is_placed)
     if not is_placed:
         raise CheckpointError(

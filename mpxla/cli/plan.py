@@ -124,21 +124,11 @@ def _run_captured(options: argparse.Namespace) -> None:
         print(_describe_layouts(plans, problems) + "\n")
     best = min(plans, key=lambda plan: plan.found.timeline.makespan)
     found, config, size = best.found, best.config, best.layout.tensor
-    if best.rows:
-        print(best.rows + "\n")
-    print(cut_report(found.cut))
-    print()
-    print(_memory(found))
-    print()
-    print(_programs(found))
-    print()
-    if size > 1:
-        print(_collectives(found, size))
-        print()
-    print(_timeline(found))
+    blocks = [best.rows, cut_report(found.cut), _memory(found), _programs(found)]
+    blocks += [_collectives(found, size) if size > 1 else "", _timeline(found)]
+    print("\n\n".join(filter(None, blocks)))
     if options.sdp > 1:
-        print()
-        print(_divided(found, config, options.sdp, limit))
+        print("\n" + _divided(found, config, options.sdp, limit))
     elif limit is not None and max(found.rank_bytes) > limit:
         raise MpxlaError(
             f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "

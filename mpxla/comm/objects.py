@@ -24,7 +24,17 @@ from mpxla.comm.packing import as_bytes, as_memory, pack
 from mpxla.comm.transport import Group, Transport, check_group
 from mpxla.errors import MpxlaError
 
-__all__ = ["OBJECTS", "Format", "Objects", "dump", "pickled", "restore", "unpickled"]
+__all__ = [
+    "OBJECTS",
+    "Entry",
+    "Format",
+    "Objects",
+    "dump",
+    "innermost",
+    "pickled",
+    "restore",
+    "unpickled",
+]
 
 _BLOCK_BYTES = 4096
 _PADDING_BYTES = 1 << 20
@@ -188,7 +198,7 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
     try:
         return torch.frombuffer(pickled(obj), dtype=torch.uint8)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        path, part = _find_culprit("obj", obj)
+        path, part = innermost(("obj", obj), _parts, _fails)
         raise MpxlaError(
             f"{purpose}: {path}, {_show(part)}, cannot be pickled ({error}). Send data instead: "
             f"numbers, strings, tensors, and containers of them."
@@ -227,19 +237,22 @@ def pickled(obj: Any) -> memoryview:
     return file.getbuffer()
 
 
-def _find_culprit(path: str, obj: Any) -> tuple[str, Any]:
-    """Descends to the innermost part of `obj` that cannot be pickled."""
+Entry = tuple[str, Any]
+"""A part of an object: how the user would write it, as in `obj['args'].lr`, and what is there."""
+
+
+def innermost(
+    entry: Entry, parts: Callable[[str, Any], Iterator[Entry]], is_bad: Callable[[Any], bool]
+) -> Entry:
+    """Descends to the innermost part of an object that makes trouble."""
     seen: set[int] = set()
-    while id(obj) not in seen:
-        seen.add(id(obj))
-        for part_path, part in _parts(path, obj):
-            if not _canpickled(part):
-                path, obj = part_path, part
-                break
-    return path, obj
+    while id(entry[1]) not in seen:
+        seen.add(id(entry[1]))
+        entry = next((part for part in parts(*entry) if is_bad(part[1])), entry)
+    return entry
 
 
-def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
+def _parts(path: str, obj: Any) -> Iterator[Entry]:
     if isinstance(obj, dict):
         yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple):
@@ -249,12 +262,12 @@ def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", value) for name, value in attributes.items())
 
 
-def _canpickled(obj: Any) -> bool:
+def _fails(obj: Any) -> bool:
     try:
         pickled(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _show(obj: Any) -> str:

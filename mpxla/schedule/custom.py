@@ -31,7 +31,6 @@ class CustomSchedule:
     Attributes:
         lists: actions of every rank, as written.
         placement: pipeline rank of every stage.
-        num_microbatches: how many microbatches it runs.
     """
 
     def __init__(self, text: str, num_ranks: int, num_microbatches: int, active_microbatches: int):
@@ -43,7 +42,6 @@ class CustomSchedule:
                 failing cell where there is one; or one that keeps too many microbatches in flight.
         """
         self.lists: Lists = tuple(tuple(line) for line in parse_schedule(text))
-        self.num_microbatches = num_microbatches
         if len(self.lists) != num_ranks:
             raise ScheduleError(
                 f"schedule: the text has {len(self.lists)} lines for {num_ranks} pipeline ranks. "

@@ -29,7 +29,6 @@ This module must not know costs, nor by which rule the lists were generated.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
@@ -124,14 +123,8 @@ def add_reduce(
     return result
 
 
-class _Transfer(NamedTuple):
-    """Both ends of a transfer at its moment; transfers are sorted by their fields in this order."""
-
-    time: float
-    deadline: int
-    is_forward: bool
-    tie: int
-    send: Action
+_Transfer = tuple[float, int, bool, int, Action]
+"""A send and its moment, its deadline, whether it is of values, and a tie: sorted in this order."""
 
 
 class _Clock:
@@ -221,7 +214,7 @@ def _place_transfers(
                 time = _moment(earliest, latest, busy[rank], busy[home[peer]])
                 is_forward = producer is Op.FORWARD
                 send = Action(stage, op, microbatch, peer)
-                transfers.append(_Transfer(time, deadline, is_forward, rank % 2, send))
+                transfers.append((time, deadline, is_forward, rank % 2, send))
     return transfers
 
 
