@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mpxla.cli.drawing import save_timeline
 from mpxla.cli.paper import paper_options, parse_devices, run_on_paper
 from mpxla.cli.schedule import DEFAULT_STAGES, schedule_keys, schedule_options
-from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_size
 from mpxla.schedule.render import render_text
+from mpxla.tables import table
 
 if TYPE_CHECKING:
     from mpxla.device.backend import Lowering

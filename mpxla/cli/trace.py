@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mpxla.cli.drawing import draw_timelines
-from mpxla.cli.tables import table
 from mpxla.errors import MpxlaError
 from mpxla.schedule.action import parse_action
+from mpxla.tables import table
 
 __all__ = ["add_parser", "where_time_went"]
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from mpxla.comm.whereabouts import STEP, Place, Whereabouts
+from mpxla.tables import table
 
 __all__ = ["LEFT", "UNKNOWN", "Progress", "explain_stall"]
 
@@ -165,13 +166,8 @@ def explain_stall(
     if found is None:
         return None
     rows = [_TITLES, *(_row(r, statuses.get(r), last.get(r)) for r in range(world_size))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     headline = f"no action completed for {timeout_s:g} s (stall_timeout_s): {found[1]}"
-    return found[0], "\n".join([headline, *table, ""])
+    return found[0], "\n".join([headline, *table(rows, is_left=True), ""])
 
 
 def _row(

@@ -8,6 +8,7 @@ simulator's reduction stands for both.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.layout import PRECISIONS, Layout
@@ -31,8 +32,7 @@ _FLASH_BACKWARD = 2.5
 """Five products for the two of the forward: the scores are computed again."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Seconds of a layer, or of what surrounds the layers, for one microbatch.
 
     Attributes:
@@ -100,7 +100,7 @@ class Work:
         counts = spread_layers(self.model, self.layout.num_stages)
         last = len(counts) - 1
         return tuple(
-            _sum(count, self.layer, stage == 0 and self.embedding, stage == last and self.head)
+            _sum(count, self.layer, [self.embedding] * (stage == 0) + [self.head] * (stage == last))
             for stage, count in enumerate(counts)
         )
 
@@ -207,10 +207,5 @@ def step_costs(work: Work) -> StepCosts:
     return StepCosts(costs, forward, backward, held, tuple(map(round, fixed_bytes(model, layout))))
 
 
-def _sum(count: int, layer: Part, *ends: Part | bool) -> Part:
-    parts = [end for end in ends if isinstance(end, Part)]
-    return Part(
-        count * layer.forward_s + sum(p.forward_s for p in parts),
-        count * layer.input_gradient_s + sum(p.input_gradient_s for p in parts),
-        count * layer.weight_gradient_s + sum(p.weight_gradient_s for p in parts),
-    )
+def _sum(count: int, layer: Part, ends: list[Part]) -> Part:
+    return Part(*(count * own + sum(rest) for own, *rest in zip(layer, *ends, strict=True)))
