@@ -50,7 +50,7 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
 def local_inventory(
     model: DistributedModel | None, optimizer: DistributedOptimizer | None, is_first_replica: bool
 ) -> Inventory:
-    """What this rank holds, after partitioning; buffers of the first replica are for all."""
+    """What this rank holds, after partitioning; a checkpoint's buffers are the first replica's."""
     values: dict[Slot, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     if model is not None:

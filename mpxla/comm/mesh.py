@@ -51,7 +51,7 @@ class Mesh(NamedTuple):
 
 
 def complete(groups: Iterable[Group], world_size: int) -> Mesh:
-    """Adds groups of the ranks that are left to some of one size, so that the mesh is full."""
+    """Adds groups of the ranks that are left to disjoint ones of one size: as many as there are."""
     given = [tuple(group) for group in groups]
     size = len(given[0])
     taken = set(chain.from_iterable(given))

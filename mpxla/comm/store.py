@@ -120,11 +120,8 @@ def claims_in(open_store: Callable[[], dist.Store], rank: int) -> Callable[[str]
 
         def ask() -> None:
             with contextlib.suppress(Exception):  # of whatever the store is, or was
-                answer()
-
-        def answer() -> None:
-            store = dist.PrefixStore("mpxla_claims", open_store())
-            found.append(int(store.compare_set(name, "", str(rank))))
+                store = dist.PrefixStore("mpxla_claims", open_store())
+                found.append(int(store.compare_set(name, "", str(rank))))
 
         thread = threading.Thread(target=ask, name="mpxla-claim", daemon=True)
         thread.start()

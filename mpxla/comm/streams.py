@@ -134,7 +134,7 @@ class Outbox:
         return handle
 
     def finish(self, *, is_orderly: bool) -> None:
-        """Lets the thread end once everything queued is delivered, and, in order, say so."""
+        """Lets the thread end once all is delivered; in order, it says that nothing follows."""
         with self._changed:
             self._is_orderly = is_orderly
             self._is_finished = True
