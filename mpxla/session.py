@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import (
 from mpxla import __version__, log
 from mpxla.comm.addresses import interface_for
 from mpxla.comm.agreement import agreed
-from mpxla.comm.claims import claims_in, open_agent_store
 from mpxla.comm.codec import DATA, STATE
 from mpxla.comm.host import HostTransport
 from mpxla.comm.lifeline import Lifeline
@@ -34,7 +33,7 @@ from mpxla.comm.quiet import without_gloos_lines
 from mpxla.comm.rollcall import call_roll
 from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
-from mpxla.comm.store import GROUP_TIMEOUT, session_store
+from mpxla.comm.store import GROUP_TIMEOUT, claims_in, open_agent_store, session_store
 from mpxla.comm.transport import Group, Transport
 from mpxla.comm.xla import XlaTransport
 from mpxla.config import Config

@@ -69,10 +69,7 @@ class Written(NamedTuple):
 def prepare(path: Path, tag: str, token: str) -> None:
     """Makes the folder to write to; for rank 0, before any rank writes.
 
-    Args:
-        path: folder of the checkpoints.
-        tag: name of the one to write.
-        token: of this attempt; those of other jobs that save to the same folder are different.
+    The token is of this attempt; those of other jobs that save to the same folder are different.
 
     Raises:
         OSError: the folder cannot be made.
@@ -105,14 +102,8 @@ def write_partial(
 ) -> None:
     """Writes and commits a partial checkpoint; every rank must call it, after `prepare`.
 
-    Args:
-        path: folder of the checkpoints.
-        tag: name of this one.
-        token: of this attempt, as given to `prepare`.
-        exchange: between all ranks.
-        write: writes this rank's files to the folder that it gets.
-        facts: of the manifest, from rank 0.
-        num_kept: how many partial checkpoints to keep; None for all.
+    `write` writes this rank's files to the folder that it gets; `facts`, of rank 0, go into the
+    manifest; so many partial checkpoints are kept, or all (None).
 
     Raises:
         CheckpointError: writing failed on some rank; raised on all, and nothing has changed.

@@ -3,7 +3,7 @@
 Values stay where they are until they are asked for. This module must not know files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from mpxla.nn.shards import Shard
 from mpxla.parallel.model import DistributedModel
 from mpxla.parallel.optimizer import DistributedOptimizer
 
-__all__ = ["Inventory", "aliases_of", "local_inventory", "model_names"]
+__all__ = ["Inventory", "local_inventory", "model_names"]
 
 
 class Inventory(NamedTuple):
@@ -50,13 +50,7 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
 def local_inventory(
     model: DistributedModel | None, optimizer: DistributedOptimizer | None, is_first_replica: bool
 ) -> Inventory:
-    """What this rank holds. After partitioning.
-
-    Args:
-        model: to save, or None.
-        optimizer: to save, or None.
-        is_first_replica: whether this rank's buffers are those of the checkpoint.
-    """
+    """What this rank holds, after partitioning; a checkpoint's buffers are the first replica's."""
     values: dict[Slot, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     if model is not None:
@@ -101,8 +95,3 @@ def _slot(
         return Slot(kind, name, key, dtype, shard.whole, offset, value.numel(), shard.place)
     whole = tuple(value.shape if shape is None else shape)
     return Slot(kind, name, key, dtype, whole, offset, value.numel())
-
-
-def aliases_of(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Further names of tied tensors -> the one name."""
-    return {name: one for one, every in names.items() for name in every if name != one}

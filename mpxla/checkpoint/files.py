@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from mpxla.checkpoint.entries import find_unpicklable, find_unsafe, unsafe_names
-from mpxla.checkpoint.plain_data import safe_classes
+from mpxla.checkpoint.plain_data import find_unpicklable, find_unsafe, foreign_classes
 from mpxla.comm.codec import register
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
@@ -30,6 +29,7 @@ __all__ = [
     "FileRecord",
     "check_file",
     "check_zip",
+    "is_zip",
     "load_object",
     "remove_stale",
     "replace_file",
@@ -82,9 +82,7 @@ class _ChecksummedFile:
 def write_file(path: Path, write: Callable[[Any], Any]) -> FileRecord:
     """Creates a file and flushes it to the disk; its folder is still to be synced.
 
-    Args:
-        path: the file; must not exist.
-        write: writes the content to the file object that it gets.
+    `write` writes the content to the file object that it gets.
 
     Raises:
         OSError: naming the file.
@@ -132,7 +130,7 @@ def serialize(
         ) from error
     data, unsafe = buffer.getvalue(), list[str]()
     with contextlib.suppress(Exception):  # a foreign pickle_module cannot be looked into
-        unsafe = [] if is_trusted else unsafe_names(data)
+        unsafe = [] if is_trusted else foreign_classes(io.BytesIO(data))[1]
     if unsafe:
         place, part = find_unsafe(value, what)
         text = (
@@ -167,10 +165,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def replace_files(contents: Mapping[Path, Callable[[Any], Any]]) -> None:
-    """As `replace_file`; first all new files are on the disk, then they take their names.
+    """As `replace_file`, for files of one folder and what writes their contents.
 
-    Args:
-        contents: by file of one folder: writes the content to the file object that it gets.
+    First all new files are on the disk, then they take their names.
 
     Raises:
         OSError: naming the file; the old ones are as they were.
@@ -236,15 +233,20 @@ def check_file(path: Path, expected: FileRecord) -> None:
         )
 
 
+def is_zip(path: Path) -> bool:
+    """Whether a file is in the format that torch writes since version 1.6."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
 def check_zip(path: Path) -> None:
     """Checks a file of `torch.save` by the checksums inside; files of other formats pass.
 
     Raises:
         CheckpointError: it was truncated or altered; names it.
     """
-    with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            return
+    if not is_zip(path):
+        return
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -287,10 +289,9 @@ def load_object(path: Path, weights_only: bool = True, **options: Any) -> Any:
 
 def _safe_classes(path: Path) -> list[Any]:
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        return foreign_classes(path)[0]
     except Exception:  # no file of torch.save: loading says so
         return []
-    return safe_classes(names)[0]
 
 
 def _first_line(error: BaseException) -> str:

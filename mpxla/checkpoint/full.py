@@ -5,7 +5,7 @@ the files of a large model. They are mapped: a rank reads what it needs of them.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from mpxla.checkpoint.commit import record_newest
-from mpxla.checkpoint.files import check_zip, load_object, remove_stale, replace_files, serialize
+from mpxla.checkpoint.files import (
+    check_zip,
+    is_zip,
+    load_object,
+    remove_stale,
+    replace_files,
+    serialize,
+)
 from mpxla.checkpoint.layout import full_file, full_user_content
 from mpxla.checkpoint.together import Exchange, together
 from mpxla.errors import CheckpointError
@@ -35,14 +42,7 @@ def save_full(
 ) -> None:
     """Writes a full checkpoint; every rank must call it. Rank 0 gathers the model.
 
-    Args:
-        session: of this process.
-        exchange: tells ranks of each other's errors.
-        path: folder of the checkpoints.
-        tag: name of this one.
-        model: what is saved.
-        user_content: of rank 0.
-        dtype: of floating values, see `save_checkpoint`.
+    The user content is that of rank 0; `dtype` is that of `save_checkpoint`.
 
     Raises:
         CheckpointError: rank 0 cannot write; raised on all, and earlier checkpoints stay. Or
@@ -204,19 +204,12 @@ def open_state(
         source = _Safetensors(path)
     else:
         check_zip(path)
-        values = load_object(path, weights_only, **_mapped(path))
-        source = _Loaded(_tensors(path, values if translate is None else translate(values)))
-        return source
+        values = load_object(path, weights_only, mmap=is_zip(path))
+        return _Loaded(_tensors(path, values if translate is None else translate(values)))
     if translate is not None:
         values = {name: source.read(name) for name in source.shapes}
         source = _Loaded(_tensors(path, translate(values)))
     return source
-
-
-def _mapped(path: Path) -> dict[str, bool]:
-    """Files of torch before 1.6 cannot be mapped."""
-    with open(path, "rb") as file:
-        return {"mmap": True} if file.read(2) == b"PK" else {}
 
 
 def _tensors(path: Path, values: Any) -> dict[str, torch.Tensor]:
@@ -224,14 +217,10 @@ def _tensors(path: Path, values: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{path} holds a {type(values).__name__}, not a state dict; save model.state_dict()."
         )
-    wrong = _first(name for name, value in values.items() if not isinstance(value, torch.Tensor))
-    if wrong is not None:
-        raise CheckpointError(
-            f"{path} is no state dict of a model: {wrong!r} is a {type(values[wrong]).__name__}. "
-            f"If the state dict is inside, pass translate_function=lambda saved: saved['model']."
-        )
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{path} is no state dict of a model: {name!r} is a {type(value).__name__}. If the "
+                f"state dict is inside, pass translate_function=lambda saved: saved['model']."
+            )
     return dict(values)
-
-
-def _first(names: Iterable[Any]) -> Any:
-    return next(iter(names), None)

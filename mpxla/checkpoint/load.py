@@ -110,14 +110,7 @@ def resume_from_checkpoint(
         load_optimizer = load_optimizer_states
     if weights_only is None:
         weights_only = not session.config.trust_checkpoints
-    world = session.env.world_size
-    exchange = ObjectExchange(
-        session.objects.allgather,
-        session.rank,
-        world,
-        session.progress,
-        "smp.resume_from_checkpoint",
-    )
+    exchange = ObjectExchange(session, "smp.resume_from_checkpoint")
     folder = Path(os.path.abspath(path))
     what = f"resuming from {folder}"
     loader: Any = None
@@ -141,7 +134,7 @@ def resume_from_checkpoint(
                 f"{other[1]!r} in {other[0]}, and they are not the same; call "
                 f"smp.resume_from_checkpoint with the same arguments and one shared folder."
             )
-    together(exchange, what, lambda: loader.verify(session.rank, world))
+    together(exchange, what, lambda: loader.verify(session.rank, exchange.world_size))
     user_content: list[Any] = []
 
     def load() -> None:
@@ -279,6 +272,8 @@ class _PartialLoader:
         weights_only: bool,
     ):
         self._session, self._model = session, model
+        topology, rank = session.topology, session.rank
+        self._place = topology.rdp_rank(rank), topology.pp_rank(rank), topology.tp_rank(rank)
         self._folder = find_partial(folder, tag)
         self._weights_only = weights_only
         self._manifest = read_manifest(self._folder, tag)
@@ -366,24 +361,20 @@ class _PartialLoader:
             self._model.restore_partition(load_object(self._folder / PARTITION))
 
     def _restore_random_states(self) -> None:
-        topology, rank = self._session.topology, self._session.rank
-        replica = topology.rdp_rank(rank)
         if self._is_same_topology():
-            own = self._own_file(replica, topology.pp_rank(rank), topology.tp_rank(rank))
+            own = self._own_file(*self._place)
             assert own is not None, "every rank wrote its file"
             set_random_states(own["random"], self._session.backend)
             return
-        own = self._own_file(replica, 0, 0) or self._own_file(0, 0, 0)
+        own = self._own_file(self._place[0], 0, 0) or self._own_file(0, 0, 0)
         if own is not None:
             set_random_states_of_another_rank(own["random"])
 
     def _load_own_buffers(self) -> None:
         """Buffers of this replica, where replicas are as they were."""
-        topology, rank = self._session.topology, self._session.rank
-        if topology.rdp_rank(rank) == 0 or not self._is_same_topology():
+        if self._place[0] == 0 or not self._is_same_topology():
             return
-        place = topology.rdp_rank(rank), topology.pp_rank(rank), topology.tp_rank(rank)
-        own = self._own_file(*place)
+        own = self._own_file(*self._place)
         local = {name for name, _ in self._model.local_named_buffers()}
         if own is not None and own["buffers"].keys() <= local:
             self._model.load_values(own["buffers"], strict=False)

@@ -1,33 +1,39 @@
-"""Objects that travel in checkpoints as data, beside tensors, numbers and containers.
+"""Objects that travel in checkpoints as data, and the entry of a nested value that does not.
 
-These are NumPy's scalars and arrays, `argparse.Namespace`, dataclasses without `__post_init__` and
-configurations of transformers: loading them fills attributes. A class has to be imported already in
-the process that loads: nothing is imported because a file says so.
+Beside tensors, numbers and containers these are NumPy's scalars and arrays, `argparse.Namespace`,
+dataclasses without `__post_init__` and configurations of transformers: loading them fills
+attributes. A class has to be imported already in the process that loads: nothing is imported
+because a file says so.
 """
 
 import argparse
 import dataclasses
+import io
+import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-__all__ = ["safe_classes"]
+from mpxla.comm.objects import Entry, innermost
+
+__all__ = ["find_unpicklable", "find_unsafe", "foreign_classes"]
 
 _HOOKS = ("__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 
 
-def safe_classes(names: Iterable[str]) -> tuple[list[Any], list[str]]:
-    """Sorts the names that torch's safe loader does not know.
+def foreign_classes(file: Any) -> tuple[list[Any], list[str]]:
+    """Sorts the classes and functions of a file that torch's safe loader does not know.
 
     Args:
-        names: dotted paths of classes and functions in a file, from
-            `torch.serialization.get_unsafe_globals_in_checkpoint`.
+        file: what `torch.save` wrote, or its path.
 
     Returns:
-        (what may be loaded, for `torch.serialization.safe_globals`; names of what may not).
+        (what may be loaded, for `torch.serialization.safe_globals`; dotted paths of what may not).
     """
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     safe: list[Any] = []
     refused: list[str] = []
     for path in names:
@@ -40,6 +46,43 @@ def safe_classes(names: Iterable[str]) -> tuple[list[Any], list[str]]:
             refused.append(path)
     # The classes of dtypes are not named in a file: they are what `numpy.dtype` makes.
     return [*safe, *(_DTYPES if any(path in _NUMPY for path in names) else ())], refused
+
+
+def find_unsafe(value: Any, what: str) -> Entry:
+    """The innermost entry that loading refuses."""
+    return innermost((what, value), _parts, lambda v: bool(foreign_classes(_saved(v))[1]))
+
+
+def find_unpicklable(value: Any, what: str) -> Entry:
+    """The innermost entry that cannot be saved."""
+
+    def fails(part: Any) -> bool:
+        try:
+            _saved(part)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return True
+        return False
+
+    return innermost((what, value), _parts, fails)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _parts(path: str, value: Any) -> Iterator[Entry]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, part in enumerate(value):
+            yield f"{path}[{index}]", part
+    elif isinstance(value, argparse.Namespace) or dataclasses.is_dataclass(value):
+        for name, part in vars(value).items() if hasattr(value, "__dict__") else ():
+            yield f"{path}.{name}", part
 
 
 def _find(path: str) -> Any:

@@ -31,13 +31,12 @@ def get_random_states(backend: Backend) -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any], backend: Backend) -> None:
     """Puts the generators of this process into earlier states."""
-    torch.set_rng_state(states["torch"])
+    set_random_states_of_another_rank(states)
     version, keys, cached = states["python"]
     random.setstate((version, tuple(keys), cached))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     backend.set_random_state(states["device"])
-    set_generator_state(states["steps"])
 
 
 def set_random_states_of_another_rank(states: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from mpxla.checkpoint.commit import Written, abandon, prepare, write_partial
-from mpxla.checkpoint.content import Inventory, aliases_of, local_inventory, model_names
+from mpxla.checkpoint.content import Inventory, local_inventory, model_names
 from mpxla.checkpoint.files import save_object, serialize, write_file
 from mpxla.checkpoint.full import save_full
 from mpxla.checkpoint.layout import (
@@ -134,11 +134,8 @@ def save_checkpoint(
     session = current()
     finish_pending(session)
     folder = Path(os.path.abspath(path))
-    world = session.env.world_size
     what = f"saving checkpoint {tag!r} in {folder}"
-    exchange = ObjectExchange(
-        session.objects.allgather, session.rank, world, session.progress, "smp.save_checkpoint"
-    )
+    exchange = ObjectExchange(session, "smp.save_checkpoint")
     inventory = Inventory({}, [], {})
 
     def begin() -> dict[str, Any]:
@@ -270,9 +267,10 @@ class _Part:
     ) -> dict[str, Any]:
         """What the manifest says about all ranks."""
         topology = self._session.topology
+        names = {} if model is None else model_names(model)
         return {
             "topology": {"pp": topology.pp_size, "tp": topology.tp_size, "rdp": topology.rdp_size},
-            "aliases": aliases_of(model_names(model)) if model is not None else {},
+            "aliases": {n: one for one, every in names.items() for n in every if n != one},
             "has_model": model is not None,
             "optimizer": None if optimizer is None else optimizer.kind,
         }
@@ -292,15 +290,12 @@ class _Part:
 
 
 def _check_objects(model: Any, optimizer: Any) -> None:
-    if model is not None and not isinstance(model, DistributedModel):
-        raise CheckpointError(
-            f"model is a {type(model).__name__}; pass the smp.DistributedModel that wraps it."
-        )
-    if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-        raise CheckpointError(
-            f"optimizer is a {type(optimizer).__name__}; pass the smp.DistributedOptimizer that "
-            f"wraps it."
-        )
+    kinds = ("model", model, DistributedModel), ("optimizer", optimizer, DistributedOptimizer)
+    for name, value, kind in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}; pass the smp.{kind.__name__} that wraps it."
+            )
     is_placed = (model is None or model.partitioned) and (optimizer is None or optimizer.is_placed)
     if not is_placed:
         raise CheckpointError(

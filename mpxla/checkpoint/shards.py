@@ -77,13 +77,9 @@ class Slot(NamedTuple):
 
 
 def assign_writers(held: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
-    """Gives every slot one writer, so that the largest share is small.
+    """By rank, the slots that it writes of those that it holds, so that the largest share is small.
 
-    Args:
-        held: slots of every rank.
-
-    Returns:
-        Slots to write, of every rank. The same on every rank.
+    The same on every rank.
     """
     holders: dict[Slot, list[int]] = {}
     for rank, slots in enumerate(held):
@@ -160,10 +156,6 @@ class ShardReader:
     """Reads parts of tensors from the files of a checkpoint folder.
 
     Files are mapped, so only what is asked for is read.
-
-    Args:
-        folder: of the checkpoint.
-        index: what is in it.
     """
 
     def __init__(self, folder: Path, index: ShardIndex):
@@ -188,15 +180,9 @@ class ShardReader:
         count: int | None = None,
         shard: Shard | None = None,
     ) -> torch.Tensor:
-        """Elements `offset` to `offset + count` of the flattened tensor, on the host.
+        """Elements `offset` to `offset + count`, or all that follow, of the flattened tensor.
 
-        Args:
-            kind: "model" or "optimizer".
-            name: under which it was saved.
-            key: state key of the optimizer.
-            offset: position of the first element.
-            count: number of elements; None for all that follow.
-            shard: positions count in this part of the tensor, in whatever parts it was saved.
+        With a shard, positions count in that part of the tensor, in whatever parts it was saved.
 
         Raises:
             CheckpointError: the checkpoint does not hold all of them.

@@ -47,7 +47,7 @@ def save(
         pickle_module=pickle_module,
         pickle_protocol=pickle_protocol,
     )
-    target = Path(f"{path}{_suffixes(v3)[0]}") if partial else path
+    target = Path(f"{path}{_suffixes()[2 if v3 else 0]}") if partial else path
     # Scripts save a full file on all ranks of a replica, which then write it side by side.
     replace_file(target, data)
 
@@ -93,8 +93,7 @@ def load(
     if pickle_module is not None and weights_only:
         raise CheckpointError("smp.load(pickle_module=...) can run code; pass weights_only=False.")
     if partial:
-        candidates = [Path(f"{path}{suffix}") for suffix in _suffixes(is_per_rank=False)]
-        candidates.append(Path(f"{path}{_suffixes(is_per_rank=True)[0]}"))
+        candidates = [Path(f"{path}{suffix}") for suffix in _suffixes()]
         path = next((c for c in candidates if c.exists()), candidates[0])
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; check the path and partial={partial}.")
@@ -111,12 +110,11 @@ def _checked(f: Any, what: str) -> Path:
     return Path(f)
 
 
-def _suffixes(is_per_rank: bool) -> list[str]:
-    """Endings of this rank's partial file: the one to write, then others to read."""
+def _suffixes() -> list[str]:
+    """Endings of this rank's partial file: the one to write, another to read, that of `v3`."""
     session = current()
     topology, rank = session.topology, session.rank
     by_axes = f"_{topology.pp_rank(rank)}_{topology.tp_rank(rank)}"
-    if is_per_rank:
-        return [f"{by_axes}_{topology.rdp_rank(rank)}"]
     found = [f"_{topology.mp_rank(rank)}", by_axes]
-    return found if topology.tp_size == 1 else found[::-1]
+    ordered = found if topology.tp_size == 1 else found[::-1]
+    return [*ordered, f"{by_axes}_{topology.rdp_rank(rank)}"]

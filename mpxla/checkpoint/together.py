@@ -15,9 +15,8 @@ from torch.distributed import Store
 
 from mpxla.comm.handle import Wait
 from mpxla.comm.seal import Seal
-from mpxla.comm.stall import Progress
-from mpxla.comm.transport import Group
 from mpxla.errors import CheckpointError, PeerFailure
+from mpxla.session import Session
 
 __all__ = ["Exchange", "ObjectExchange", "StoreExchange", "together"]
 
@@ -43,49 +42,27 @@ class Exchange(Protocol):
 
 
 class ObjectExchange:
-    """By the session's object communication, on the main thread.
+    """By the session's object communication, on the main thread; `what` is what ranks do."""
 
-    Args:
-        gather: `Objects.allgather`.
-        rank: this rank.
-        world_size: number of ranks.
-        progress: of this rank.
-        what: the ranks do together.
-    """
-
-    def __init__(
-        self,
-        gather: Callable[[Any, Group], list[Any]],
-        rank: int,
-        world_size: int,
-        progress: Progress,
-        what: str,
-    ):
-        self.rank, self.world_size = rank, world_size
-        self._gather = gather
-        self._progress = progress
-        self._what = what
+    def __init__(self, session: Session, what: str):
+        self.rank, self.world_size = session.rank, session.env.world_size
+        self._session, self._what = session, what
 
     def allgather(self, value: Any) -> list[Any]:
         """See `Exchange`."""
-        with self._progress.meeting(self._what):
-            return self._gather(value, tuple(range(self.world_size)))
+        with self._session.progress.meeting(self._what):
+            return self._session.objects.allgather(value, tuple(range(self.world_size)))
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """See `Exchange`."""
-        return self._progress.busy(self._what)
+        return self._session.progress.busy(self._what)
 
 
 class StoreExchange:
     """By a key-value store that all ranks share, from any thread.
 
-    Args:
-        store: the store.
-        prefix: of the keys; a new one for every exchange.
-        rank: this rank.
-        world_size: number of ranks.
-        seal: of the session; others can write to the store too.
-        failure: tells of a rank that died, or None.
+    Every exchange has a prefix of its own. Others can write to the store too, so messages are
+    sealed; `failure` tells of a rank that died.
     """
 
     def __init__(

@@ -25,14 +25,18 @@ from torch import nn
 
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import capture_step, current_recorder
+from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import ValueNeededError
+from mpxla.graph.varying import mark_varying
+from mpxla.graph.vocabulary import divide_losses
+from mpxla.nn.distribute import first_part
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.model_watch import model_flags
 from mpxla.runtime.signature import fill, sign
 from mpxla.runtime.state import ModelState
 
-__all__ = ["capture_factory", "load_factory"]
+__all__ = ["capture_factory", "capture_part", "load_factory"]
 
 
 def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...], Callable[..., Any]]:
@@ -95,11 +99,6 @@ def capture_factory(
 ) -> StepGraph:
     """Captures one microbatch of what a factory made.
 
-    Args:
-        model: the model.
-        inputs: arguments of one microbatch.
-        function: step function or loss.
-
     Raises:
         CaptureError: it cannot be captured.
     """
@@ -133,3 +132,24 @@ def _is_step(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return first == "model"
+
+
+def capture_part(
+    model: nn.Module, inputs: Sequence[Any], function: Callable[..., Any], size: int
+) -> StepGraph:
+    """Captures one microbatch as one rank of a tensor-parallel group has it; changes the model.
+
+    The group has `size` ranks, and `optimize: "memory"`.
+
+    Raises:
+        MpxlaError: nothing of the model can be split.
+        CaptureError: it cannot be captured.
+    """
+    shards = first_part(model, size)
+    if not shards:
+        raise MpxlaError(
+            f"--tp {size}: nothing of the model can be split (the lines above say why). Give it a "
+            f"_tp_plan, or build it of layers of smp.nn."
+        )
+    step = divide_losses(capture_factory(model, inputs, function))
+    return divide_sequences(mark_varying(step, set(shards), 0, size), 0, size)

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpxla.cli.tables import table
 from mpxla.errors import ConfigError, MpxlaError
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.explore import Space, explore
@@ -13,6 +12,7 @@ from mpxla.planning.layout import PRECISIONS, RECOMPUTATIONS, Layout
 from mpxla.planning.predict import Prediction, predict
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Work
+from mpxla.tables import table
 
 __all__ = ["paper_options", "parse_devices", "run_on_paper"]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mpxla.cli.drawing import save_timeline
 from mpxla.cli.paper import paper_options, parse_devices, run_on_paper
 from mpxla.cli.schedule import DEFAULT_STAGES, schedule_keys, schedule_options
-from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.partition_report import format_size
 from mpxla.schedule.render import render_text
+from mpxla.tables import table
 
 if TYPE_CHECKING:
     from mpxla.device.backend import Lowering
@@ -124,21 +124,11 @@ def _run_captured(options: argparse.Namespace) -> None:
         print(_describe_layouts(plans, problems) + "\n")
     best = min(plans, key=lambda plan: plan.found.timeline.makespan)
     found, config, size = best.found, best.config, best.layout.tensor
-    if best.rows:
-        print(best.rows + "\n")
-    print(cut_report(found.cut))
-    print()
-    print(_memory(found))
-    print()
-    print(_programs(found))
-    print()
-    if size > 1:
-        print(_collectives(found, size))
-        print()
-    print(_timeline(found))
+    blocks = [best.rows, cut_report(found.cut), _memory(found), _programs(found)]
+    blocks += [_collectives(found, size) if size > 1 else "", _timeline(found)]
+    print("\n\n".join(filter(None, blocks)))
     if options.sdp > 1:
-        print()
-        print(_divided(found, config, options.sdp, limit))
+        print("\n" + _divided(found, config, options.sdp, limit))
     elif limit is not None and max(found.rank_bytes) > limit:
         raise MpxlaError(
             f"rank {found.rank_bytes.index(max(found.rank_bytes))} needs "
@@ -211,9 +201,8 @@ def _planned(
     Raises:
         MpxlaError: the model cannot be divided so, or nothing fits.
     """
-    from mpxla.cli.factory import capture_factory, load_factory
+    from mpxla.cli.factory import capture_factory, capture_part, load_factory
     from mpxla.cli.plan_search import describe_rows, schedules_to_try, search_plans
-    from mpxla.cli.tensor import capture_part
     from mpxla.runtime.cut import cut_step
     from mpxla.runtime.forecast import forecast
 

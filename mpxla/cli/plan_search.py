@@ -11,7 +11,6 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpxla.cli.tables import table
 from mpxla.config import Config
 from mpxla.device.backend import Lowering
 from mpxla.errors import ConfigError, ScheduleError
@@ -23,6 +22,7 @@ from mpxla.runtime.forecast import Forecast, forecast, predict_costs
 from mpxla.runtime.saved import saved_tensors
 from mpxla.schedule.choice import placement_of
 from mpxla.schedule.search import Candidate, Found, StepCosts, candidates, search
+from mpxla.tables import table
 
 __all__ = ["Row", "describe_rows", "schedules_to_try", "search_plans"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpxla.cli.tables import table
 from mpxla.errors import MpxlaError
+from mpxla.tables import table
 
 __all__ = ["add_parser", "rows"]
 

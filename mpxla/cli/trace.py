@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpxla.cli.tables import table
+from mpxla.cli.drawing import draw_timelines
 from mpxla.errors import MpxlaError
 from mpxla.schedule.action import parse_action
+from mpxla.tables import table
 
 __all__ = ["add_parser", "where_time_went"]
 
@@ -63,8 +64,6 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None:
         if options.output.suffix != ".png":
             raise MpxlaError(f"{options.output}: trace draws PNG files. Use the ending .png.")
-        from mpxla.cli.picture import draw_timelines
-
         draw_timelines(panels, options.output, memory=memory)
         print(f"wrote {options.output}")
 
@@ -77,12 +76,7 @@ def _step_number(asked: int | None, count: int) -> int:
 
 
 def where_time_went(group: Sequence[Mapping[str, Any]], number: int) -> str:
-    """A table with a row per rank: compute, dispatch, transfer, waiting for whom, and the rest.
-
-    Args:
-        group: records of the ranks of one pipeline.
-        number: the step.
-    """
+    """A table with a row per rank: compute, dispatch, transfer, waiting for whom, and the rest."""
     steps = [rank["steps"][number] for rank in group]
     begin, end = min(s["begin"] for s in steps), max(s["end"] for s in steps)
     placement = steps[0]["plan"]["placement"]

@@ -4,7 +4,7 @@ A socket listens where it is used: on the loopback interface when all processes 
 else on the interface that leads to the host of rank 0. Nothing listens on all interfaces, except
 where a host knows itself by a loopback name only.
 
-This file knows names and interfaces; it must not know what is served, nor torch.
+This file knows names, interfaces and ports; it must not know what is served, nor torch.
 """
 
 import contextlib
@@ -14,7 +14,15 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["host_identity", "interface_for", "is_loopback", "listen_for_store", "listening_address"]
+__all__ = [
+    "host_identity",
+    "interface_for",
+    "is_loopback",
+    "listen",
+    "listen_for_store",
+    "listening_address",
+    "reserved_port",
+]
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
@@ -31,6 +39,27 @@ def host_identity() -> str:
 def is_loopback(address: str) -> bool:
     """Whether an address (not a name) is reached from this host only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """A listening socket at an address of this host; of any free port if none is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def reserved_port(address: str) -> int:
+    """A port of this host that the system gives to nobody else for the next minute.
+
+    A connection to the port, which the serving end closes first, leaves it waiting for stray
+    packets (TIME_WAIT). Meanwhile the system chooses it for no socket that asks for any port, and a
+    server that sets SO_REUSEADDR, as nearly all do, can open it, perhaps in another process.
+    """
+    with listen(address) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection((address, port)) as client:
+            server.accept()[0].close()
+            client.recv(1)  # the other end has closed
+    return port
 
 
 def listening_address(is_one_host: bool, master_addr: str | None) -> str:
@@ -63,11 +92,6 @@ def listen_for_store(is_one_host: bool, master_addr: str, port: int) -> socket.s
     A name that leads to the loopback interface on its own host (Debian's 127.0.1.1) says nothing
     about where others look for it, so then the store listens on all interfaces.
 
-    Args:
-        is_one_host: Whether all processes are on this host.
-        master_addr: Where the other processes look for the store.
-        port: Its port.
-
     Returns:
         The socket; None if the port is taken, perhaps by another store of this very process.
     """
@@ -75,9 +99,8 @@ def listen_for_store(is_one_host: bool, master_addr: str, port: int) -> socket.s
     is_name = not _is_address(master_addr)
     if not is_one_host and is_name and is_loopback(bound):
         bound = ""
-    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
     try:
-        return socket.create_server((bound, port), family=family, backlog=2048)
+        return listen(bound, port, backlog=2048)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -86,10 +109,6 @@ def listen_for_store(is_one_host: bool, master_addr: str, port: int) -> socket.s
 
 def interface_for(is_one_host: bool, master_addr: str | None) -> str | None:
     """Name of the network interface by which the processes of a job reach each other.
-
-    Args:
-        is_one_host: Whether all processes are on this host.
-        master_addr: Name or address of the master's host.
 
     Returns:
         As in `lo` or `eth0`; None if it cannot be told.

@@ -117,12 +117,6 @@ def share_error(
     A rank that failed raises its own error, also where others found the same by themselves: the
     news of a failure would otherwise overtake some of them.
 
-    Args:
-        objects: the session's object communication.
-        group: global ranks.
-        error: what this rank has to raise, or None.
-        where: what the ranks were doing.
-
     Raises:
         PeerFailure: another rank failed, and this one did not.
     """

@@ -30,9 +30,7 @@ __all__ = ["GatherByHost", "rows_by_host"]
 def rows_by_host(ranks: Group, hosts: Sequence[int]) -> list[Group] | None:
     """The members of a group by their hosts, if there are several, with equally many each.
 
-    Args:
-        ranks: The group.
-        hosts: Of every rank of the world, the number of its host.
+    `hosts` has, of every rank of the world, the number of its host.
 
     Returns:
         For every host its members, at least two; None where two phases would save nothing, and

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from mpxla.comm.addresses import listen
 from mpxla.comm.handshake import Stranger, introduce, welcome
 from mpxla.errors import PeerFailure
 from mpxla.log import warn_once
@@ -30,13 +31,8 @@ _MAX_STRANGERS = 64
 class Door:
     """Where a rank takes connections of the others, in a daemon thread.
 
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        host: Address of this host to listen at.
-        key: Of the session.
-        on_connection: Called with a rank and its connection, in a thread of that connection, which
-            ends when this returns.
+    Each connection gets a thread, which calls `on_connection` with a rank and the connection, and
+    ends when that returns.
     """
 
     def __init__(
@@ -50,10 +46,7 @@ class Door:
         self._world_size = world_size
         self._key = _key_of(key, rank)
         self._places = threading.BoundedSemaphore(world_size + _MAX_STRANGERS)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(
-            (host, 0), family=family, backlog=max(128, world_size)
-        )
+        self._listener = listen(host, backlog=max(128, world_size))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         # Threads alone hold `on_connection`: who opens a door is gone with its last user then.
         threading.Thread(
@@ -105,12 +98,6 @@ class Door:
 
 def connect(address: tuple[str, int], rank: int, dst: int, key: bytes) -> socket.socket:
     """Opens the connection for messages from one rank to another.
-
-    Args:
-        address: Of the other's door.
-        rank: Global rank of this process.
-        dst: Global rank of the other one.
-        key: Of the session.
 
     Raises:
         PeerFailure: It cannot be reached, or somebody else answers.

@@ -191,9 +191,7 @@ class FailureWatch:
     def report(self, where: str, error: BaseException) -> None:
         """Tells all ranks that this one cannot go on. The first report of any rank stays.
 
-        Args:
-            where: What this rank was doing, as in `stage 1, microbatch 3`; may be empty.
-            error: What it raised.
+        `where` is what this rank was doing, as in `stage 1, microbatch 3`; it may be empty.
         """
         if threading.current_thread() is self._owner:
             self.noticed.set()
@@ -208,12 +206,8 @@ class FailureWatch:
         """Completes a handle with an error, and tells all ranks of it.
 
         Whoever waits gets the error at once and may leave the job; it does not say so before the
-        others have heard why, or they would take the job for a script that ended early.
-
-        Args:
-            handle: What cannot be completed.
-            where: As for `report`.
-            error: What happened.
+        others have heard why, or they would take the job for a script that ended early. `where` is
+        that of `report`.
         """
         with self._telling:
             handle.set_error(error)
@@ -224,11 +218,6 @@ class FailureWatch:
 
         A process that dies breaks its connections at the same time as it loses its lifeline, so
         the news of its death may be a moment late: this waits up to two seconds for it.
-
-        Args:
-            error: What the connection raised.
-            peers: The ranks at the other end.
-            what: The communication in words.
 
         Returns:
             The error to raise, naming the rank that failed or left.
@@ -256,11 +245,6 @@ class FailureWatch:
 
     def account_for(self, error: Exception, peers: Iterable[int], what: str) -> BaseException:
         """What a thread that communicates makes of any error, so that nobody waits in vain.
-
-        Args:
-            error: What was raised; what a connection raises is explained.
-            peers: The ranks at the other end.
-            what: The communication in words.
 
         Returns:
             The error for whoever waits. All ranks have been told of it.

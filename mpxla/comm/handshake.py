@@ -38,12 +38,6 @@ def new_nonce() -> str:
 def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tuple[int, str, str]:
     """Checks who has connected.
 
-    Args:
-        key: Of the session.
-        line: What came, whatever it is.
-        challenge: The nonce that was sent to this connection.
-        world_size: Number of ranks.
-
     Returns:
         (rank, where it runs, proof for the welcome).
 
@@ -69,10 +63,7 @@ def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tu
 def welcome(connection: socket.socket, key: bytes, world_size: int) -> int:
     """Lets the end that connected prove its rank, and proves this end; waits for it.
 
-    Args:
-        connection: New, with a timeout. Not a byte behind the hello is read.
-        key: Of the session.
-        world_size: Number of ranks.
+    The connection has a timeout. Not a byte behind the hello is read.
 
     Returns:
         The rank.
@@ -97,12 +88,8 @@ def introduce(
 ) -> None:
     """Proves this rank to the end that accepted, and lets it prove itself.
 
-    Args:
-        connection: New, with a timeout. Not a byte behind the welcome is read.
-        key: Of the session.
-        rank: Of this process.
-        home: Where it runs, for texts.
-        other: Who should be at the other end, for texts.
+    The connection has a timeout. Not a byte behind the welcome is read. Texts say where this rank
+    runs (`home`), and who should be at the other end.
 
     Raises:
         PeerFailure: The other end refuses, or cannot prove that it belongs to the job.

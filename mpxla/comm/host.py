@@ -246,11 +246,8 @@ class HostTransport:
     def gather_by_host(self, groups: Sequence[Group], hosts: Sequence[int]) -> list[Group]:
         """Lets gathers over groups go across hosts first, where that saves something.
 
-        Every rank calls it, with equal arguments, once the groups are made.
-
-        Args:
-            groups: Whose gathers.
-            hosts: Of every rank of the world, the number of its host.
+        Every rank calls it, with equal arguments, once the groups are made; `hosts` has, of every
+        rank of the world, the number of its host.
 
         Returns:
             Those of the groups whose gathers do.

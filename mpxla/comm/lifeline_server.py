@@ -24,6 +24,7 @@ import threading
 import time
 from typing import Any
 
+from mpxla.comm.addresses import listen
 from mpxla.comm.handle import Failure
 from mpxla.comm.handshake import MAX_HELLO_BYTES, Stranger, answer_hello, new_nonce
 from mpxla.comm.pulse import Absence, beat_interval_s, longest_silence_s
@@ -99,20 +100,10 @@ class LifelineServer:
     def __init__(
         self, host: str, world_size: int, key: bytes, stall_timeout_s: float = float("inf")
     ) -> None:
-        """Binds a free port.
-
-        Args:
-            host: Local address to listen at.
-            world_size: Number of ranks that will connect.
-            key: What a connection has to prove to know; others are dropped.
-            stall_timeout_s: See `stall`.
-        """
+        """Binds a free port of a local address; connections have to prove to know the key."""
         self._world_size = world_size
         self._key = key
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(
-            (host, 0), family=family, backlog=max(128, world_size)
-        )
+        self._listener = listen(host, backlog=max(128, world_size))
         self.port: int = self._listener.getsockname()[1]
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()

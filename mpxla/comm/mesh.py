@@ -51,12 +51,7 @@ class Mesh(NamedTuple):
 
 
 def complete(groups: Iterable[Group], world_size: int) -> Mesh:
-    """Adds groups of the ranks that are left, so that the mesh is as full as it can be.
-
-    Args:
-        groups: Disjoint groups of one size.
-        world_size: Number of ranks.
-    """
+    """Adds groups of the ranks that are left to disjoint ones of one size: as many as there are."""
     given = [tuple(group) for group in groups]
     size = len(given[0])
     taken = set(chain.from_iterable(given))
@@ -70,12 +65,7 @@ class Meshes:
     """Finds the mesh of a group or a pair. All ranks of a world must give it the same groups."""
 
     def __init__(self, world_size: int, pipelines: Sequence[Group] = ()) -> None:
-        """Starts with the group of all ranks.
-
-        Args:
-            world_size: Number of ranks.
-            pipelines: Ranks of every pipeline, in the order of their stages' ranks.
-        """
+        """Takes the ranks of every pipeline, in the order of their stages."""
         self._world_size = world_size
         self._pipelines = [tuple(pipeline) for pipeline in pipelines if len(pipeline) > 1]
         self._of_group: dict[Group, Mesh] = {}

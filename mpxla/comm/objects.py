@@ -24,7 +24,17 @@ from mpxla.comm.packing import as_bytes, as_memory, pack
 from mpxla.comm.transport import Group, Transport, check_group
 from mpxla.errors import MpxlaError
 
-__all__ = ["OBJECTS", "Format", "Objects", "dump", "pickled", "restore", "unpickled"]
+__all__ = [
+    "OBJECTS",
+    "Entry",
+    "Format",
+    "Objects",
+    "dump",
+    "innermost",
+    "pickled",
+    "restore",
+    "unpickled",
+]
 
 _BLOCK_BYTES = 4096
 _PADDING_BYTES = 1 << 20
@@ -45,12 +55,7 @@ class Objects:
     """Object communication over a transport. Ranks are global; groups are ascending tuples."""
 
     def __init__(self, transport: Transport, form: "Format | None" = None) -> None:
-        """Uses `transport` on channels of its own.
-
-        Args:
-            transport: What carries the bytes; its seal is used.
-            form: How objects travel; pickled if None.
-        """
+        """Uses `transport` and its seal, on channels of its own; pickles if no form is given."""
         self._transport = transport
         self._seal = transport.seal
         self._form = form or OBJECTS
@@ -65,10 +70,6 @@ class Objects:
     def send(self, obj: Any, dst: int) -> None:
         """Sends an object; returns after rank `dst` has taken it by `recv_from`.
 
-        Args:
-            obj: Anything that can be pickled.
-            dst: Global rank of the receiver.
-
         Raises:
             MpxlaError: The object cannot be pickled; names the part that cannot.
             PeerFailure: The receiver failed or left.
@@ -79,10 +80,6 @@ class Objects:
         """Sends an object to the other ranks of a group; returns after all have taken it.
 
         Called by the sender alone; every other rank of the group calls `recv_from`.
-
-        Args:
-            obj: Anything that can be pickled.
-            ranks: The group, the caller included.
         """
         ranks = check_group(ranks, self._transport.rank, self._transport.world_size)
         others = tuple(rank for rank in ranks if rank != self._transport.rank)
@@ -90,9 +87,6 @@ class Objects:
 
     def recv_from(self, src: int) -> Any:
         """Returns the next object that rank `src` sends or broadcasts to this rank.
-
-        Args:
-            src: Global rank of the sender.
 
         Raises:
             MpxlaError: The object cannot be unpickled here, or does not come from that rank.
@@ -107,15 +101,12 @@ class Objects:
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
         """Exchanges objects; every rank of `ranks` calls it.
 
-        Args:
-            obj: Anything that can be pickled.
-            ranks: The group, the caller included.
-
         Returns:
             What every rank passed, in the order of `ranks`.
         """
         ranks = tuple(ranks)
-        own = self._sealed(obj, ranks)
+        data = self._form.dump(obj, f"allgather with ranks {ranks}")
+        own = pack([self._seal.close(data, self._channel, ranks), data])
         # Size and first bytes together: most objects need no second exchange.
         block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         block[:8] = torch.tensor([own.numel()]).view(torch.uint8)
@@ -136,11 +127,6 @@ class Objects:
     def barrier(self, ranks: Group) -> None:
         """Returns when every rank of `ranks` has called it."""
         self._transport.barrier(ranks).result()
-
-    def _sealed(self, obj: Any, ranks: Group) -> torch.Tensor:
-        """What this rank contributes to an exchange."""
-        data = self._form.dump(obj, f"allgather with ranks {ranks}")
-        return pack([self._seal.close(data, self._channel, ranks), data])
 
     def _deliver(self, data: torch.Tensor, receivers: Group) -> None:
         receipts = []
@@ -204,14 +190,7 @@ def _rebuild(
 
 
 def dump(obj: Any, purpose: str) -> torch.Tensor:
-    """Pickles an object.
-
-    Args:
-        obj: What to pickle.
-        purpose: The communication, for the error text.
-
-    Returns:
-        Flat uint8 host tensor [num_bytes].
+    """Pickles an object to a flat uint8 host tensor; errors name the purpose.
 
     Raises:
         MpxlaError: Some part cannot be pickled; the text names it.
@@ -219,7 +198,7 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
     try:
         return torch.frombuffer(pickled(obj), dtype=torch.uint8)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        path, part = _find_culprit("obj", obj)
+        path, part = innermost(("obj", obj), _parts, _fails)
         raise MpxlaError(
             f"{purpose}: {path}, {_show(part)}, cannot be pickled ({error}). Send data instead: "
             f"numbers, strings, tensors, and containers of them."
@@ -228,11 +207,6 @@ def dump(obj: Any, purpose: str) -> torch.Tensor:
 
 def restore(data: torch.Tensor, src: int, rank: int) -> Any:
     """Unpickles an object; the inverse of `dump`.
-
-    Args:
-        data: Flat uint8 host tensor [num_bytes].
-        src: Rank that pickled it, for the error text.
-        rank: Rank of the caller, likewise.
 
     Raises:
         MpxlaError: Its class cannot be found or built here.
@@ -263,19 +237,22 @@ def pickled(obj: Any) -> memoryview:
     return file.getbuffer()
 
 
-def _find_culprit(path: str, obj: Any) -> tuple[str, Any]:
-    """Descends to the innermost part of `obj` that cannot be pickled."""
+Entry = tuple[str, Any]
+"""A part of an object: how the user would write it, as in `obj['args'].lr`, and what is there."""
+
+
+def innermost(
+    entry: Entry, parts: Callable[[str, Any], Iterator[Entry]], is_bad: Callable[[Any], bool]
+) -> Entry:
+    """Descends to the innermost part of an object that makes trouble."""
     seen: set[int] = set()
-    while id(obj) not in seen:
-        seen.add(id(obj))
-        for part_path, part in _parts(path, obj):
-            if not _canpickled(part):
-                path, obj = part_path, part
-                break
-    return path, obj
+    while id(entry[1]) not in seen:
+        seen.add(id(entry[1]))
+        entry = next((part for part in parts(*entry) if is_bad(part[1])), entry)
+    return entry
 
 
-def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
+def _parts(path: str, obj: Any) -> Iterator[Entry]:
     if isinstance(obj, dict):
         yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple):
@@ -285,12 +262,12 @@ def _parts(path: str, obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", value) for name, value in attributes.items())
 
 
-def _canpickled(obj: Any) -> bool:
+def _fails(obj: Any) -> bool:
     try:
         pickled(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _show(obj: Any) -> str:

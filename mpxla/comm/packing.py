@@ -64,14 +64,7 @@ _Key = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def layout(specs: Iterable[Spec]) -> Layout:
-    """Computes where the tensors of a message lie.
-
-    Args:
-        specs: Shape and dtype of every tensor, in order.
-
-    Returns:
-        Offsets, total size and description.
-    """
+    """Computes where the tensors of a message lie."""
     return _layout(tuple((tuple(spec.shape), spec.dtype) for spec in specs))
 
 
@@ -111,10 +104,7 @@ def as_memory(data: torch.Tensor) -> memoryview:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Puts host tensors into one message.
-
-    Args:
-        tensors: Host tensors of any shapes, dtypes and strides.
+    """Puts host tensors of any shapes, dtypes and strides into one message.
 
     Returns:
         Flat uint8 tensor [num_bytes]. With one contiguous tensor it is a view of it.

@@ -97,11 +97,7 @@ class Pulse:
         threading.Thread(target=self._run, name="mpxla-lifeline-pulse", daemon=True).start()
 
     def hear(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes in rank 0's sign of life.
-
-        Args:
-            rows: what the ranks do, by rank; perhaps none in a large world.
-        """
+        """Takes in rank 0's sign of life: what the ranks do, or nothing in a large world."""
         self._heard = time.monotonic()
         self.rows = {int(rank): row for rank, row in rows.items()}
 

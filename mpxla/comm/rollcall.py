@@ -78,13 +78,6 @@ class _Roll:
 def call_roll(store: Store, rank: int, world_size: int, version: str, timeout_s: float) -> None:
     """Waits until all ranks have come; every rank calls it, before all other communication.
 
-    Args:
-        store: of the session, shared by all processes.
-        rank: global rank of this process.
-        world_size: number of processes.
-        version: of mpxla.
-        timeout_s: longest wait.
-
     Raises:
         PeerFailure: a rank did not come in time; names the ranks that are there and those that are
             missing. A rank that comes later gets the same error at once.

@@ -32,12 +32,7 @@ class Seal:
     """Makes and checks the seals of one rank. Used by any thread, one per channel."""
 
     def __init__(self, rank: int, key: bytes) -> None:
-        """Starts all counts.
-
-        Args:
-            rank: Global rank of this process.
-            key: Of the session; see `secret`.
-        """
+        """Starts all counts."""
         self._rank = rank
         self._key = key
         self._lock = threading.Lock()
@@ -62,12 +57,6 @@ class Seal:
         self, sealed: torch.Tensor, channel: str, src: int, ranks: tuple[int, ...]
     ) -> torch.Tensor:
         """Checks the next message of another rank.
-
-        Args:
-            sealed: Flat uint8 host tensor: the seal and the message behind it.
-            channel: On which it came.
-            src: Rank from which it is expected.
-            ranks: This rank alone, or the group of a collective.
 
         Returns:
             The message, a view of `sealed`.

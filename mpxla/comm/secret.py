@@ -206,9 +206,7 @@ def _judge(everyone: Sequence[Any]) -> None:
 def create_secret_file(secret: str, runtime_dir: str | None) -> Path:
     """Writes a secret where only this user can read it, in a new folder that is only theirs.
 
-    Args:
-        secret: One line.
-        runtime_dir: Where to make the folder; None for the system's temporary folder.
+    The folder is in `runtime_dir`, or in the system's temporary one.
     """
     base = runtime_dir if runtime_dir and os.access(runtime_dir, os.W_OK | os.X_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="mpxla-", dir=base))  # mode 0700

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from mpxla.comm.whereabouts import STEP, Place, Whereabouts
+from mpxla.tables import table
 
 __all__ = ["LEFT", "UNKNOWN", "Progress", "explain_stall"]
 
@@ -62,12 +63,7 @@ class Progress:
         self._whereabouts = Whereabouts(threading.main_thread())
 
     def begin(self, actions: Sequence[Any], describe: Callable[[Any], str]) -> None:
-        """The step's actions begin.
-
-        Args:
-            actions: what will run, in order.
-            describe: writes an action for the table, with its peer and shape.
-        """
+        """The step's actions begin; the table has them as `describe` writes them."""
         self._actions, self._describe, self._index = actions, describe, 0
         self.since = time.monotonic()
         self.is_running = True
@@ -89,11 +85,7 @@ class Progress:
 
     @contextlib.contextmanager
     def busy(self, what: str = "") -> Generator[None]:
-        """Around a long work of this rank alone, for the table.
-
-        Args:
-            what: as in `capture and compilation`.
-        """
+        """Around a long work of this rank alone, for the table: `capture and compilation`."""
         self._work = what
         self.since = time.monotonic()
         try:
@@ -104,11 +96,7 @@ class Progress:
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Generator[None]:
-        """While this lasts, other ranks have to come, as to the actions of a step.
-
-        Args:
-            what: for the table.
-        """
+        """While this lasts, other ranks have to come, as to the actions of a step."""
         self.begin([what], str)
         try:
             yield
@@ -178,23 +166,16 @@ def explain_stall(
     if found is None:
         return None
     rows = [_TITLES, *(_row(r, statuses.get(r), last.get(r)) for r in range(world_size))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     headline = f"no action completed for {timeout_s:g} s (stall_timeout_s): {found[1]}"
-    return found[0], "\n".join([headline, *table, ""])
+    return found[0], "\n".join([headline, *table(rows, is_left=True), ""])
 
 
 def _row(
     rank: int, status: Mapping[str, Any] | None, last: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
-    if status is None and last is None:
-        return (str(rank), "", _SILENT, "", "", "")
     if status is None:
-        assert last is not None
-        return (str(rank), f"{last['idle_s']:.0f} s", _SILENT, "", "", f"last {last['where']}")
+        since, where = (f"{last['idle_s']:.0f} s", f"last {last['where']}") if last else ("", "")
+        return (str(rank), since, _SILENT, "", "", where)
     peers = ", ".join(map(str, status["waits_for"]))
     what = _place(status).waits_for(status["what"])
     waits = f"rank {peers}: {what}" if peers else what or "nobody"

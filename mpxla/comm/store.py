@@ -6,6 +6,9 @@ serves there. Sessions of mpxla that follow each other have parts of their own i
 This file knows the launcher's variables; it must not know what is written into the store.
 """
 
+import contextlib
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,7 +20,9 @@ from mpxla.comm.addresses import listen_for_store
 from mpxla.env import LaunchEnv
 from mpxla.errors import MpxlaError, PeerFailure
 
-__all__ = ["GROUP_TIMEOUT", "await_note", "session_store"]
+__all__ = ["GROUP_TIMEOUT", "await_note", "claims_in", "open_agent_store", "session_store"]
+
+_LONGEST_CLAIM_S = 3.0
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Of the default group and its store, for the user's own collectives."""
@@ -28,10 +33,6 @@ def session_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
     """A part of the default group's store, or of the launcher's, for one session.
 
     Every rank calls it at the begin of the session; it waits for the server only.
-
-    Args:
-        env: of this process.
-        timeout_s: longest wait for the server.
 
     Raises:
         MpxlaError: rank 0 cannot serve the store.
@@ -45,14 +46,7 @@ def session_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
 
 
 def await_note(store: dist.Store, key: str, rank: int, author: int, timeout_s: float) -> str:
-    """What another rank has written, or will write.
-
-    Args:
-        store: of the session.
-        key: where it writes.
-        rank: global rank of this process.
-        author: the other one.
-        timeout_s: longest wait.
+    """What another rank, the author, has written or will write at a key.
 
     Raises:
         PeerFailure: it did not come in time.
@@ -113,3 +107,38 @@ def _open_tcp_store(env: LaunchEnv, timeout_s: float) -> dist.Store:
             f"be seen. Look at the output of {server}; start the same script on all ranks, and set "
             f"MASTER_ADDR and MASTER_PORT to what all hosts can reach. ({error})"
         ) from error
+
+
+def claims_in(open_store: Callable[[], dist.Store], rank: int) -> Callable[[str], int]:
+    """Makes a function that claims a name for this rank, and tells whose it is.
+
+    For the last words of a process, which must not wait long for anybody.
+    """
+
+    def claim(name: str) -> int:
+        found: list[int] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # of whatever the store is, or was
+                store = dist.PrefixStore("mpxla_claims", open_store())
+                found.append(int(store.compare_set(name, "", str(rank))))
+
+        thread = threading.Thread(target=ask, name="mpxla-claim", daemon=True)
+        thread.start()
+        thread.join(_LONGEST_CLAIM_S)
+        if not found:
+            raise TimeoutError(f"nobody answered to the claim of {name!r}")
+        return found[0]
+
+    return claim
+
+
+def open_agent_store(address: str, port: int) -> dist.Store:
+    """A connection of its own to the store that torchrun serves."""
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=False,
+        timeout=timedelta(seconds=_LONGEST_CLAIM_S),
+        wait_for_workers=False,
+    )

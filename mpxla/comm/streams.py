@@ -95,15 +95,7 @@ class Outbox:
         to_host: Callable[[Any], torch.Tensor],
         is_ready: Callable[[Any], bool],
     ) -> None:
-        """Starts the thread, which connects.
-
-        Args:
-            dst: Global rank of the destination.
-            connect: Opens the connection.
-            watch: Learns of a tensor that cannot be computed, and explains broken connections.
-            to_host: Waits for a tensor and gives it in host memory.
-            is_ready: Whether `to_host` would give a tensor without waiting.
-        """
+        """Starts the thread, which connects; `to_host` and `is_ready` are the transport's."""
         self._to_host = to_host
         self._is_ready = is_ready
         self._dst = dst
@@ -142,11 +134,7 @@ class Outbox:
         return handle
 
     def finish(self, *, is_orderly: bool) -> None:
-        """Lets the thread end once everything queued is delivered.
-
-        Args:
-            is_orderly: Whether to tell the receiver that nothing follows.
-        """
+        """Lets the thread end once all is delivered; in order, it says that nothing follows."""
         with self._changed:
             self._is_orderly = is_orderly
             self._is_finished = True
@@ -244,13 +232,7 @@ class Posted:
 
     @classmethod
     def make(cls, handle: Handle[Any], specs: Sequence[Spec] | None, is_bundle: bool) -> "Posted":
-        """Prepares a receive.
-
-        Args:
-            handle: Completed by the message.
-            specs: Expected tensors; None for raw bytes.
-            is_bundle: Whether the result is a list.
-        """
+        """Prepares a receive of tensors, in a list if they are a bundle, or of bytes (None)."""
         if specs is None:
             return cls(handle, None, lambda payload: payload)
         if is_bundle:
@@ -262,12 +244,7 @@ class Inbox:
     """Messages from one rank."""
 
     def __init__(self, src: int, watch: FailureWatch) -> None:
-        """Without a connection at first.
-
-        Args:
-            src: Global rank of the source.
-            watch: Explains broken connections.
-        """
+        """Without a connection at first."""
         self._src = src
         self._watch = watch
         self._lock = threading.Lock()

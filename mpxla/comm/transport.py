@@ -187,15 +187,7 @@ Groups = Mapping[str, Members]
 
 
 def check_group(ranks: Group, rank: int, world_size: int) -> Group:
-    """Checks the ranks of a collective.
-
-    Args:
-        ranks: Group as the caller gave it.
-        rank: Rank of the caller, which has to be a member.
-        world_size: Number of ranks.
-
-    Returns:
-        The group as a tuple.
+    """Checks the ranks of a collective, of which the caller's has to be one.
 
     Raises:
         TopologyError: Not ascending, outside the world, or without the caller.

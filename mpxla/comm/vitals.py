@@ -42,11 +42,7 @@ class Vitals:
     """Compares readings of the kernel's counters; used by one thread."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
-        """Reads nothing yet.
-
-        Args:
-            proc: where the kernel's counters are.
-        """
+        """Reads nothing yet; the kernel's counters are in `proc`."""
         self._proc = proc
         self._last: _Reading | None = None
 

@@ -269,12 +269,7 @@ class XlaTransport:
     ) -> Handle[list[torch.Tensor]]:
         """Runs a stage's program with collectives inside. Every rank of its mesh calls it.
 
-        Args:
-            program: with the same collectives on all ranks.
-            operands: one tensor per argument.
-
-        Returns:
-            Handle of its results, on the host.
+        The program has the same collectives on all ranks; its results are on the host.
         """
         ranks = program.mesh.members
         others = tuple(rank for rank in ranks if rank != self.rank)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -92,33 +93,11 @@ _Made = dict[str, Any]
 """What has been made of a program: `lowered`, and in its place `loaded`."""
 
 
-class _Queued(NamedTuple):
-    """A communication, and what has been made of its program."""
-
-    job: Job
-    made: _Made
-
-
-class _Loading(NamedTuple):
-    """Programs to load together."""
-
-    handle: Handle[None]
-    ranks: Group
-    text: str
-    made: list[_Made]
-
-
 class ProgramQueue:
     """Communications of one process, one after the other."""
 
     def __init__(self, rank: int, watch: FailureWatch, runner: Runner) -> None:
-        """Starts the thread.
-
-        Args:
-            rank: Global rank of this process.
-            watch: Learns of operands that cannot be computed, and explains broken connections.
-            runner: Executes programs; closed by `close`.
-        """
+        """Starts the thread. The runner is closed by `close`."""
         self._rank = rank
         self._watch = watch
         self._runner = runner
@@ -126,7 +105,7 @@ class ProgramQueue:
         """The last used is the last."""
         self._graphs: weakref.WeakSet[GraphProgram] = weakref.WeakSet()
         self._is_closed = False
-        self._queue: SimpleQueue[_Queued | _Loading | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mpxla-xla", daemon=True)
         self._thread.start()
 
@@ -134,7 +113,7 @@ class ProgramQueue:
         """Queues a communication."""
         assert not self._is_closed, "the transport is closed"
         made = {} if job.program is None else self._lowered(job.program)
-        self._queue.put(_Queued(job, made))
+        self._queue.put(partial(self._do, job, made))
         return job.handle
 
     def load(self, programs: Sequence[Program], ranks: Group) -> Handle[None]:
@@ -147,7 +126,7 @@ class ProgramQueue:
         text = f"the loading of {'; '.join(map(str, programs)) or 'nothing'}"
         others = [rank for rank in ranks if rank != self._rank]
         handle: Handle[None] = Handle(self._watch, f"the loading of {len(here)} programs", others)
-        self._queue.put(_Loading(handle, ranks, text, made))
+        self._queue.put(partial(self._load_together, handle, ranks, text, made))
         return handle
 
     def close(self, timeout_s: float) -> None:
@@ -198,10 +177,7 @@ class ProgramQueue:
 
     def _work(self) -> None:
         while (queued := self._queue.get()) is not None:
-            if isinstance(queued, _Loading):
-                self._load_together(queued)
-            else:
-                self._do(*queued)
+            queued()
             del queued  # its tensors are not needed while the thread waits for the next one
 
     def _do(self, job: Job, made: _Made) -> None:
@@ -214,25 +190,23 @@ class ProgramQueue:
             if job.program is not None:
                 self._load(made)
             self._runner.meet(job.ranks, job.handle.what, job.purpose, job.text)
-            job.handle.set_result(job.finish(self._execute(job, made, operands)))
+            results = list[torch.Tensor]()
+            if job.program is not None:
+                results = self._runner.execute(made["loaded"], operands, job.to_host)
+            job.handle.set_result(job.finish(results))
         except Exception as error:  # the thread goes on; the caller gets it
             job.handle.set_error(self._explained(error, job.handle))
 
-    def _execute(
-        self, job: Job, made: _Made, operands: list[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        if job.program is None:
-            return []
-        return self._runner.execute(made["loaded"], operands, job.to_host)
-
-    def _load_together(self, job: _Loading) -> None:
+    def _load_together(
+        self, handle: Handle[None], ranks: Group, text: str, programs: list[_Made]
+    ) -> None:
         try:
-            self._runner.meet(job.ranks, job.handle.what, f"came to {job.text}", job.text)
-            for made in job.made:
+            self._runner.meet(ranks, handle.what, f"came to {text}", text)
+            for made in programs:
                 self._load(made)
-            job.handle.set_result(None)
+            handle.set_result(None)
         except Exception as error:  # the thread goes on; the caller gets it
-            job.handle.set_error(self._explained(error, job.handle))
+            handle.set_error(self._explained(error, handle))
 
     def _load(self, made: _Made) -> None:
         if "loaded" not in made:

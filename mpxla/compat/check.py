@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpxla.compat.check_context import caught_imports
 from mpxla.compat.names import (
     BACKEND_FLAG,
     IS_CUDA_TYPE,
@@ -32,6 +31,7 @@ _OTHER_PACKAGE = Name(Fate.REFUSED, "it is not installed; remove the import")
 _EXPECTED = Name(Fate.SUPPORTED, "it is not installed, for which the script is prepared")
 _INSTALLED = Name(Fate.SUPPORTED, "an installed package")
 _MENTIONED = "may be imported and compared with; to use it is an error"
+_CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 _COMMON_WORDS = ("loss_scale", "overflow")
 """Attributes of an optimizer that other objects have too."""
 
@@ -52,9 +52,6 @@ class Finding(NamedTuple):
 
 def check_script(script: Path) -> list[Finding]:
     """Reads a script, and the files beside it that it imports.
-
-    Args:
-        script: the file.
 
     Returns:
         Every use of a name, by file and line.
@@ -133,7 +130,7 @@ class _Reader(ast.NodeVisitor):
 
     def read(self, tree: ast.AST) -> None:
         """Reads a file. Functions may use what is imported below them, so imports come first."""
-        self._caught = caught_imports(tree)
+        self._caught = _caught_imports(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._import(node)
@@ -262,6 +259,23 @@ def _below(path: str) -> str | None:
         if path.startswith(f"{package}."):
             return path.removeprefix(f"{package}.")
     return None
+
+
+def _caught_imports(tree: ast.AST) -> set[int]:
+    """Identities of import statements whose failure the script expects."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any(map(_catches_imports, node.handlers)):
+            for statement in node.body:
+                found |= {
+                    id(n) for n in ast.walk(statement) if isinstance(n, ast.Import | ast.ImportFrom)
+                }
+    return found
+
+
+def _catches_imports(handler: ast.ExceptHandler) -> bool:
+    kinds = getattr(handler.type, "elts", [handler.type])
+    return any(kind is None or getattr(kind, "id", "") in _CATCHES_IMPORTS for kind in kinds)
 
 
 def _is_installed(path: str) -> bool:

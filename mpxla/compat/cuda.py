@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpxla.compat import CompatError
-from mpxla.compat.devices import DeviceMap, device_backend
+from mpxla.compat.devices import DeviceMap
 from mpxla.compat.memory import MEMORY_FUNCTIONS, total_bytes
 from mpxla.compat.names import CUDA_AMP_NAMES, CUDA_NAMES, REFUSED, Fate, Name, cuda_name
 from mpxla.compat.randomness import DeviceRandomness
@@ -48,7 +48,7 @@ class Autocast(torch.autocast):
 @contextlib.contextmanager
 def cuda_names(devices: DeviceMap) -> Generator[None]:
     """Lets the script's code read `torch.cuda` as names for the rank's device, until exit."""
-    randomness = DeviceRandomness(device_backend)
+    randomness = DeviceRandomness()
     functions = _functions(devices) | STREAM_FUNCTIONS | MEMORY_FUNCTIONS | randomness.functions()
     amp = {"autocast": Autocast, "GradScaler": GradScaler}
     replacements = {

@@ -19,7 +19,7 @@ from mpxla.compat.devices import DeviceMap, DeviceMapping, device_backend
 from mpxla.compat.huggingface import speaks_trainer
 from mpxla.compat.loading import loads_onto_device
 from mpxla.compat.names import Fate
-from mpxla.compat.patching import patched
+from mpxla.compat.patching import Patches
 from mpxla.compat.processes import ranks_told
 from mpxla.compat.settings import Pipeline, trainer_variables
 from mpxla.env import read_environment, set_variables
@@ -125,7 +125,7 @@ def _torch_on_device() -> Generator[None]:
         set_default_type(kind)
 
     beside: dict[int, torch.autocast] = {}
-    with patched() as patches:
+    with Patches() as patches:
         make_autocast = patches.replace(torch.autocast, "__init__", autocast)
         enter_autocast = patches.replace(torch.autocast, "__enter__", enter)
         leave_autocast = patches.replace(torch.autocast, "__exit__", leave)

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
-from mpxla.compat.patching import patched
+from mpxla.compat.patching import Patches
 from mpxla.user_lines import at_script_line
 
 __all__ = ["loads_onto_device"]
@@ -73,7 +73,7 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
     original = torch.load
     torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)
     try:
-        with patched() as patches:
+        with Patches() as patches:
             for module in (torch, torch.serialization):
                 patches.replace(module, "load", load)
             patches.replace(torch.UntypedStorage, "cuda", move_storage)

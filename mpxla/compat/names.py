@@ -60,6 +60,7 @@ def _refused(text: str) -> Name:
 # --- SMP --------------------------------------------------------------------------------------
 
 
+_MODULE = _supported("a module")
 _TRANSLATION = _supported("gives the state dict as it is: models keep their own names")
 _HOOKS = _refused(
     "hooks that put SMP's own layers into a model; remove the call: smp.set_tensor_parallelism "
@@ -67,16 +68,12 @@ _HOOKS = _refused(
 )
 
 _SWITCHES = {
-    "amp": _supported("a module"),
-    "nn": _supported("a module"),
-    "optimizers": _supported("a module"),
-    "patches": _supported("a module"),
-    "model": _supported("a module"),
+    **dict.fromkeys(("amp", "nn", "optimizers", "patches", "model"), _MODULE),
+    "sharded_data_parallel_checkpoint": _MODULE,
     "model_creation": _supported(),
     "delay_param_initialization": _supported(),
     "set_tensor_parallelism": _supported("splits models of transformers, with their values"),
     "register_parameter": Name(Fate.IDLE, "what a step reads is gathered, whoever owns it"),
-    "sharded_data_parallel_checkpoint": _supported("a module"),
 }
 _SCALER = _supported("loss scaling over all ranks")
 _LAYERS = (
@@ -112,9 +109,9 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
     "": {name: _supported() for name in mpxla.__all__} | _SWITCHES,
     "amp": {"GradScaler": _SCALER},
     "nn": {name: _supported() for name in _LAYERS}
-    | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _supported("a module")},
+    | {"FusedLayerNorm": _supported("torch.nn.LayerNorm"), "huggingface": _MODULE},
     "model": {"DistributedModel": _supported()},
-    "nn.huggingface": {family: _supported("a module") for family in TRANSLATIONS},
+    "nn.huggingface": {family: _MODULE for family in TRANSLATIONS},
     **{
         f"nn.huggingface.{family}": dict.fromkeys(names, _TRANSLATION)
         | ({"get_hf_gpt2_transformer_layer_hooks": _HOOKS} if family == "gpt2" else {})
@@ -124,7 +121,7 @@ SMP_MODULES: dict[str, dict[str, Name]] = {
     "sharded_data_parallel_checkpoint": {
         "get_full_state_dict_from_sharded_data_parallel_checkpoint": _supported()
     },
-    "patches": {"checkpoint": _supported("a module")},
+    "patches": {"checkpoint": _MODULE},
     "patches.checkpoint": {name: _supported() for name in ("checkpoint", "checkpoint_sequential")},
 }
 """Module below `SMP_PACKAGE` -> name in it -> what happens to it."""
@@ -137,19 +134,14 @@ METHODS: dict[str, Name] = {
             *("local_modules", "local_named_modules", "local_state_dict", "get_module"),
             *("register_post_partition_hook", "register_post_step_hook", "reduce_mean"),
             *("reduce_sum", "orig_state_dict", "save_optimizer_backcompat"),
-            "load_optimizer_backcompat",
+            *("load_optimizer_backcompat", "clip_master_grads", "distributed_modules"),
+            *("is_distributed_parameter", "is_distributed_buffer", "is_scaled_batch_parameter"),
+            *("is_scaled_batch_buffer", "default_reducer_named_parameters"),
+            "scaled_batch_reducer_named_parameters",
         )
     },
-    "clip_master_grads": _supported(),
     **{n: _supported("an error without fp16: True") for n in ("overflow", "loss_scale")},
     "_global_grad_norm": _supported("an error without sharded_data_parallel_degree"),
-    "distributed_modules": _supported(),
-    "is_distributed_parameter": _supported(),
-    "is_distributed_buffer": _supported(),
-    "is_scaled_batch_parameter": _supported(),
-    "is_scaled_batch_buffer": _supported(),
-    "default_reducer_named_parameters": _supported(),
-    "scaled_batch_reducer_named_parameters": _supported(),
 }
 """Methods and attributes of `DistributedModel`, `DistributedOptimizer` and `StepOutput` whose names
 are theirs alone."""
@@ -159,7 +151,7 @@ def smp_name(path: str) -> Name:
     """What happens to a dotted path below the package, such as `nn.DistributedLinear`."""
     module, _, name = path.rpartition(".")
     if path in SMP_MODULES:
-        return _supported("a module")
+        return _MODULE
     while module and module not in SMP_MODULES:  # an attribute of a name: smp.state.cfg
         module, _, name = module.rpartition(".")
     names = SMP_MODULES[module]
@@ -191,9 +183,7 @@ REFUSED = "it says something about a CUDA device that an XLA device does not hav
 """Reason for names of `torch.cuda` that no table lists."""
 
 CUDA_NAMES: dict[str, Name] = {
-    "is_available": _supported("True"),
-    "is_initialized": _supported("True"),
-    "is_bf16_supported": _supported("True"),
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _supported("True")),
     "device_count": _supported("number of processes on this host"),
     "current_device": _supported("the local rank"),
     "set_device": _supported("checks the index; every process has one device"),
@@ -220,11 +210,11 @@ CUDA_NAMES: dict[str, Name] = {
     "init": Name(Fate.IDLE, "the device is there"),
     "empty_cache": Name(Fate.IDLE, _ALLOCATOR),
     "ipc_collect": Name(Fate.IDLE, _ALLOCATOR),
-    "amp": _supported("a module"),
-    "random": _supported("a module with names of torch.cuda"),
-    "memory": _supported("a module with names of torch.cuda"),
-    "streams": _supported("a module with names of torch.cuda"),
-    "nvtx": _supported("a module"),
+    "amp": _MODULE,
+    **dict.fromkeys(
+        ("random", "memory", "streams"), _supported("a module with names of torch.cuda")
+    ),
+    "nvtx": _MODULE,
     "Event": _supported("recorded when the work before it is done; its times are those of work"),
     **{
         name: _supported(_STREAM)
@@ -277,13 +267,8 @@ CUDA_NVTX_NAMES: dict[str, Name] = {
 """Name in `torch.cuda.nvtx` -> what happens to it."""
 
 _NAMES_IN: dict[str, dict[str, Name]] = {
-    "": CUDA_NAMES,
-    "random": CUDA_NAMES,
-    "memory": CUDA_NAMES,
-    "streams": CUDA_NAMES,
-    "amp": CUDA_AMP_NAMES,
-    "amp.autocast_mode": CUDA_AMP_NAMES,
-    "amp.grad_scaler": CUDA_AMP_NAMES,
+    **dict.fromkeys(("", "random", "memory", "streams"), CUDA_NAMES),
+    **dict.fromkeys(("amp", "amp.autocast_mode", "amp.grad_scaler"), CUDA_AMP_NAMES),
     "nvtx": CUDA_NVTX_NAMES,
 }
 """Module below `torch.cuda` -> the names that are found in it."""

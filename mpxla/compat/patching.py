@@ -8,59 +8,30 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patches", "patched", "patched_on_import"]
+__all__ = ["Patches", "patched_on_import"]
 
 
-class Patches:
-    """Attributes that were replaced, and what they were."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+class Patches(contextlib.ExitStack):
+    """Attributes that are replaced until its block ends; what they were comes back, last first."""
 
     def replace(self, owner: Any, name: str, value: Any) -> Any:
         """Replaces an attribute of a module or a class, and returns what it was."""
-        own = vars(owner)
-        before = own.get(name, _ABSENT)
         found = getattr(owner, name, None)
-
-        def undo() -> None:
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
+        if name in vars(owner):
+            self.callback(setattr, owner, name, vars(owner)[name])
+        else:  # it is inherited
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
         return found
 
-    def undo(self) -> None:
-        """Puts everything back, the last first."""
-        while self._undo:
-            self._undo.pop()()
 
-
-@contextlib.contextmanager
-def patched() -> Generator[Patches]:
-    """What is replaced within is put back on exit."""
-    patches = Patches()
-    try:
-        yield patches
-    finally:
-        patches.undo()
-
-
-_ABSENT = object()
 Patcher = Callable[[ModuleType, Patches], None]
 
 
 @contextlib.contextmanager
 def patched_on_import(patchers: Mapping[str, Patcher]) -> Generator[None]:
-    """Calls each patcher when its module has been imported (at once if it is); undone on exit.
-
-    Args:
-        patchers: name of a module -> what changes it.
-    """
-    with patched() as patches:
+    """Calls the patcher of each module when that has been imported; undone on exit."""
+    with Patches() as patches:
         for name, patch in patchers.items():
             if name in sys.modules:
                 patch(sys.modules[name], patches)

@@ -16,11 +16,7 @@ __all__ = ["ranks_told"]
 
 @contextlib.contextmanager
 def ranks_told(env: LaunchEnv) -> Generator[None]:
-    """Until exit, torchrun's variables are there, and the device's runtime tells the job's rank.
-
-    Args:
-        env: of this process.
-    """
+    """Until exit, torchrun's variables are there, and the device's runtime tells the job's rank."""
     before = set_variables(_variables(env))
     undo = device_backend().tell_rank(env.rank, mpxla.is_initialized)
     try:

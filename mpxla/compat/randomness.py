@@ -6,27 +6,22 @@ operators in step functions, and XLA's state those of operators outside.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
 from torch.random import fork_rng
 
-from mpxla.device.backend import Backend
+from mpxla.compat.devices import device_backend
 from mpxla.runtime.seeds import use_generator
 
 __all__ = ["DeviceRandomness"]
 
 
 class DeviceRandomness:
-    """The generator behind the names, in use from `start` to `stop`.
+    """The generator behind the names, in use from `start` to `stop`."""
 
-    Args:
-        backend: gives the device's backend.
-    """
-
-    def __init__(self, backend: Callable[[], Backend]) -> None:
-        self._backend = backend
+    def __init__(self) -> None:
         self._generator = torch.Generator()
 
     def start(self) -> None:
@@ -67,18 +62,18 @@ class DeviceRandomness:
                 yield
             return
         is_device_forked = enabled and (devices is None or len(list(devices)) > 0)
-        state, device_state = self._state(), self._backend().random_state()
+        state, device_state = self._state(), device_backend().random_state()
         with fork_rng([], enabled, device_type="cpu"):
             try:
                 yield
             finally:
                 if is_device_forked:
                     self._generator.set_state(state)
-                    self._backend().set_random_state(device_state)
+                    device_backend().set_random_state(device_state)
 
     def _seed(self, seed: int) -> None:
         self._generator.manual_seed(int(seed))
-        self._backend().set_random_state(int(seed) & 0xFFFFFFFF)
+        device_backend().set_random_state(int(seed) & 0xFFFFFFFF)
 
     def _draw_seed(self) -> None:
         self._seed(torch.Generator().seed())
@@ -91,6 +86,6 @@ class DeviceRandomness:
         self._generator.set_state(state.cpu())
         follower = torch.Generator()
         follower.set_state(state.cpu())
-        self._backend().set_random_state(
+        device_backend().set_random_state(
             int(torch.randint(1 << 32, (1,), generator=follower).item())
         )

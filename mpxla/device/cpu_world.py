@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpxla.comm.addresses import reserved_port
 from mpxla.comm.codec import DATA
 from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
-from mpxla.comm.ports import reserved_port
 from mpxla.comm.transport import Group
 from mpxla.device.relay import Relay
 from mpxla.errors import MpxlaError, RankMismatch

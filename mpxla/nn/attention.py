@@ -26,13 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def initialize(module: nn.Module, initializer_range: float, is_normal: bool) -> None:
-    """Normal values for the weights of linear layers and embeddings, and zeros for biases.
-
-    Args:
-        module: whose layers are meant.
-        initializer_range: standard deviation.
-        is_normal: False leaves torch's own values.
-    """
+    """Normal values for the weights of linear layers and embeddings, and zeros for biases."""
     if not is_normal:
         return
     for part in module.modules():
@@ -174,7 +168,7 @@ class DistributedAttentionLayer(_Block):
                     f"{self.causal_mask_size}; build the layer with a larger one."
                 )
             later = torch.ones(count, num_keys, dtype=torch.bool, device=query.device).triu(1)
-            parts.append(_dropped(later, query.dtype))
+            parts.append(dropped(later, query.dtype))
         if self.alibi_bias_max is not None:
             parts.append(self._alibi(query, num_keys, self.alibi_bias_max))
         return sum(parts[1:], parts[0]) if parts else None
@@ -204,7 +198,7 @@ def _unpacked(
     return hidden, rest[0] if is_cross else None, rest[-1]
 
 
-def _dropped(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dropped(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zero where a mask is False, and a number that no score makes up for where it is True."""
     lowest = torch.finfo(dtype).min / 4  # sums of two of them are still finite
     return mask.to(dtype) * lowest
@@ -322,7 +316,7 @@ class FlashAttentionLayer(nn.Module):
         mask = attn_mask
         if causal and mask is not None:
             later = torch.ones(qkv.shape[1], qkv.shape[1], dtype=torch.bool, device=qkv.device)
-            mask = mask.to(qkv.dtype) + _dropped(later.triu(1), qkv.dtype)
+            mask = mask.to(qkv.dtype) + dropped(later.triu(1), qkv.dtype)
         dropout = self.attention_dropout_prob if self.training else 0.0
         return functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, causal and mask is None, scale=self.scale

@@ -2,17 +2,17 @@
 
 from torch import nn
 
-__all__ = ["NEUTRAL_SETTINGS", "SETTINGS", "DistributedModule"]
+__all__ = ["SETTINGS", "DistributedModule"]
 
-NEUTRAL_SETTINGS = frozenset(
+SETTINGS = frozenset(
     {
+        # How SMP's kernels compute the same. XLA fuses as it likes; embeddings are split anyway.
         *("fused_softmax", "fused_bias_gelu", "fused_dropout", "flash_attention"),
         *("distribute_embedding", "query_key_layer_scaling", "attention_in_fp32"),
         "fp32_residual_addition",
+        *("use_alibi", "alibi_bias_max"),
     }
 )
-"""How SMP's kernels compute the same; XLA fuses as it likes, and embeddings are split anyway."""
-SETTINGS = NEUTRAL_SETTINGS | {"use_alibi", "alibi_bias_max"}
 """Settings of tensor parallelism (SMP API reference, "smp.tensor_parallelism")."""
 
 

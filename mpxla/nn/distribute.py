@@ -8,7 +8,7 @@ smaller on each rank. (SMP made new layers with new weights.)
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "exchange_registered",
     "first_part",
     "mark_modules",
+    "refuse_with_shards",
     "set_tensor_parallelism",
     "tensor_parallelism",
     "without_shards",
@@ -90,12 +91,7 @@ def tensor_parallelism(enabled: bool = True, **settings: Any) -> Generator[None]
 def mark_modules(
     what: str, enabled: bool, settings: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """The block of `tensor_parallelism`.
-
-    Args:
-        what: the call of the script, for messages.
-        enabled: as there.
-        settings: likewise.
+    """The block of `tensor_parallelism`, where `what` is the call of the script, for messages.
 
     Raises:
         ConfigError: an unknown setting.
@@ -119,14 +115,10 @@ def _switch(what: str, enabled: bool, settings: Mapping[str, Any]) -> _Switch:
 def exchange_registered(model: nn.Module) -> nn.Module:
     """Puts distributed modules in the places of registered ones that are switched on.
 
+    Changes the model, and returns it or what takes its place.
+
     Of nested ones only the outermost are exchanged. Those that share parameters with the rest of
     the model stay, and a log line says so.
-
-    Args:
-        model: the whole model; changed in place.
-
-    Returns:
-        The model, or what takes its place.
 
     Raises:
         ConfigError: a hook returns the wrong things, see `registry`.
@@ -167,10 +159,6 @@ def exchange_registered(model: nn.Module) -> nn.Module:
 def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
     """Splits what the user asked for, in place. All ranks of the group call it.
 
-    Args:
-        model: the whole model, before it is wrapped.
-        group: the tensor-parallel group.
-
     Returns:
         Split parameters by the first of their names, with the part that this rank has.
 
@@ -185,11 +173,9 @@ def distribute(model: nn.Module, group: Members) -> dict[str, Shard]:
 
 
 def first_part(model: nn.Module, size: int) -> dict[str, Shard]:
-    """Makes a model what the first rank of a group has, in one process. For forecasts.
+    """Makes a model what the first of `size` ranks has, in one process. For forecasts.
 
-    Args:
-        model: the whole model, with values; all of it is taken to be switched on.
-        size: ranks of the group.
+    All of the model is taken to be switched on.
     """
     set_tensor_parallelism(model)
     return _split(model, 0, size, lambda path, module: None)
@@ -232,17 +218,26 @@ def without_shards(
     return found
 
 
+def refuse_with_shards(what: str, size: int) -> None:
+    """Checks that tensors are whole, before a call or setting that would take parts for wholes.
+
+    Raises:
+        ConfigError: the degree is above 1.
+    """
+    if size > 1:
+        raise ConfigError(
+            f"{what} does not go with tensor_parallel_degree: {size} yet, where ranks hold parts "
+            f"of tensors. Leave it out, or set tensor_parallel_degree: 1; model.state_dict() gives "
+            f"whole tensors."
+        )
+
+
 def _give_values(group: Members, done: set[int], path: str, module: nn.Module) -> None:
     """Gives the tensors of a module the values of the first rank; delayed ones are made now.
 
     Parts of different wholes would fit nowhere. Layers are split one by one, so that only one
-    whole tensor of those that are split is there at a time.
-
-    Args:
-        group: the ranks that share tensors; all of them call it.
-        done: identities of tensors that have such values; gets those of the module.
-        path: of the module, for messages.
-        module: the module.
+    whole tensor of those that are split is there at a time. `done` are the identities of tensors
+    that have such values. All ranks of the group call it.
     """
     names = [*module.named_parameters(path), *module.named_buffers(path)]
     for name, tensor in names:
@@ -261,28 +256,18 @@ def _give_values(group: Members, done: set[int], path: str, module: nn.Module) -
 
 
 def _is_enabled(model: nn.Module, unit: Unit) -> bool:
-    """What the innermost module around all layers of a unit says."""
-    return all(_switch_of(model, entry.path, unit.is_asked_for) for entry in unit.entries)
-
-
-def _switch_of(model: nn.Module, path: str, enabled: bool) -> bool:
-    switch = _switch_at(model, path)
-    return enabled if switch is None else switch.is_on
+    """What the innermost modules around the layers of a unit say, or else the model itself."""
+    switches = [_switch_at(model, entry.path) for entry in unit.entries]
+    return all(unit.is_asked_for if s is None else s.is_on for s in switches)
 
 
 def _switch_at(model: nn.Module, path: str) -> _Switch | None:
     """What the innermost module on the way to one says."""
-    found: _Switch | None = None
-    for module in _way_to(model, path):
-        found = vars(module).get(_SWITCH, found)
-    return found
-
-
-def _way_to(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    yield model
+    found: _Switch | None = vars(model).get(_SWITCH)
     for name in path.split(".") if path else ():
         model = model.get_submodule(name)
-        yield model
+        found = vars(model).get(_SWITCH, found)
+    return found
 
 
 def _report(model: nn.Module, units: Sequence[Unit], size: int, index: int) -> None:

@@ -94,14 +94,7 @@ def _blocks_of(style: Style, name: str, blocks: int) -> int:
 
 
 def can_split(module: nn.Module, style: Style, size: int, blocks: int = 1) -> str | None:
-    """Why a layer cannot be split; None if it can.
-
-    Args:
-        module: the layer.
-        style: how.
-        size: over how many ranks.
-        blocks: equal blocks of its outputs, each of which is split.
-    """
+    """Why a layer, or each of the equal blocks of its outputs, cannot be split; None if it can."""
     dims = _shard_dims(module, style)
     if not dims:
         return f"a {type(module).__name__} cannot be split by {style.value}"
@@ -119,12 +112,7 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
 
 
 def find_shards(module: nn.Module, ids: dict[int, str]) -> dict[str, Shard]:
-    """Split parameters of a model, with the part that this rank has.
-
-    Args:
-        module: the model.
-        ids: identity of every parameter -> its name; others are left out.
-    """
+    """Split parameters, by their names in `ids`, with the part that this rank has."""
     found: dict[str, Shard] = {}
     for part in module.modules():
         for name, shard in shards_of(part).items():
@@ -137,16 +125,10 @@ def find_shards(module: nn.Module, ids: dict[int, str]) -> dict[str, Shard]:
 def split(
     module: nn.Module, style: Style, index: int, size: int, blocks: int, known: dict[int, Shard]
 ) -> None:
-    """Makes a layer one that has a part of its weights, in place.
+    """Makes a layer that passes `can_split` one that has a part of its weights, in place.
 
-    Args:
-        module: passes `can_split`, and its parameters are equal on all ranks.
-        style: how.
-        index: this rank's place in the group.
-        size: ranks of the group.
-        blocks: equal blocks of its outputs, each of which is split.
-        known: identity of the parameters that are split already, with layers that share them; gets
-            those of this one.
+    Its parameters are equal on all ranks. `known` are the identities of those that are split
+    already, with layers that share them; it gets those of this one.
     """
     shards: dict[str, Shard] = {}
     for name, dim in _shard_dims(module, style).items():
@@ -170,13 +152,7 @@ def _before(module: nn.Module) -> dict[str, Any]:
 
 
 def divide_size(module: nn.Module, name: str, size: int) -> None:
-    """Lets an attribute of a module count what one rank has.
-
-    Args:
-        module: the module.
-        name: of the attribute, a multiple of `size`.
-        size: ranks of the group.
-    """
+    """Lets an attribute of a module count what one of `size` ranks has."""
     _before(module).setdefault(name, getattr(module, name))
     setattr(module, name, getattr(module, name) // size)
 
@@ -221,7 +197,7 @@ class _WholeColumn:
 class _Row:
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         layer: Any = self
-        weight = layer.weight.t() if _is_conv1d_kind(self) else layer.weight
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
         total = sum_over(functional.linear(value, weight))
         return total if layer.bias is None else total + layer.bias
 
@@ -239,10 +215,6 @@ class _Vocabulary:
         shard = shards_of(layer)["weight"]
         rows = look_up(layer.weight, words, shard.size, shard.index, layer.padding_idx)
         return sum_over(rows)
-
-
-def _is_conv1d_kind(module: Any) -> bool:
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 _FORWARDS: dict[Style, type] = {

@@ -18,12 +18,7 @@ _original_init = nn.Module.__init__
 
 @contextlib.contextmanager
 def marking(key: str, value: Any) -> Generator[None]:
-    """Gives every module that is created inside an attribute.
-
-    Args:
-        key: its name.
-        value: its value; inner blocks of the same key hide outer ones.
-    """
+    """Gives every module that is created inside an attribute."""
     _blocks.append((key, value))
     nn.Module.__init__ = _marking_init  # type: ignore[method-assign]
     try:

@@ -40,42 +40,27 @@ _ENDS = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Styl
 """Methods of transformers' models -> how what they return is split."""
 
 _Layers = Mapping[str, tuple[Style, int]]
+
+
+def _unit(*columns: str, row: str, blocks: int = 1) -> _Layers:
+    return dict.fromkeys(columns, (Style.COLUMN, blocks)) | {row: (Style.ROW, 1)}
+
+
 _BERT_LAYER: Mapping[str, _Layers] = {
-    "attention": {
-        "self.query": (Style.COLUMN, 1),
-        "self.key": (Style.COLUMN, 1),
-        "self.value": (Style.COLUMN, 1),
-        "output.dense": (Style.ROW, 1),
-    },
-    "": {"intermediate.dense": (Style.COLUMN, 1), "output.dense": (Style.ROW, 1)},
+    "attention": _unit("self.query", "self.key", "self.value", row="output.dense"),
+    "": _unit("intermediate.dense", row="output.dense"),
 }
 _PLANS: Mapping[str, Mapping[str, _Layers]] = {
     "GPT2Block": {
-        "attn": {"c_attn": (Style.COLUMN, 3), "c_proj": (Style.ROW, 1)},
-        "mlp": {"c_fc": (Style.COLUMN, 1), "c_proj": (Style.ROW, 1)},
+        "attn": _unit("c_attn", row="c_proj", blocks=3),
+        "mlp": _unit("c_fc", row="c_proj"),
     },
-    "DistributedAttentionLayer": {
-        "": {
-            "query": (Style.COLUMN, 1),
-            "key": (Style.COLUMN, 1),
-            "value": (Style.COLUMN, 1),
-            "dense": (Style.ROW, 1),
-        },
-    },
-    "DistributedTransformerOutputLayer": {
-        "": {"dense1": (Style.COLUMN, 1), "dense2": (Style.ROW, 1)},
-    },
+    "DistributedAttentionLayer": {"": _unit("query", "key", "value", row="dense")},
+    "DistributedTransformerOutputLayer": {"": _unit("dense1", row="dense2")},
     "BertLayer": _BERT_LAYER,
     "RobertaLayer": _BERT_LAYER,
-    "ViTAttention": {
-        "": {
-            "q_proj": (Style.COLUMN, 1),
-            "k_proj": (Style.COLUMN, 1),
-            "v_proj": (Style.COLUMN, 1),
-            "o_proj": (Style.ROW, 1),
-        },
-    },
-    "ViTMLP": {"": {"fc1": (Style.COLUMN, 1), "fc2": (Style.ROW, 1)}},
+    "ViTAttention": {"": _unit("q_proj", "k_proj", "v_proj", row="o_proj")},
+    "ViTMLP": {"": _unit("fc1", row="fc2")},
 }
 """Class of a block -> path of a unit in it -> path of a layer in that -> (style, blocks)."""
 
@@ -116,12 +101,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, size: int) -> list[Unit]:
-    """The units of a model, with the reason for each that has to stay whole.
-
-    Args:
-        model: the whole model, or a part of it.
-        size: over how many ranks they would be split.
-    """
+    """The units of a model, with the reason for each that has to stay whole on so many ranks."""
     sources = (_by_plan, _by_table, _ends, _by_class)
     units = {unit.path: unit for find in sources for unit in find(model)}
     found = list(units.values())

@@ -17,6 +17,7 @@ from mpxla.errors import ConfigError
 from mpxla.nn.attention import (
     DistributedAttentionLayer,
     DistributedTransformerOutputLayer,
+    dropped,
     initialize,
 )
 from mpxla.nn.base import DistributedModule
@@ -308,7 +309,10 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.layernorm is not None and not self.norms_last:
             hidden = self.layernorm(hidden)
         hidden = self.dropout(hidden)
-        masks = [_additive(m, hidden.dtype) for m in (mask, *(rest[1:2] if self.is_cross else ()))]
+        masks = [  # [N, S] with 1 where a position is masked
+            None if m is None else dropped(m[:, None, None, :], hidden.dtype)
+            for m in (mask, *(rest[1:2] if self.is_cross else ()))
+        ]
         states = (hidden, *rest[:1], *masks) if self.is_cross else (hidden, *masks)
         hidden = self.transformer(states)[0]
         if self.layernorm is not None and self.norms_last:
@@ -337,10 +341,3 @@ class DistributedTransformerLMHead(DistributedModule):
                 "add_lm_head=True, or pass None for them."
             )
         return inputs
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """[N, S] with 1 where a position is masked -> [N, 1, 1, S] that is added to scores."""
-    if mask is None:
-        return None
-    return mask[:, None, None, :].to(dtype) * (torch.finfo(dtype).min / 4)

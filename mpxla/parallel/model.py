@@ -20,8 +20,7 @@ from mpxla.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
-from mpxla.nn.distribute import distribute, exchange_registered, without_shards
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.distribute import distribute, exchange_registered, refuse_with_shards, without_shards
 from mpxla.parallel.compute_dtype import (
     compute_dtype,
     convert,

@@ -16,7 +16,7 @@ from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
-from mpxla.nn.refusals import refuse_with_shards
+from mpxla.nn.distribute import refuse_with_shards
 from mpxla.parallel.carrier import equalize_beside, take_along
 from mpxla.parallel.companions import tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters

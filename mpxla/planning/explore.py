@@ -12,16 +12,14 @@ of trying everything.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from mpxla.errors import ConfigError
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.layout import RECOMPUTATIONS, Layout, problems
-from mpxla.planning.memory import parameter_bytes, saved_bytes, working_bytes
+from mpxla.planning.memory import fixed_bytes, saved_bytes
 from mpxla.planning.predict import Prediction, memory_of, predict, shortest_s
 from mpxla.planning.transformer import Transformer
 from mpxla.planning.work import Work, step_costs
-from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
 
 __all__ = ["Explored", "Space", "explore", "layouts", "least_bytes"]
@@ -82,13 +80,17 @@ def layouts(model: Transformer, num_devices: int, space: Space) -> Iterator[Layo
     for stages in _divisors(num_devices, space.max_stages):
         for tensor in _divisors(num_devices // stages, space.max_tensor):
             data = num_devices // stages // tensor
-            for choice in product(
+            for size, pipeline, recompute, shards in product(
                 space.microbatch_sizes,
                 space.pipelines if stages > 1 else (("interleaved", 1),),
                 space.recompute,
                 space.shard_optimizer_state if data > 1 else (False,),
             ):
-                layout = _layout(stages, tensor, data, choice, space)
+                layout = Layout(
+                    *(stages, tensor, data, size, *pipeline, recompute, shards),
+                    sequence_parallel=space.sequence_parallel,
+                    precision=space.precision,
+                )
                 is_same = layout.recompute == "selective" and model.flash_attention
                 if not is_same and not problems(layout, model):
                     yield layout
@@ -96,12 +98,6 @@ def layouts(model: Transformer, num_devices: int, space: Space) -> Iterator[Layo
 
 def explore(model: Transformer, device: DeviceModel, num_devices: int, space: Space) -> Explored:
     """Finds the fastest layouts that fit.
-
-    Args:
-        model: what is trained.
-        device: on what.
-        num_devices: on how many.
-        space: what to try.
 
     Raises:
         ConfigError: the devices cannot divide the model, or nothing fits; the text then says which
@@ -134,10 +130,7 @@ def explore(model: Transformer, device: DeviceModel, num_devices: int, space: Sp
 def least_bytes(work: Work) -> float:
     """What the fullest rank holds at least: microbatches at one of its stages."""
     model, layout = work.model, work.layout
-    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
-    fixed = [working_bytes(model, layout)] * layout.stages
-    for stage, size in enumerate(parameter_bytes(model, layout)):
-        fixed[placement[stage]] += size
+    fixed = fixed_bytes(model, layout)
     count = layout.num_microbatches(model)
     saved = saved_bytes(model, layout)
     return max(
@@ -162,17 +155,17 @@ def _least_in_flight(layout: Layout, num_microbatches: int, rank: int) -> int:
 
 def _does_not_fit(works: Sequence[Work], device: DeviceModel) -> str:
     """Says which layout needs least memory, and what it needs that for."""
-    least: tuple[int, Work, StepCosts] | None = None
+    least: tuple[tuple[int, ...], Work, StepCosts] | None = None
     for work in sorted(works, key=least_bytes):
-        if least is not None and least_bytes(work) >= least[0]:
+        if least is not None and least_bytes(work) >= max(least[0]):
             break
         costs = step_costs(work)
-        size = max(memory_of(work.layout, work.layout.num_microbatches(work.model), costs))
-        if least is None or size < least[0]:
-            least = size, work, costs
+        sizes = memory_of(work.layout, work.layout.num_microbatches(work.model), costs)
+        if least is None or max(sizes) < max(least[0]):
+            least = sizes, work, costs
     assert least is not None, "there are layouts"
-    size, work, costs = least
-    sizes = memory_of(work.layout, work.layout.num_microbatches(work.model), costs)
+    sizes, work, costs = least
+    size = max(sizes)
     rank = sizes.index(size)
     fixed = costs.fixed_bytes[rank]
     kind = "parameters and their state" if fixed > size - fixed else "activations"
@@ -193,22 +186,6 @@ def _impossible(model: Transformer, num_devices: int, space: Space) -> str:
         f"divides its {model.layers} layers, {model.heads} heads and global batch of "
         f"{model.global_batch}; for instance as replicas alone: {'; '.join(why)}. Use another "
         "number of devices or another --global-batch."
-    )
-
-
-def _layout(stages: int, tensor: int, data: int, choice: tuple[Any, ...], space: Space) -> Layout:
-    size, (pipeline, per_rank), recompute, shards = choice
-    return Layout(
-        stages=stages,
-        tensor=tensor,
-        data=data,
-        microbatch_size=size,
-        pipeline=pipeline,
-        stages_per_rank=per_rank,
-        recompute=recompute,
-        shard_optimizer_state=shards,
-        sequence_parallel=space.sequence_parallel,
-        precision=space.precision,
     )
 
 

@@ -17,11 +17,7 @@ _Described = TypeVar("_Described")
 
 
 def shipped(kind: str) -> list[str]:
-    """Names of the files that come with mpxla.
-
-    Args:
-        kind: "device" or "model".
-    """
+    """Names of the files of a kind ("device" or "model") that come with mpxla."""
     return sorted(path.stem for path in _folder(kind).glob("*.toml"))
 
 

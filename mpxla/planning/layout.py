@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mpxla.planning.transformer import Transformer
+from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import Candidate
 
 __all__ = ["PRECISIONS", "RECOMPUTATIONS", "Layout", "Precision", "problems"]
@@ -83,6 +84,11 @@ class Layout:
     def num_stages(self) -> int:
         """Stages of all pipeline ranks."""
         return self.stages * self.stages_per_rank
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage."""
+        return place_stages(self.pipeline, self.stages, self.stages_per_rank)
 
     def num_microbatches(self, model: Transformer) -> int:
         """Microbatches of a step, in every replica."""

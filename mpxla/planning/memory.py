@@ -14,13 +14,12 @@ from mpxla.planning.transformer import Transformer
 __all__ = [
     "device_layer_weights",
     "device_parameters",
+    "fixed_bytes",
     "kept_bytes",
     "layer_activation_bytes",
-    "parameter_bytes",
     "saved_bytes",
     "scores_bytes",
     "spread_layers",
-    "working_bytes",
 ]
 
 
@@ -71,6 +70,14 @@ def parameter_bytes(model: Transformer, layout: Layout) -> tuple[float, ...]:
     state = bytes_of.state / (layout.data if layout.shard_optimizer_state else 1)
     each = bytes_of.weight + bytes_of.gradient + state
     return tuple(count * each for count in device_parameters(model, layout))
+
+
+def fixed_bytes(model: Transformer, layout: Layout) -> list[float]:
+    """Per pipeline rank, what a device holds throughout: parameters, and room to compute again."""
+    fixed = [working_bytes(model, layout)] * layout.stages
+    for rank, size in zip(layout.placement, parameter_bytes(model, layout), strict=True):
+        fixed[rank] += size
+    return fixed
 
 
 def scores_bytes(model: Transformer, layout: Layout) -> float:

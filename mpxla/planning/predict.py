@@ -12,7 +12,6 @@ from mpxla.errors import ConfigError
 from mpxla.planning.layout import PRECISIONS, Layout, problems
 from mpxla.planning.work import Work, step_costs
 from mpxla.schedule.analysis import peak_bytes
-from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import Found, StepCosts, compute_lists, search
 from mpxla.schedule.simulate import Costs
 
@@ -90,13 +89,7 @@ def predict(work: Work, costs: StepCosts | None = None) -> Prediction:
 
 
 def simulated(layout: Layout, num_microbatches: int, costs: StepCosts) -> Found:
-    """The timeline's figures for any number of microbatches.
-
-    Args:
-        layout: stages and schedule.
-        num_microbatches: of a replica.
-        costs: of one microbatch.
-    """
+    """The timeline's figures for any number of microbatches, which each have these costs."""
 
     def figures(count: int) -> list[float]:
         found = search(layout.stages, [layout.candidate(count)], lambda _: costs)[0]
@@ -139,7 +132,7 @@ def shortest_s(layout: Layout, num_microbatches: int, costs: StepCosts) -> float
     A rank waits for its first microbatch and runs all its programs; unless backwards are split, the
     last one must then go through all stages before.
     """
-    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
+    placement = layout.placement
     forward, backward, reduce = _per_stage(costs.costs)
     bounds: list[float] = []
     for rank in range(layout.stages):

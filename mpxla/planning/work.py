@@ -8,22 +8,21 @@ simulator's reduction stands for both.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from mpxla.planning.device import DeviceModel
 from mpxla.planning.layout import PRECISIONS, Layout
 from mpxla.planning.memory import (
     device_layer_weights,
     device_parameters,
+    fixed_bytes,
     kept_bytes,
-    parameter_bytes,
     saved_bytes,
     spread_layers,
-    working_bytes,
 )
 from mpxla.planning.transformer import Transformer
 from mpxla.schedule.analysis import StageBytes
 from mpxla.schedule.dataflow import Edge
-from mpxla.schedule.placement import place_stages
 from mpxla.schedule.search import StepCosts
 from mpxla.schedule.simulate import Costs
 
@@ -33,8 +32,7 @@ _FLASH_BACKWARD = 2.5
 """Five products for the two of the forward: the scores are computed again."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Seconds of a layer, or of what surrounds the layers, for one microbatch.
 
     Attributes:
@@ -102,7 +100,7 @@ class Work:
         counts = spread_layers(self.model, self.layout.num_stages)
         last = len(counts) - 1
         return tuple(
-            _sum(count, self.layer, stage == 0 and self.embedding, stage == last and self.head)
+            _sum(count, self.layer, [self.embedding] * (stage == 0) + [self.head] * (stage == last))
             for stage, count in enumerate(counts)
         )
 
@@ -118,7 +116,7 @@ class Work:
         tied_s = 0.0
         if self.model.tied_embeddings and last and stage in (0, last):
             table = self.model.head_weights / layout.tensor * bytes_of.gradient
-            home = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
+            home = layout.placement
             if home[0] != home[last]:
                 tied_s = self.device.message_s(table, self.crosses_nodes(home[0], home[last]))
         return gradients_s + gathering_s + tied_s
@@ -190,8 +188,7 @@ class Work:
 def step_costs(work: Work) -> StepCosts:
     """What a step takes and keeps, for the search over schedules."""
     model, layout = work.model, work.layout
-    placement = place_stages(layout.pipeline, layout.stages, layout.stages_per_rank)
-    stages = work.stages
+    placement, stages = layout.placement, work.stages
     forward = frozenset((s, s + 1) for s in range(len(stages) - 1))
     backward = frozenset((t, s) for s, t in forward)
     transfer: dict[Edge, float] = {
@@ -205,18 +202,10 @@ def step_costs(work: Work) -> StepCosts:
         input_gradient=[part.input_gradient_s for part in stages],
         weight_gradient=[part.weight_gradient_s for part in stages],
     )
-    fixed = [working_bytes(model, layout)] * layout.stages
-    for stage, size in enumerate(parameter_bytes(model, layout)):
-        fixed[placement[stage]] += size
     saved, kept = saved_bytes(model, layout), kept_bytes(model, layout)
     held = [StageBytes(one, two, two) for one, two in zip(saved, kept, strict=True)]
-    return StepCosts(costs, forward, backward, held, tuple(map(round, fixed)))
+    return StepCosts(costs, forward, backward, held, tuple(map(round, fixed_bytes(model, layout))))
 
 
-def _sum(count: int, layer: Part, *ends: Part | bool) -> Part:
-    parts = [end for end in ends if isinstance(end, Part)]
-    return Part(
-        count * layer.forward_s + sum(p.forward_s for p in parts),
-        count * layer.input_gradient_s + sum(p.input_gradient_s for p in parts),
-        count * layer.weight_gradient_s + sum(p.weight_gradient_s for p in parts),
-    )
+def _sum(count: int, layer: Part, ends: list[Part]) -> Part:
+    return Part(*(count * own + sum(rest) for own, *rest in zip(layer, *ends, strict=True)))

@@ -12,8 +12,6 @@ from mpxla.schedule.dataflow import Edge
 
 __all__ = ["StageBytes", "held_over_time", "link_bytes", "peak_bytes"]
 
-_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-
 
 class StageBytes(NamedTuple):
     """What a stage holds of one microbatch, in bytes.
@@ -34,15 +32,7 @@ class StageBytes(NamedTuple):
 def peak_bytes(
     schedule: Sequence[Sequence[Action]], stages: Sequence[StageBytes]
 ) -> tuple[int, ...]:
-    """Most bytes of activations that every rank's device holds at a time.
-
-    Args:
-        schedule: actions of every rank.
-        stages: what each stage holds.
-
-    Returns:
-        One number per rank.
-    """
+    """Most bytes of activations that every rank's device holds at a time."""
     return tuple(
         max((most for most, _ in held_over_time(actions, stages)), default=0)
         for actions in schedule
@@ -53,10 +43,6 @@ def held_over_time(
     actions: Sequence[Action], stages: Sequence[StageBytes]
 ) -> Iterator[tuple[int, int]]:
     """Bytes of activations on a rank's device, action by action.
-
-    Args:
-        actions: of one rank.
-        stages: what each stage of the pipeline holds.
 
     Yields:
         The most while an action runs, and what is held after it.
@@ -100,7 +86,7 @@ def link_bytes(
     total: dict[tuple[int, int], int] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.op in _SENDS and action.peer is not None:
+            if action.op.is_send and action.peer is not None:
                 link = rank, placement[action.peer]
                 total[link] = total.get(link, 0) + num_bytes.get((action.stage, action.peer), 0)
     return dict(sorted(total.items()))

@@ -80,12 +80,7 @@ def compute_actions(
 
 
 def in_flight(config: Config, placement: tuple[int, ...], training: bool) -> tuple[int, ...]:
-    """Per stage, the most microbatches of which it holds activations at a time.
-
-    Args:
-        config: which schedule.
-        placement: pipeline rank of every stage.
-        training: whether there are backwards; without them, nothing is held.
+    """Per stage, the most microbatches of which it holds activations; without backwards none.
 
     Raises:
         ScheduleError: see `compute_actions`.
@@ -111,13 +106,8 @@ def paces(
     Early stages with many microbatches in flight can therefore be given more work. Only
     `eager_1f1b` has enough forwards in advance to keep that up: under plain 1F1B every forward
     waits for a backward of the next stage, and equal stages are fastest (both by simulation, see
-    the tests).
-
-    Args:
-        config: which schedule.
-        counts: the result of `in_flight`.
-        training: whether there are backwards.
-        forward_share: share of forwards in the compute of the step.
+    the tests). `forward_share` is the share of forwards in the compute of the step, and `counts`
+    the result of `in_flight`.
     """
     if config.pipeline != "eager_1f1b" or not training:
         return (1.0,) * len(counts)

@@ -56,8 +56,8 @@ def _with_copies(actions: Sequence[Action], horizon: int) -> list[Action]:
             # Between them are one compute that hides the offload, the horizon, and what gains.
             if number - forward - 1 < horizon + 2:
                 continue
-            place = computes[forward]
-            while place + 1 < len(actions) and _is_send_of(stage, actions[place + 1]):
+            place, sends = computes[forward], (stage, Op.SEND_FORWARD)
+            while actions[place + 1][:2] == sends:
                 place += 1
             after[place] = Action(stage, Op.OFFLOAD, microbatch)
             load = Action(stage, Op.LOAD, microbatch)
@@ -71,15 +71,8 @@ def _with_copies(actions: Sequence[Action], horizon: int) -> list[Action]:
     return result
 
 
-def _is_send_of(stage: int, action: Action) -> bool:
-    return action.op is Op.SEND_FORWARD and action.stage == stage
-
-
 def offloads_done(actions: Sequence[Action]) -> Mapping[int, tuple[Action, ...]]:
     """Which offloads have to be complete before each action of a rank.
-
-    Args:
-        actions: of one rank.
 
     Returns:
         Step of the action -> offloads; empty for schedules without copies.

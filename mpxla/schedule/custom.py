@@ -31,17 +31,10 @@ class CustomSchedule:
     Attributes:
         lists: actions of every rank, as written.
         placement: pipeline rank of every stage.
-        num_microbatches: how many microbatches it runs.
     """
 
     def __init__(self, text: str, num_ranks: int, num_microbatches: int, active_microbatches: int):
         """Reads a text and checks it, as far as that needs no model.
-
-        Args:
-            text: one line per rank.
-            num_ranks: pipeline ranks.
-            num_microbatches: microbatches of a step.
-            active_microbatches: most microbatches in flight at a stage.
 
         Raises:
             ScheduleError: words that are no actions, another number of ranks or microbatches, a
@@ -49,7 +42,6 @@ class CustomSchedule:
                 failing cell where there is one; or one that keeps too many microbatches in flight.
         """
         self.lists: Lists = tuple(tuple(line) for line in parse_schedule(text))
-        self.num_microbatches = num_microbatches
         if len(self.lists) != num_ranks:
             raise ScheduleError(
                 f"schedule: the text has {len(self.lists)} lines for {num_ranks} pipeline ranks. "
@@ -74,10 +66,6 @@ class CustomSchedule:
 
     def lower(self, forward_edges: Iterable[Edge], backward_edges: Iterable[Edge]) -> Lists:
         """The complete schedule of a step, with transfers and reductions.
-
-        Args:
-            forward_edges: (source, destination) of values.
-            backward_edges: (source, destination) of gradients.
 
         Raises:
             ScheduleError: it cannot run with these edges.

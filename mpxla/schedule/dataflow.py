@@ -60,13 +60,6 @@ class Dataflow:
     ) -> "Dataflow":
         """Checks edges against each other and against the placement.
 
-        Args:
-            placement: pipeline rank of every stage.
-            forward_edges: (source, destination) of values.
-            backward_edges: (source, destination) of gradients.
-            training: whether there are backwards.
-            split: stages that split theirs.
-
         Raises:
             ScheduleError: an edge names no stage, points the wrong way, or is a gradient of a value
                 that does not travel; the text lists all such edges.

@@ -52,22 +52,23 @@ def simple(
 ) -> list[list[Action]]:
     """All forwards, then all backwards (fill and drain, as in GPipe).
 
-    Args:
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight; with fewer than `num_microbatches` the
-            pipeline fills and drains in rounds of that many. None: one round.
-
-    Returns:
-        One list of actions per pipeline rank, up to the highest in `placement`.
-
-    Raises:
-        ScheduleError: a count below one, or an empty or negative placement.
+    With `active_microbatches` below `num_microbatches` the pipeline fills and drains in rounds of
+    that many; a rank ends each half of a round before it begins the next half. None: one round.
     """
-    round_size = num_microbatches if active_microbatches is None else active_microbatches
-    _check(num_microbatches, placement, round_size)
+    size = num_microbatches if active_microbatches is None else active_microbatches
+    _check(num_microbatches, placement, size)
     run = _ListSchedule(num_microbatches, placement)
-    return run.all_actions(_Rounds(run, round_size).is_allowed)
+
+    def is_allowed(stage: int, op: Op) -> bool:
+        siblings = run.stages[placement[stage]]
+        if op is Op.FORWARD:
+            begun = run.num_forwards[stage] // size * size
+            return all(run.num_backwards[sibling] >= begun for sibling in siblings)
+        round_end = (run.num_backwards[stage] // size + 1) * size
+        needed = min(round_end, num_microbatches)
+        return all(run.num_forwards[sibling] >= needed for sibling in siblings)
+
+    return run.all_actions(is_allowed)
 
 
 def interleaved(
@@ -81,17 +82,6 @@ def interleaved(
 
     Looped stages (several on each rank, microbatches a multiple of the ranks) run in Megatron's
     order, as far as `active_microbatches` allows it: 2 P - 1 for P ranks are enough.
-
-    Args:
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight at a stage.
-
-    Returns:
-        One list of actions per pipeline rank, up to the highest in `placement`.
-
-    Raises:
-        ScheduleError: a count below one, or an empty or negative placement.
     """
     _check(num_microbatches, placement, active_microbatches)
     num_ranks = max(placement) + 1
@@ -115,17 +105,6 @@ def eager_1f1b(
     here it is on its way while its receiver works on the microbatch before. Where transfers take no
     time both are equally fast (Zhuang et al., "On Optimizing the Communication of Model
     Parallelism", MLSys 2023, section 4).
-
-    Args:
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight at a stage.
-
-    Returns:
-        One list of actions per pipeline rank, up to the highest in `placement`.
-
-    Raises:
-        ScheduleError: a count below one, or an empty or negative placement.
     """
     _check(num_microbatches, placement, active_microbatches)
     num_stages = len(placement)
@@ -139,19 +118,8 @@ def zero_bubble(
     """Splits backwards, so that weight gradients fill the time in which ranks would wait.
 
     With one stage per rank in order this is ZB-H1; on a V, with at least 2 P microbatches for P
-    ranks and 2 P - 1 of them active, no rank waits from its first to its last action.
-
-    Args:
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-        active_microbatches: most microbatches at a stage between their forward and their weight
-            gradients.
-
-    Returns:
-        One list of actions per pipeline rank, up to the highest in `placement`.
-
-    Raises:
-        ScheduleError: a count below one, or an empty or negative placement.
+    ranks and 2 P - 1 of them active, no rank waits from its first to its last action. A microbatch
+    is in flight at a stage from its forward to its weight gradients.
     """
     _check(num_microbatches, placement, active_microbatches)
     num_ranks, num_stages = max(placement) + 1, len(placement)
@@ -175,18 +143,7 @@ def zero_bubble(
 
 
 def forward_only(num_microbatches: int, placement: Sequence[int]) -> list[list[Action]]:
-    """Forwards alone, for evaluation: nothing is kept, so nothing bounds what is in flight.
-
-    Args:
-        num_microbatches: microbatches of a step.
-        placement: pipeline rank of every stage.
-
-    Returns:
-        One list of actions per pipeline rank, up to the highest in `placement`.
-
-    Raises:
-        ScheduleError: no microbatches, or an empty or negative placement.
-    """
+    """Forwards alone, for evaluation: nothing is kept, so nothing bounds what is in flight."""
     _check(num_microbatches, placement, 1)
     return _ListSchedule(num_microbatches, placement, training=False).all_actions()
 
@@ -198,13 +155,13 @@ def generate(
     active_microbatches: int,
     training: bool,
 ) -> list[list[Action]]:
-    """Generates the schedule that the configuration names.
+    """Generates the schedule that the configuration names, by the function of that name.
 
     Args:
         pipeline: a name in `SCHEDULES`, which are values of the key `pipeline`.
         num_microbatches: microbatches of a step.
         placement: pipeline rank of every stage.
-        active_microbatches: most microbatches in flight.
+        active_microbatches: most microbatches in flight at a stage.
         training: whether there are backwards; without them, every name means `forward_only`.
 
     Returns:
@@ -351,26 +308,6 @@ class _ListSchedule:
             if forward < arrived[Op.FORWARD][stage] and is_allowed(stage, Op.FORWARD):
                 found.append((1, forward, stage, Op.FORWARD))
         return found
-
-
-class _Rounds:
-    """The policy of `simple`: a rank ends each half of a round before it begins the next half."""
-
-    def __init__(self, run: _ListSchedule, round_size: int):
-        self._run = run
-        self._round_size = round_size
-        self._siblings: dict[int, list[int]] = {s: group for group in run.stages for s in group}
-
-    def is_allowed(self, stage: int, op: Op) -> bool:
-        """Whether the stage's next action of this kind belongs to its rank's current half round."""
-        run, size = self._run, self._round_size
-        siblings = self._siblings[stage]
-        if op is Op.FORWARD:
-            begun = run.num_forwards[stage] // size * size
-            return all(run.num_backwards[sibling] >= begun for sibling in siblings)
-        round_end = (run.num_backwards[stage] // size + 1) * size
-        needed = min(round_end, run.num_microbatches)
-        return all(run.num_forwards[sibling] >= needed for sibling in siblings)
 
 
 def _check(num_microbatches: int, placement: Sequence[int], active_microbatches: int) -> None:

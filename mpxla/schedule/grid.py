@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpxla.schedule.action import Action
+from mpxla.tables import table
 
 __all__ = ["Cell", "format_failure"]
 
@@ -73,12 +74,7 @@ def _grid(
                 text = f"[{text}]"
             row.append(text)
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  "
-        + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = table(rows, is_left=True)
     if len(steps) < longest or len(ranks) < len(schedule):
         lines.append(f"  (of {longest} steps and {len(schedule)} ranks)")
     return lines

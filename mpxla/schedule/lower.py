@@ -29,7 +29,6 @@ This module must not know costs, nor by which rule the lists were generated.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import Action, Op
@@ -94,10 +93,6 @@ def add_reduce(
 
     Sends that directly follow that backward go first: another rank may be waiting for them.
 
-    Args:
-        schedule: actions of every rank, with or without transfers.
-        placement: pipeline rank of every stage.
-
     Returns:
         The lists with one `REDUCE` per stage that has backwards.
 
@@ -116,7 +111,7 @@ def add_reduce(
         last = {a.stage: step for step, a in enumerate(actions) if a.op.ends_backward}
         stage_at: dict[int, int] = {}
         for stage, step in last.items():
-            while step + 1 < len(actions) and _sends_from(stage, actions[step + 1]):
+            while step + 1 < len(actions) and actions[step + 1][:2] == (stage, Op.SEND_BACKWARD):
                 step += 1
             stage_at[step] = stage
         with_reductions: list[Action] = []
@@ -128,18 +123,8 @@ def add_reduce(
     return result
 
 
-def _sends_from(stage: int, action: Action) -> bool:
-    return action.op is Op.SEND_BACKWARD and action.stage == stage
-
-
-class _Transfer(NamedTuple):
-    """Both ends of a transfer at its moment; transfers are sorted by their fields in this order."""
-
-    time: float
-    deadline: int
-    is_forward: bool
-    tie: int
-    send: Action
+_Transfer = tuple[float, int, bool, int, Action]
+"""A send and its moment, its deadline, whether it is of values, and a tie: sorted in this order."""
 
 
 class _Clock:
@@ -229,7 +214,7 @@ def _place_transfers(
                 time = _moment(earliest, latest, busy[rank], busy[home[peer]])
                 is_forward = producer is Op.FORWARD
                 send = Action(stage, op, microbatch, peer)
-                transfers.append(_Transfer(time, deadline, is_forward, rank % 2, send))
+                transfers.append((time, deadline, is_forward, rank % 2, send))
     return transfers
 
 

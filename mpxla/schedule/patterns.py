@@ -49,16 +49,7 @@ class _Line:
 
 
 def zero_bubble_h1(num_microbatches: int, num_ranks: int, active_microbatches: int) -> Lists:
-    """ZB-H1 on one stage per rank.
-
-    Args:
-        num_microbatches: microbatches of a step.
-        num_ranks: ranks, and stages.
-        active_microbatches: most microbatches between their F and their W.
-
-    Returns:
-        One list per rank.
-    """
+    """ZB-H1 on one stage per rank, with a limit of microbatches between their F and their W."""
     schedule: Lists = []
     for rank in range(num_ranks):
         line = _Line(num_microbatches)
@@ -78,15 +69,7 @@ def zero_bubble_h1(num_microbatches: int, num_ranks: int, active_microbatches: i
 
 
 def zero_bubble_v(num_microbatches: int, num_ranks: int) -> Lists:
-    """The zero-bubble schedule on a V; runs for 2 p microbatches or more.
-
-    Args:
-        num_microbatches: microbatches of a step, at least twice as many as ranks.
-        num_ranks: ranks; stage s and stage 2 p - 1 - s are on rank s.
-
-    Returns:
-        One list per rank.
-    """
+    """The zero-bubble schedule on a V of stages s and 2 p - 1 - s on rank s; m is at least 2 p."""
     schedule: Lists = []
     for rank in range(num_ranks):
         line = _Line(num_microbatches)
@@ -108,16 +91,7 @@ def zero_bubble_v(num_microbatches: int, num_ranks: int) -> Lists:
 
 
 def looped_1f1b(num_microbatches: int, num_ranks: int, stages_per_rank: int) -> Lists:
-    """1F1B over looped stages; runs for multiples of p microbatches.
-
-    Args:
-        num_microbatches: microbatches of a step, a multiple of the number of ranks.
-        num_ranks: ranks; stage s is on rank s modulo the number of ranks.
-        stages_per_rank: stages of each rank, at least two.
-
-    Returns:
-        One list per rank.
-    """
+    """1F1B over looped stages, s on rank s modulo p; m is a multiple of p, and v at least 2."""
     schedule: Lists = []
     for rank in range(num_ranks):
         stages = [rank + lap * num_ranks for lap in range(stages_per_rank)]

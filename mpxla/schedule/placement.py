@@ -19,15 +19,7 @@ V_SHAPED = ("zero_bubble_v",)
 
 
 def place_stages(pipeline: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Places the stages of a schedule.
-
-    Args:
-        pipeline: name of the schedule.
-        num_ranks: pipeline ranks.
-        stages_per_rank: stages of each rank; 2 for a V.
-
-    Returns:
-        Pipeline rank of every stage.
+    """The pipeline rank of every stage of a schedule; a V has two stages per rank.
 
     Raises:
         ScheduleError: a V with another number of stages per rank, or a count below one.

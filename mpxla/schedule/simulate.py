@@ -132,8 +132,7 @@ def _durations(costs: Costs, flow: Dataflow) -> _Durations:
         assert peer is not None, "a send has a peer"
         is_mapping = isinstance(transfer, Mapping)
         cost = transfer.get((stage, peer), 0.0) if is_mapping else transfer
-        receive = Op.RECV_FORWARD if op is Op.SEND_FORWARD else Op.RECV_BACKWARD
-        result[stage, op, peer] = result[peer, receive, stage] = cost
+        result[stage, op, peer] = result[peer, OTHER_END[op], stage] = cost
     problems += [
         f"{op.name} of stage {stage} costs {cost}"
         for (stage, op, _), cost in result.items()
@@ -154,6 +153,7 @@ class _Run:
         clock: per rank, the end of its last action.
         starts: per rank, when each action that it has done began.
         ends: per rank, when each ended.
+        waiting: by what a rank waits for, a plain tuple that is equal to its Action: the rank.
     """
 
     def __init__(self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations):
@@ -164,6 +164,7 @@ class _Run:
         self.clock = [0.0] * len(schedule)
         self.starts: list[list[float]] = [[] for _ in schedule]
         self.ends: list[list[float]] = [[] for _ in schedule]
+        self.waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
         self.copies = [
             _Copies(actions, durations) if has_copies([actions]) else None for actions in schedule
         ]
@@ -220,12 +221,8 @@ class _Run:
 class _RendezvousRun(_Run):
     """Transfers hold both ranks; the rank that reaches one first waits there for the other."""
 
-    def __init__(self, schedule: Sequence[Sequence[Action]], flow: Dataflow, durations: _Durations):
-        super().__init__(schedule, flow, durations)
-        self._waiting: dict[tuple[int, Op, int | None, int | None], int] = {}
-
     def advance(self, rank: int, ready: list[int]) -> None:
-        clock, durations, waiting = self.clock, self.durations, self._waiting
+        clock, durations, waiting = self.clock, self.durations, self.waiting
         actions, now = self.schedule[rank], clock[rank]
         starts, ends, copies = self.starts[rank], self.ends[rank], self.copies[rank]
         for step in range(len(ends), len(actions)):
@@ -289,7 +286,6 @@ class _BufferedRun(_Run):
         self._check_streams()
         self._arrivals: dict[_Message, float] = {}
         self._link_free: dict[tuple[int, int], float] = {}
-        self._waiting: dict[_Message, int] = {}
         self._sources: dict[tuple[int, Op], list[tuple[int, Op]]] = {
             (kind.stage, kind.op): self._sources_of(kind) for kind in flow.computes()
         }
@@ -335,7 +331,7 @@ class _BufferedRun(_Run):
             if action.peer is None:
                 missing, arrival = self._arrival(action)
                 if missing is not None:
-                    self._waiting[missing] = rank
+                    self.waiting[missing] = rank
                     break
                 start = max(now, arrival)
                 if copies is not None:
@@ -357,8 +353,8 @@ class _BufferedRun(_Run):
         self._link_free[link] = begin + self.durations[stage, op, peer]
         key = (stage, op, microbatch, peer)
         self._arrivals[key] = self._link_free[link]
-        if key in self._waiting:
-            ready.append(self._waiting.pop(key))
+        if key in self.waiting:
+            ready.append(self.waiting.pop(key))
 
     def _arrival(self, action: Action) -> tuple[_Message | None, float]:
         """A message that the action reads and nobody has sent yet, or when all have arrived."""

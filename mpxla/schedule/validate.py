@@ -8,7 +8,7 @@ the lists fit together (deadlock) is left to the simulator. This module must not
 from collections.abc import Collection, Sequence
 
 from mpxla.errors import ScheduleError
-from mpxla.schedule.action import Action, Op
+from mpxla.schedule.action import OTHER_END, Action, Op
 from mpxla.schedule.dataflow import Dataflow, Kind
 from mpxla.schedule.grid import Cell, format_failure
 
@@ -57,7 +57,7 @@ def check_lists(schedule: Sequence[Sequence[Action]], flow: Dataflow) -> None:
     ]
     for rank, steps in enumerate(found):
         missing = [
-            str(Action(kind.stage, kind.op, _microbatch(kind, slot), kind.peer))
+            str(Action(kind.stage, kind.op, None if kind.op is Op.REDUCE else slot, kind.peer))
             for kind, slots in steps.items()
             for slot, step in enumerate(slots)
             if step == _NOT_YET and not kind.op.is_copy
@@ -87,11 +87,9 @@ def _rules(flow: Dataflow, num_ranks: int, copying: Collection[int]) -> list[_Ru
         )
     for stage, op, peer in flow.sends():
         assert peer is not None, "a send has a peer"
-        is_forward = op is Op.SEND_FORWARD
         produced = Kind(stage, flow.producer(op, stage))
         rules[placement[stage]][Kind(stage, op, peer)] = (produced,)
-        other = Op.RECV_FORWARD if is_forward else Op.RECV_BACKWARD
-        rules[placement[peer]][Kind(peer, other, stage)] = ()
+        rules[placement[peer]][Kind(peer, OTHER_END[op], stage)] = ()
     for stage in copying if flow.training else ():
         if stage in range(len(placement)):
             own, offload = rules[placement[stage]], Kind(stage, Op.OFFLOAD)
@@ -110,10 +108,6 @@ def _steps(rules: _Rules, num_microbatches: int, reduces: bool) -> _Steps:
     if reduces:
         steps |= {Kind(k.stage, Op.REDUCE): [_NOT_YET] for k in rules if k.op.ends_backward}
     return steps
-
-
-def _microbatch(kind: Kind, slot: int) -> int | None:
-    return None if kind.op is Op.REDUCE else slot
 
 
 def _check_order(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import reserved_port
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 

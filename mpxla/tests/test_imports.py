@@ -19,7 +19,7 @@ ROOT = Path(mpxla.__file__).parent
 
 # From the bottom up: a module may import its own layer and those below it.
 LAYERS = (
-    ("errors", "log", "user_lines"),
+    ("errors", "log", "tables", "user_lines"),
     ("uncaught", "delayed"),
     ("env", "config_keys"),
     ("config_rules", "config", "config_sources"),

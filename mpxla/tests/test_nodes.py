@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import reserved_port
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -20,9 +20,6 @@ _REFUSED = {
     "per_device_train_batch_size, or give more --microbatches",
     "use_liger_kernel": "its kernels are for CUDA devices; leave it out, XLA fuses by itself",
 }
-_IDLE = {
-    "use_cpu": "PJRT_DEVICE chooses the device",
-}
 _WITHIN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Optimizers that update while gradients are computed."""
 
@@ -57,8 +54,8 @@ def _check(arguments: Any) -> None:
             f"{at_script_line()}: TrainingArguments that do not go with a pipeline: "
             f"{'; '.join(problems)}."
         )
-    for name, reason in _IDLE.items():
-        if getattr(arguments, name, None):
-            setattr(arguments, name, False)
-            warn_once(f"TrainingArguments.{name}", f"{name}=True has no effect: {reason}.")
+    if getattr(arguments, "use_cpu", None):
+        arguments.use_cpu = False
+        text = "use_cpu=True has no effect: PJRT_DEVICE chooses the device."
+        warn_once("TrainingArguments.use_cpu", text)
     arguments.dataloader_pin_memory = False  # XLA reads host memory as it is

@@ -12,13 +12,9 @@ __all__ = ["evaluate", "predict", "train"]
 
 @mpxla.step(non_split_inputs=["trainer", "has_count"])
 def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
-    """Forward and backward.
+    """Forward and backward of a microbatch, by the `compute_loss` of a trainer.
 
-    Args:
-        model: the model.
-        trainer: whose `compute_loss` it is.
-        batch: the microbatch.
-        has_count: whether `compute_loss` gets a number of items.
+    It gets a number of items where `has_count` says so.
 
     Returns:
         Weighted loss, and what the model gave if `compute_loss` takes metrics of it.
@@ -37,14 +33,9 @@ def train(model: Any, trainer: Any, batch: Any, has_count: bool) -> Any:
 def evaluate(
     model: Any, trainer: Any, batch: Any, has_count: bool, ignored: tuple[str, ...] | None
 ) -> Any:
-    """Forward with a loss.
+    """Forward with a loss, as in `train`.
 
-    Args:
-        model: the model.
-        trainer: whose `compute_loss` it is.
-        batch: the microbatch.
-        has_count: whether `compute_loss` gets a number of items.
-        ignored: names of outputs that are not returned; None for all of them.
+    Outputs of the names in `ignored` are not returned; if it is None, none are.
 
     Returns:
         Weighted losses, the outputs, and what the model gave if `compute_loss` takes metrics of it.

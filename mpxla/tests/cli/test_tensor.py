@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from mpxla.cli.tensor import capture_part
+from mpxla.cli.factory import capture_part
 from mpxla.config import Config
 from mpxla.errors import MpxlaError
 from mpxla.graph.cost import MachineModel

@@ -3,8 +3,7 @@ import socket
 import pytest
 
 from mpxla.comm import addresses as module
-from mpxla.comm.addresses import interface_for, is_loopback, listen_for_store
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import interface_for, is_loopback, listen_for_store, reserved_port
 
 pytestmark = pytest.mark.unit
 

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import reserved_port
 
 pytestmark = pytest.mark.unit
 

@@ -279,7 +279,7 @@ def arguments_of(**values):
         made = _Arguments(**values)
         return made, made.place_model_on_device
     finally:
-        patches.undo()
+        patches.close()
 
 
 @pytest.mark.unit

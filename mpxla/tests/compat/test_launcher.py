@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import reserved_port
 from mpxla.tests.ranks.run import run_ranks_unpooled
 
 REPOSITORY = Path(__file__).parents[3]

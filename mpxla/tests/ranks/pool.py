@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from mpxla.comm.ports import reserved_port
+from mpxla.comm.addresses import reserved_port
 from mpxla.tests.ranks.launcher import (
     LATE_ENVIRON,
     RANK_ENVIRON,
