@@ -63,7 +63,7 @@ class TensorBuffers:
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: it refers to none."""
 
-    def publish(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[torch.Tensor], is_held: bool = False) -> list[torch.Tensor]:
         """Buffers are what users see."""
         return list(buffers)
 
