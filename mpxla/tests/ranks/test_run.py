@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpxla.tests.backends import name_here
 from mpxla.tests.ranks.run import RankError, run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
@@ -150,6 +151,12 @@ def test_given_environment_is_there_in_processes_of_its_own():
     assert run_ranks(environment, 2, "MPXLA_TEST_VALUE", env=env) == ["7", "7"]
     assert not set(run_ranks(process_id, 2, env=env)) & set(usual)
     assert run_ranks(environment, 2, "MPXLA_TEST_VALUE") == [None, None]
+
+
+def test_who_names_the_usual_backend_gets_the_usual_processes():
+    usual = run_ranks(process_id, 2)
+    assert run_ranks(process_id, 2, env={"MPXLA_DEVICE": name_here()}) == usual
+    assert not set(run_ranks(process_id, 2, env={"MPXLA_DEVICE": "eager"})) & set(usual)
 
 
 def test_first_failing_rank_is_named_and_all_output_is_shown():
