@@ -28,7 +28,7 @@ from mpxla.user_lines import is_model_code
 
 __all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside_values"]
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+_OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
 _MISSING = object()
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
@@ -77,7 +77,7 @@ class AttributeLog:
     texts: Set[str] = frozenset()
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     written: dict[tuple[int, str], tuple[str, Any]] = field(default_factory=dict)
-    inherited: dict[tuple[type, str], Read] = field(default_factory=dict)
+    inherited: dict[tuple[int, str], Read] = field(default_factory=dict)
 
     def note_read(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a read, if the value is plain and was not made by the step itself."""
@@ -88,14 +88,18 @@ class AttributeLog:
             self.first[place] = plain(value, self.texts)
 
     def note_inherited(self, owner: dict[str, Any], kind: type, key: str, value: Any) -> None:
-        """Notes a read of an attribute that an object has from its class."""
-        if (kind, key) in self.inherited or id(owner) not in self.names:
+        """Notes a read of an attribute that an object has from its class, until it gets its own."""
+        place = id(owner), key
+        if place in self.inherited or id(owner) not in self.names:
             return
         if isinstance(value, FUNCTIONS) or getattr(kind, key, _MISSING) is not value:
             return  # a method, or what a property has computed
-        now = partial(getattr, kind, key, _MISSING)
-        read = Read(f"{kind.__name__}.{key}", plain(value, self.texts), now, self.texts)
-        self.inherited[kind, key] = read
+
+        def now() -> Any:
+            return owner[key] if key in owner else getattr(kind, key, _MISSING)
+
+        name = f"{self.names[id(owner)][0]}.{key}"
+        self.inherited[place] = Read(name, plain(value, self.texts), now, self.texts)
 
     def note_write(self, owner: dict[str, Any], key: str, value: Any) -> None:
         """Notes a write, with the line."""
@@ -106,7 +110,7 @@ class AttributeLog:
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
-        found = list(self.inherited.values())
+        found = [read for read in self.inherited.values() if read.value is not UNKNOWN]
         for (owner_id, key), value in self.first.items():
             if value is UNKNOWN:
                 continue
@@ -231,10 +235,11 @@ def kept(reads: Sequence[Read]) -> list[Read]:
     """Those whose value the capture itself has not changed; a warning names the others.
 
     What a step function counts or collects changes with every capture, and would ask for the next.
+    Tensors are exchanged by the capture itself.
     """
     changes = [read.change() for read in reads]
     for read, found in zip(reads, changes, strict=True):
-        if found is not None:
+        if found is not None and not isinstance(found.before, torch.Tensor):
             _warn(read.name, "")
     return [read for read, found in zip(reads, changes, strict=True) if found is None]
 
@@ -251,7 +256,7 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
             owner = object.__getattribute__(self, "__dict__")
             if name in owner:
                 log.note_read(owner, name, value)
-            elif not name.startswith("__"):
+            elif name not in _OF_MODULES:
                 log.note_inherited(owner, type(self), name, value)
         return value
 

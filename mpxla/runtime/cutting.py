@@ -6,7 +6,7 @@ not know how stages are compiled or run.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -45,6 +45,8 @@ from mpxla.session import Session
 from mpxla.stage.timing import measure_operators
 
 __all__ = ["StepCutter"]
+
+_T = TypeVar("_T")
 
 
 class StepCutter:
@@ -215,7 +217,7 @@ class StepCutter:
         """Whether keys are open for the first step; asked once, all keys are settled with it."""
         self.chosen, config = {}, self._given
         is_open = cut.step.is_training and bool(free_keys(config))
-        return is_open and is_worth_choosing(cut, config, self.machine)
+        return is_open and self._of_first(lambda: is_worth_choosing(cut, config, self.machine))
 
     def choose(self, cut: CutStep) -> dict[str, float] | None:
         """Chooses open keys: the first rank of a pipeline decides, the others follow.
@@ -228,9 +230,16 @@ class StepCutter:
         if self._pp_rank > 0:
             self.chosen, measured_s = self._control.follow()
         else:
-            self.chosen, measured_s = self._decide(cut)
+            self.chosen, measured_s = self._of_first(lambda: self._decide(cut))
             self._control.announce((self.chosen, measured_s))
         return measured_s
+
+    def _of_first(self, find: Callable[[], _T]) -> _T:
+        """What the first of the ranks that share tensors finds: no two measure the same times."""
+        found = find() if self._session.rank == self._sharing[0] else None
+        if len(self._sharing) > 1:
+            found = self._session.objects.allgather(found, tuple(self._sharing))[0]
+        return cast(_T, found)
 
     def _decide(self, cut: CutStep) -> tuple[dict[str, Any], dict[str, float] | None]:
         """The chosen keys, none of them if something fails, and measured seconds of operators."""

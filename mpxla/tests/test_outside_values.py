@@ -181,6 +181,8 @@ def change_in_a_model(raw, place):
         raw.options["alpha"] = 5.0
     elif place == 5:
         globals().update(tensor=torch.full((), 6.0))
+    elif place == 6:
+        raw.scale = 7.0
 
 
 def change_in_a_captured_model():
@@ -188,7 +190,7 @@ def change_in_a_captured_model():
     raw, found = layer(), []
     model = smp.DistributedModel(raw)
     step = smp.step(lambda model, x: model(x))
-    for place in range(6):
+    for place in range(7):
         change_in_a_model(raw, place)
         with logged() as lines:
             found.append(step(model, X).outputs[0].cpu())
@@ -199,7 +201,7 @@ def change_in_a_captured_model():
 
 def test_what_the_methods_of_a_model_read_is_noticed():
     raw, expected = layer(), []
-    for place in range(6):
+    for place in range(7):
         change_in_a_model(raw, place)
         expected.append(raw(X).detach())
     change(1.0)
@@ -210,9 +212,10 @@ def test_what_the_methods_of_a_model_read_is_noticed():
         "first call",
         "settings['alpha'] changed from 1.0 to 2.0",
         "model.config.alpha changed from 1.0 to 3.0",
-        "Layer.scale changed from 1.0 to 4.0",
+        "model.scale changed from 1.0 to 4.0",
         "model.options['alpha'] changed from 1.0 to 5.0",
         "the tensor tensor was replaced",
+        "model.scale changed from 4.0 to 7.0",
     ]
     for (line,), reason in zip(found[1::2], reasons, strict=True):
         assert f"({reason})" in line

@@ -1,6 +1,7 @@
 """Partition decisions of running jobs: kept in a file, and made from measured times."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import mpxla as smp
 from mpxla.config import Config
 from mpxla.errors import MpxlaError, PartitionError
+from mpxla.runtime import cutting
 from mpxla.tests.models import classify, labelled, mlp
 from mpxla.tests.ranks.run import run_ranks
 
@@ -137,6 +139,31 @@ def test_measured_times_replace_estimates():
     assert len(sorts) == 3
     assert len({known[name] for name in sorts}) == 1, "equal operators are timed once"
     assert known[sorts[0]] > 5 * guessed[sorts[0]], "sorting takes longer than moving its bytes"
+
+
+def partition_by_own_times():
+    """Runs on every rank: the stages, where other operators seem slow to each tp_rank."""
+
+    def measured(step, *_):
+        names = [node.name for node in step.graph.nodes if node.op == "call_function"]
+        slow = names[:4] if smp.tp_rank() == 0 else names[-4:]
+        return {name: 1.0 if name in slow else 1e-6 for name in names}
+
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+    smp.init({**degrees, "ddp": True, "microbatches": 2, "compile_cache": ""})
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Uneven())
+    with (
+        mock.patch.object(cutting, "measure_operators", measured),
+        mock.patch.object(cutting, "is_worth_choosing", lambda *_: True),
+    ):
+        smp.step(classify)(model, labelled((64,), 8))
+    return model._engine.first_cuts[model.label].partition.stage
+
+
+def test_ranks_that_share_tensors_cut_by_one_measurement():
+    first, *others = run_ranks(partition_by_own_times, 4, timeout_s=120)
+    assert others == [first] * 3
 
 
 def test_loss_is_the_plain_one():
