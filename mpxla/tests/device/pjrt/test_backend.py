@@ -126,6 +126,31 @@ def test_published_tensors_share_memory_and_come_back_as_they_are(backend):
     assert backend.view(backend.adopt([tensor])[0]).eq(1).all()
 
 
+def test_held_arrays_are_adopted_without_a_note_while_they_are_what_their_tensors_are(backend):
+    gc.collect()
+    before = num_noted(backend)
+    arrays = backend.put([torch.arange(16.0).reshape(4, 4)])
+    (tensor,) = backend.publish(arrays, is_held=True)
+    assert num_noted(backend) == before
+    assert backend.adopt([tensor], arrays)[0] is arrays[0]
+    tensor[0, 1] = 5.0
+    tensor.data[0, 2] = 7.0
+    (array,) = backend.adopt([tensor], arrays)
+    assert array is arrays[0] and backend.view(array).equal(tensor)
+    kept = tensor.data
+    for change in (torch.t, lambda t: t[:2], lambda t: t.view(torch.int32), torch.zeros_like):
+        tensor.data = change(kept)
+        assert backend.view(backend.adopt([tensor], arrays)[0]).equal(tensor)
+
+
+def test_arrays_whose_memory_was_taken_are_held_no_longer(backend):
+    arrays = backend.put([torch.ones(64, 64)])
+    program = compile_function(backend, "add", lambda a: [a + 1], [LARGE], donated=[0])
+    (tensor,) = backend.publish(program(arrays), is_held=True)
+    assert arrays[0].is_deleted()
+    assert backend.view(backend.adopt([tensor], arrays)[0]).eq(2).all()
+
+
 def test_forgotten_tensors_leave_nothing_behind(backend):
     gc.collect()
     before = num_noted(backend)
