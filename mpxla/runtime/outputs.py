@@ -2,6 +2,10 @@
 
 The rank that computes results sends them to the other pipeline ranks in one packed message at the
 end of the step; a receiving rank waits for it only when a value is looked at.
+
+Reductions over microbatches are PyTorch's own on what users see, as if users had written them: one
+operator on a few small values, for which a program would be compiled per shape and number. On the
+CPU and on CUDA the tensors of jax are ordinary ones; lazy ones of torch_xla are started at once.
 """
 
 from collections.abc import Callable, Sequence
