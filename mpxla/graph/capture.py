@@ -44,8 +44,13 @@ from mpxla.graph.capture_modes import (
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
-from mpxla.graph.functional_step import constants_of, functional_step
-from mpxla.graph.kept_program import KeptProgram
+from mpxla.graph.functional_step import (
+    Constants,
+    FunctionalStep,
+    constants_of,
+    functional_step,
+)
+from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import Number
 from mpxla.graph.shapes import static_shapes
@@ -287,24 +292,24 @@ def capture_step(
             keep_gradient_barriers(traced.graph_module)
             returned = wrapper.returned
             facts = canonical_names, trainable, returned.num_objectives
-            earlier = KeptProgram(kept, traced, facts)
-            functional = earlier.get(fake_mode)
-            program = functionalize(traced) if functional is None else traced
+
+            def make() -> tuple[FunctionalStep, Constants]:
+                program = functionalize(traced)
+                with without_autocast():
+                    return functional_step(program, *facts, fake_mode), constants_of(program)
+
+            functional, constants = recall_step(kept or Kept(), traced, facts, fake_mode, make)
         except Exception as error:
             raise explain(error, is_final=values is not None) from error
     if returned.num_objectives:
         refuse_gradient_hooks(model)
-    if functional is None:
-        with static_shapes(), without_autocast():
-            functional = functional_step(program, *facts, fake_mode)
-        earlier.put(functional, program)
     return StepGraph(
         graph=functional.graph,
         inputs=functional.inputs,
         outputs=functional.outputs,
         result_leaves=tuple(returned.leaves),
         result_spec=returned.spec,
-        constants=constants_of(program),
+        constants=constants,
         is_training=returned.num_objectives > 0,
         decisions=returned.decisions,
         prints=returned.prints,

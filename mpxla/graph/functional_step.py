@@ -32,7 +32,10 @@ from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, 
 from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import line_of
 
-__all__ = ["FunctionalStep", "constants_of", "functional_step"]
+__all__ = ["Constants", "FunctionalStep", "constants_of", "functional_step"]
+
+Constants = dict[str, torch.Tensor]
+"""Tensors that a program computes with and that are no state of the model, by role."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ def functional_step(
     return FunctionalStep(graph, tuple(inputs), tuple(outputs))
 
 
-def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Tensors that a program computes with and that are no state of the model, by role."""
+def constants_of(program: ExportedProgram) -> Constants:
+    """Those of a program."""
     specs = program.graph_signature.input_specs
     targets = [s.target or "" for s in specs if s.kind is ExportInput.CONSTANT_TENSOR]
     values = {name: cast(torch.Tensor, program.constants[name]) for name in targets}

@@ -4,7 +4,7 @@ The user's code runs at every start, since nothing else says what it does now. W
 trace alone, which takes longer than tracing, is made once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx._graph_pickler import GraphPickler
+from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.casts import active_autocast
 from mpxla.graph.fingerprint import (
@@ -23,12 +24,12 @@ from mpxla.graph.fingerprint import (
     layouts,
     torch_settings,
 )
-from mpxla.graph.functional_step import FunctionalStep, constants_of
+from mpxla.graph.functional_step import Constants, FunctionalStep, constants_of
 from mpxla.graph.portable import dumped, portable, revived
 from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
-__all__ = ["KeptProgram"]
+__all__ = ["recall_step"]
 
 
 @dataclass(frozen=True)
@@ -53,62 +54,55 @@ class _Layout:
         return found.requires_grad_(self.requires_grad)
 
 
-class KeptProgram:
-    """Where the functional graph of one traced program is kept.
+def recall_step(
+    kept: Kept,
+    traced: ExportedProgram,
+    facts: Any,
+    mode: FakeTensorMode,
+    make: Callable[[], tuple[FunctionalStep, Constants]],
+) -> tuple[FunctionalStep, Constants]:
+    """The functional step of a traced program, and its constants.
 
     Args:
-        kept: nothing is kept without.
+        kept: by earlier starts.
         traced: as `torch.export.export` gives it.
         facts: what else decides.
+        mode: of the stand-ins for values.
+        make: makes both.
     """
+    constants = constants_of(traced)
 
-    def __init__(self, kept: Kept | None, traced: ExportedProgram, facts: Any):
-        self._kept = kept or Kept()
-        self._key: str | None = None
-        self._constants: Mapping[str, torch.Tensor] = {}
-        if kept:
-            self._constants = constants_of(traced)
-            try:
-                ambient = torch_settings(), described(active_autocast())
-                self._key = key_of("program", *ambient, described(facts), *_texts(traced))
-            except UnknownValueError as error:
-                get_logger().debug("the graph of a step is not kept: %s", error)
+    def write(made: tuple[FunctionalStep, Constants]) -> bytes:
+        step, others = made
+        if {k: v.data_ptr() for k, v in constants.items()} != {
+            k: v.data_ptr() for k, v in others.items()
+        }:
+            raise UnknownValueError("constants that were not traced")
+        module = portable(_make_graph_module({}, step.graph), _Layout.of, ("custom",))
+        for node in module.graph.nodes:
+            _check(node)
+        names = [node.name for node in step.graph.nodes]
+        return dumped((module, names, step.inputs, step.outputs))
 
-    def get(self, mode: FakeTensorMode) -> FunctionalStep | None:
-        """The step, if it is there.
-
-        Args:
-            mode: of the stand-ins for values.
-        """
-        value = None if self._key is None else self._kept.get(self._key)
-        if value is None:
-            return None
-        try:
-            module, names, inputs, outputs = cast(Any, GraphPickler.loads(value, mode))
-            with mode:
-                graph = revived(module, _Layout, _Layout.stand_in).graph
-        except Exception as error:  # unpickling raises anything
-            get_logger().warning("a kept graph cannot be read, and is made anew: %r", error)
-            return None
+    def read(value: bytes) -> tuple[FunctionalStep, Constants]:
+        module, names, inputs, outputs = cast(Any, GraphPickler.loads(value, mode))
+        with mode:
+            graph = revived(module, _Layout, _Layout.stand_in).graph
         # Ranks name nodes to each other, and not all of them need have found it.
         if names != [node.name for node in graph.nodes]:
-            return None
-        return FunctionalStep(graph, inputs, outputs)
+            raise UnknownValueError("nodes got other names")
+        return FunctionalStep(graph, inputs, outputs), constants
 
-    def put(self, step: FunctionalStep, program: ExportedProgram) -> None:
-        """Keeps the step that was made of the functional program."""
-        if self._key is None or not _are_same(self._constants, constants_of(program)):
-            return
-        try:
-            module = portable(fx.GraphModule({}, step.graph), _Layout.of, ("custom",))
-            for node in module.graph.nodes:
-                _check(node)
-            names = [node.name for node in step.graph.nodes]
-            value = dumped((module, names, step.inputs, step.outputs))
-        except Exception as error:  # a graph may hold anything
-            get_logger().debug("the graph of a step is not kept: %s", error)
-        else:
-            self._kept.put(self._key, value)
+    return kept.recall(_key(traced, facts) if kept else None, make, write, read)
+
+
+def _key(traced: ExportedProgram, facts: Any) -> str | None:
+    try:
+        ambient = torch_settings(), described(active_autocast())
+        return key_of("program", *ambient, described(facts), *_texts(traced))
+    except UnknownValueError as error:
+        get_logger().debug("the graph of a step is not kept: %s", error)
+        return None
 
 
 def _texts(program: ExportedProgram) -> list[str]:
@@ -143,9 +137,3 @@ def _check(node: fx.Node) -> None:
         isinstance(value, (_Layout, int, float, type(None))) for value in values
     ):
         raise UnknownValueError(node.name)
-
-
-def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].data_ptr() == other[name].data_ptr() for name in one
-    )

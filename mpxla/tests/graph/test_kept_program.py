@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_made_anew(kept, caplog, monkeypatch):
     before = captured(kept)
     monkeypatch.setattr(Kept, "get", lambda kept, key: b"of another version")
     assert rows(captured(kept)) == rows(before)
-    assert "a kept graph cannot be read, and is made anew" in caplog.text
+    assert "what an earlier start has kept cannot be read, and is made anew" in caplog.text
 
 
 def test_code_of_the_user_is_not_kept(kept, caplog):
