@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,19 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from mpxla import __version__, log
-from mpxla.comm.addresses import interface_for
-from mpxla.comm.agreement import agreed
-from mpxla.comm.codec import DATA, STATE
-from mpxla.comm.host import HostTransport
+from mpxla import log
 from mpxla.comm.lifeline import Lifeline
-from mpxla.comm.loopback import LoopbackTransport
 from mpxla.comm.objects import Objects
-from mpxla.comm.quiet import without_gloos_lines
-from mpxla.comm.rollcall import call_roll
-from mpxla.comm.secret import agree_on_key
 from mpxla.comm.stall import Progress
-from mpxla.comm.store import GROUP_TIMEOUT, claims_in, open_agent_store, session_store
-from mpxla.comm.transport import Group, Transport
-from mpxla.comm.xla import XlaTransport
+from mpxla.comm.store import claims_in, open_agent_store
+from mpxla.comm.transport import Group
 from mpxla.config import Config
 from mpxla.config_sources import resolve
+from mpxla.connection import connect, make_process_groups
 from mpxla.delayed import delay_all_models
 from mpxla.device.backend import Backend
 from mpxla.device.choice import open_backend
-from mpxla.env import LaunchEnv, prepare_gloo, prepare_xla, read_environment
+from mpxla.env import LaunchEnv, prepare_xla, read_environment
 from mpxla.errors import MpxlaError
 from mpxla.kept import Kept, open_kept
 from mpxla.schedule.choice import placement_of
@@ -209,8 +201,13 @@ def init(config: dict[str, Any] | None = None) -> None:
     )
     with log.root_logger_kept():
         backend, kept = _open_device(resolved, env)
-    _session = _connect(resolved, env, topology, backend, owns_group=not dist.is_initialized())
-    _session.kept = kept
+    owns_group = not dist.is_initialized()
+    connection = connect(resolved, env, topology, backend, owns_group)
+    session = Session(resolved, env, topology, backend, **connection._asdict(), kept=kept)
+    _reach_all_processes(session)
+    if resolved.ddp:
+        session.process_groups = make_process_groups(topology, env.rank)
+    _session = session
     delay_all_models(resolved.delayed_parameter_initialization)
     if shown is not None:
         store = _get_default_store()
@@ -260,160 +257,12 @@ def show_uncaught(env: LaunchEnv, is_complete: bool = False) -> UncaughtErrors |
     return shown
 
 
-def _open_lifeline(
-    config: Config, env: LaunchEnv, progress: Progress, owns_group: bool
-) -> tuple[Lifeline | None, bytes]:
-    """Waits for all ranks, then watches over them; the default group is made under its eyes.
-
-    Returns:
-        The lifeline, and the key by which the ranks of this session know each other.
-    """
-    store: dist.Store = dist.HashStore()
-    lifeline, key = None, b""
-    if env.world_size > 1:
-        timeout_s = config.init_timeout_s
-        store = session_store(env, timeout_s)
-        call_roll(store, env.rank, env.world_size, __version__, timeout_s)
-        trust = agree_on_key(
-            store, env.rank, env.world_size, env.secret, env.runtime_dir, timeout_s
-        )
-        key = trust.key
-        prepare_gloo(interface_for(trust.is_one_host, env.master_addr))
-        lifeline = Lifeline(
-            env.rank,
-            env.world_size,
-            store,
-            key=key,
-            is_one_host=trust.is_one_host,
-            connect_timeout_s=timeout_s,
-            progress=progress,
-            stall_timeout_s=config.stall_timeout_s,
-        )
-    if owns_group:
-        try:
-            with without_gloos_lines():
-                dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=env.rank,
-                    world_size=env.world_size,
-                    timeout=GROUP_TIMEOUT,
-                )
-        except Exception as error:
-            if lifeline is not None:
-                lifeline.report("torch.distributed.init_process_group", error)
-            raise
-    return lifeline, key
-
-
-def _connect(
-    config: Config, env: LaunchEnv, topology: Topology, backend: Backend, owns_group: bool
-) -> Session:
-    progress = Progress()
-    lifeline, key = _open_lifeline(config, env, progress, owns_group)
-    if lifeline is None:
-        carrier: HostTransport | LoopbackTransport = LoopbackTransport(to_host=backend.view)
-        transport: Any = carrier
-    else:
-        carrier = HostTransport(
-            env.rank,
-            env.world_size,
-            lifeline,
-            backend.view,
-            backend.is_ready,
-            key=key,
-            address=lifeline.address,
-        )
-        _check_configs(config, env, backend, Objects(carrier, DATA))
-        transport = _open_transport(config, carrier, lifeline, topology, backend)
-    group_lists = {kind: topology.groups(kind) for kind in CommGroup}
-    unique = dict.fromkeys(g for groups in group_lists.values() for g in groups)
-    transport.make_groups(list(dict.fromkeys((*unique, *topology.sdp_groups()))))
-    if topology.sdp > 1 and config.sdp_hierarchical_allgather and transport is carrier:
-        _gather_by_host(carrier, env, topology)
-    session = Session(
-        config,
-        env,
-        topology,
-        backend,
-        transport,
-        Objects(carrier, DATA),
-        Objects(carrier, STATE),
-        Objects(carrier),
-        lifeline,
-        owns_default_group=owns_group,
-        progress=progress,
-    )
-    _reach_all_processes(session)
-    if config.ddp:
-        session.process_groups = _make_process_groups(group_lists, list(unique), env.rank)
-    return session
-
-
-def _gather_by_host(host: Any, env: LaunchEnv, topology: Topology) -> None:
-    """Lets gathers of parameters go across hosts first; every rank calls it."""
-    # The first rank on each rank's host stands for it: launchers fill host by host.
-    first = env.rank - env.local_rank
-    hosts = Objects(host, DATA).allgather(first, topology.world_group())
-    groups = sorted({topology.sdp_group(rank) for rank in range(topology.size)})
-    found = host.gather_by_host(groups, hosts)
-    if found and env.rank == 0:
-        log.get_logger().info(
-            "%d of %d groups that hold parameters together gather across hosts, then inside each.",
-            len(found),
-            len(groups),
-        )
-
-
 def _reach_all_processes(session: Session) -> None:
     """Collectives on tensors of the device mean the processes of the job."""
     env, transport = session.env, session.transport
     host = getattr(transport, "host", transport)
     undo = session.backend.join_world(host, env.local_rank, env.local_size, session.has_reduced)
     session.exchanged.callback(undo)
-
-
-def _open_transport(
-    config: Config, host: HostTransport, lifeline: Lifeline, topology: Topology, backend: Backend
-) -> Transport:
-    """What carries tensors: the host transport itself, or programs beside it."""
-    on_device = config.transport != "host" and backend.reaches(host.world_size)
-    if config.transport != "xla" and not on_device:
-        return host
-    runner = backend.open_runner(host, lifeline.address)
-    return XlaTransport(host, runner, topology.groups(CommGroup.PP_GROUP), spec_of=backend.spec)
-
-
-def _check_configs(config: Config, env: LaunchEnv, backend: Backend, objects: Objects) -> None:
-    """Raises on every rank if any two ranks have different configurations, or backends."""
-
-    def problem(others: list[int], first: dict[str, Any], other: dict[str, Any]) -> str:
-        difference = "".join(
-            f"{name}: {value!r} on rank 0, {other[name]!r} on rank {others[0]}\n"
-            for name, value in first.items()
-            if value != other[name]
-        )
-        return (
-            f"ranks 0 and {others[0]} were started with different configurations:\n{difference}"
-            f"Give smp.init the same configuration on all ranks, in the same environment."
-        )
-
-    own = {**config.as_dict(), "MPXLA_DEVICE": backend.name}
-    agreed(objects, range(env.world_size), own, problem)
-
-
-def _make_process_groups(
-    group_lists: dict[CommGroup, Any], unique: list[tuple[int, ...]], rank: int
-) -> dict[CommGroup, dist.ProcessGroup]:
-    """torch.distributed groups for the getters; a collective call over all ranks."""
-    with without_gloos_lines():
-        made = {r: cast(dist.ProcessGroup, dist.new_group(list(r))) for r in unique}
-    return {
-        kind: made[ranks]
-        for kind, groups in group_lists.items()
-        for ranks in groups
-        if rank in ranks
-    }
 
 
 def _reporting(previous: Callable[..., Any]) -> Callable[..., Any]:

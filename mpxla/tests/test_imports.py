@@ -32,6 +32,7 @@ LAYERS = (
     ("device.cpu_world", "device.fused", "device.convolution", "device.views"),
     ("device.torch_xla", "device.pjrt", "device.eager"),
     ("device.choice", "device"),
+    ("connection",),
     ("session",),
     ("runtime",),
     ("nn",),

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import mpxla as smp
-from mpxla import session
+from mpxla import connection
 from mpxla.comm import store as store_module
 from mpxla.errors import PeerFailure, RankMismatch
 from mpxla.tests.ranks.run import run_ranks
@@ -88,14 +88,14 @@ def test_a_rank_that_does_not_come_to_init_is_named():
 
 
 def init_with_a_version():
-    original = session.__version__
-    session.__version__ = f"9.{os.environ['RANK']}"
+    original = connection.__version__
+    connection.__version__ = f"9.{os.environ['RANK']}"
     try:
         smp.init({"pipeline_parallel_degree": 2})
     except RankMismatch as error:
         return str(error)
     finally:
-        session.__version__ = original
+        connection.__version__ = original
 
 
 def test_ranks_with_different_versions_are_refused():
