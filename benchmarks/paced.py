@@ -48,13 +48,13 @@ class PacedBackend:
         flops_per_s: by which they take their time.
 
     Attributes:
+        name: see `Backend`.
         seconds: what every program takes, by name.
     """
 
-    name = "paced"
-
     def __init__(self, inner: Any, flops_per_s: float) -> None:
         self.inner = inner
+        self.name = f"paced {inner.name}"  # what is kept on disk differs between them
         self.seconds: dict[str, float] = {}
         self._rate = flops_per_s
         self._lock = threading.Lock()
