@@ -99,7 +99,7 @@ def recall_step(
 def _key(traced: ExportedProgram, facts: Any) -> str | None:
     try:
         ambient = torch_settings(), described(active_autocast())
-        return key_of("program", *ambient, described(facts), *_texts(traced))
+        return key_of("traced", *ambient, described(facts), *_texts(traced))
     except UnknownValueError as error:
         get_logger().debug("the graph of a step is not kept: %s", error)
         return None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpxla as smp
-from mpxla import session
+from mpxla import connection, session
 from mpxla.comm.xla import XlaTransport
 from mpxla.tests import test_parity_replicas as replicas
 from mpxla.tests.comm.recorder import Kind, Recorder, check
@@ -29,7 +29,7 @@ def recorded(function, *args):
         return XlaTransport(host, recorders[0], *args, **kwargs)
 
     launcher = {"MPXLA_CONFIG": json.dumps({"transport": "xla"})}
-    with patch.object(session, "XlaTransport", transport), patch.dict(os.environ, launcher):
+    with patch.object(connection, "XlaTransport", transport), patch.dict(os.environ, launcher):
         value = function(*args)
         # Nothing waits for the last messages; behind a barrier they are in the recording.
         session.current().transport.barrier(tuple(range(smp.size()))).result()
