@@ -103,10 +103,10 @@ class PacedBackend:
         self._wait_for(buffers)
         return self.inner.get(buffers)
 
-    def publish(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    def publish(self, buffers: Sequence[Buffer], is_held: bool = False) -> list[torch.Tensor]:
         """Waits; see `Backend.publish`."""
         self._wait_for(buffers)
-        return self.inner.publish(buffers)
+        return self.inner.publish(buffers, is_held)
 
     def assign(self, tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> None:
         """Waits; see `Backend.assign`."""

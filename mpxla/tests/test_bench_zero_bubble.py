@@ -3,12 +3,14 @@
 import importlib
 import sys
 import types
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
 
+from mpxla.device.backend import Backend
 from mpxla.device.eager import EagerBackend
 from mpxla.stage.spec import TensorSpec
 
@@ -120,3 +122,12 @@ def test_nothing_is_predicted_where_nothing_is_paced(benchmark_module):
     assert zero_bubble.rows_of(found, 4, 4)[-1].endswith(
         "| 1.000 (1.000 - 1.000) |  |  |  | 2.500000 |"
     )
+
+
+def test_the_paced_device_takes_what_backends_take(benchmark_module):
+    paced = benchmark_module("paced").PacedBackend
+    replaced = [name for name in vars(paced) if not name.startswith("_") and hasattr(Backend, name)]
+    assert "publish" in replaced
+    for name in replaced:
+        own, others = (list(signature(getattr(k, name)).parameters) for k in (paced, Backend))
+        assert name == "compile" or own == others, name
