@@ -1,8 +1,11 @@
 """Settings of all tests."""
 
+import importlib
 import os
+import sys
 import tempfile
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -58,3 +61,15 @@ def pytest_collection_modifyitems(config, items):
     if config.option.part is not None:
         part, count = map(int, config.option.part.split("/"))
         leave_out(lambda item: (zlib.crc32(item.nodeid.encode()) - part) % count)
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    """Imports modules of the benchmarks' folder, which are forgotten afterwards."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]

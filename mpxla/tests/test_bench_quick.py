@@ -1,25 +1,15 @@
 """The history of the quick benchmark: what is noted, and compared with what."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.unit
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def quick(monkeypatch):
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield importlib.import_module("quick")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+def quick(benchmark_module):
+    return benchmark_module("quick")
 
 
 def rank(number, **values):

@@ -1,10 +1,7 @@
 """The benchmark of zero-bubble schedules: a device of a given speed, and what is reported."""
 
-import importlib
-import sys
 import types
 from inspect import signature
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +12,6 @@ from mpxla.device.eager import EagerBackend
 from mpxla.stage.spec import TensorSpec
 
 pytestmark = pytest.mark.unit
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark_module(monkeypatch):
-    """Imports modules of the folder, which are forgotten afterwards."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 @pytest.fixture
