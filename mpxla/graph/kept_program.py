@@ -74,9 +74,7 @@ def recall_step(
 
     def write(made: tuple[FunctionalStep, Constants]) -> bytes:
         step, others = made
-        if {k: v.data_ptr() for k, v in constants.items()} != {
-            k: v.data_ptr() for k, v in others.items()
-        }:
+        if _addresses(others) != _addresses(constants):
             raise UnknownValueError("constants that were not traced")
         module = portable(_make_graph_module({}, step.graph), _Layout.of, ("custom",))
         for node in module.graph.nodes:
@@ -128,6 +126,10 @@ def _texts(program: ExportedProgram) -> list[str]:
         program.range_constraints,
     )
     return [fingerprint(module.graph, module), described(plain_data), repr(nodes)]
+
+
+def _addresses(constants: Constants) -> dict[str, int]:
+    return {name: value.data_ptr() for name, value in constants.items()}
 
 
 def _check(node: fx.Node) -> None:

@@ -99,9 +99,7 @@ class _Windows:
             flat = np.zeros((1,) * len(self.shape), np.int64)
             for dim, size in enumerate(self.shape):
                 along = self.starts(dim) + offset[dim] * self.dilation[dim]
-                flat = flat * size + along.reshape(
-                    [-1 if d == dim else 1 for d in range(len(self.shape))]
-                )
+                flat = flat * size + self._only_along(dim, along)
             found.append(np.broadcast_to(flat, self.counts))
         return np.stack(found)
 
@@ -113,9 +111,12 @@ class _Windows:
             last = np.minimum(first + self.window[dim], size + self.padding[dim])
             if not counts_margin:
                 first, last = np.maximum(first, 0), np.minimum(last, size)
-            shape = [-1 if d == dim else 1 for d in range(len(self.shape))]
-            total = total * (last - first).reshape(shape)
+            total = total * self._only_along(dim, last - first)
         return total
+
+    def _only_along(self, dim: int, values: np.ndarray) -> np.ndarray:
+        """Numbers by one dimension's windows, to be broadcast over the others."""
+        return values.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
 
 
 def _max_pool(
