@@ -52,7 +52,8 @@ class Lowering:
 
     Attributes:
         device: device of the fake tensors on which stages are traced, with its index.
-        decompositions: operator -> function that writes it with others, while it is traced.
+        decompositions: gives operator -> function that writes it with others, while it is traced;
+            asked for only then, since PyTorch takes 0.2 s to list them.
         replacements: operator -> operator or function that stands in for it, before tracing.
         dispatched: whether derivatives are traced -> a context in which operators find the kernels
             that this backend wants; entered around tracing.
@@ -63,7 +64,7 @@ class Lowering:
     """
 
     device: torch.device
-    decompositions: Mapping[Any, Callable[..., Any]]
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]]
     replacements: Mapping[Any, Any]
     dispatched: Callable[[bool], AbstractContextManager[None]]
     expand: Callable[[fx.GraphModule], None]

@@ -129,7 +129,7 @@ class EagerBackend(TensorBuffers, Alone):
         self.num_compilations = 0
         self.lowering = Lowering(
             device=torch.device("cpu"),
-            decompositions={},
+            decompositions=dict,
             replacements={},
             dispatched=lambda is_differentiated: contextlib.nullcontext(),
             expand=lambda module: None,

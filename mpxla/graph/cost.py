@@ -1,6 +1,6 @@
 """What each node of a step costs, and the step graph in the partitioner's words.
 
-Operations are counted by torch's own flop formulas while the graph runs on fake tensors; time is
+Operations are counted by torch's own flop formulas, which run operators on fake tensors; time is
 the larger of arithmetic and memory traffic on a `MachineModel`. An operator with several results
 and the nodes that pick them are one unit of placement.
 """
@@ -9,11 +9,15 @@ import operator
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
 from mpxla.graph.shapes import static_shapes
@@ -278,31 +282,38 @@ _counted = weakref.WeakKeyDictionary()  # by name: a node would keep its graph
 
 
 def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
-    """The same, by torch's formulas, on fake tensors."""
-    module = fx.GraphModule(torch.nn.Module(), step.graph)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_mode:
-        arguments = [
-            torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in step.placeholders
-        ]
-    counter = _FlopInterpreter(module)
-    with fake_mode, torch.no_grad(), counter.mode, static_shapes():
-        counter.run(*arguments)
-    return counter.flops
+    """The same, by torch's formulas: equal nodes once, and only those that a formula may know."""
+    counts: dict[Any, int] = {}
+    found: dict[fx.Node, int] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), static_shapes():
+        for node in step.graph.nodes:
+            if node.op != "call_function" or not _may_count(node.target):
+                continue
+            given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            layouts = pytree.tree_map_only(torch.Tensor, _layout, given)
+            key = node.target, repr(layouts)
+            if key not in counts:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _stand_in, given)
+                with FlopCounterMode(display=False) as counter:
+                    cast(Any, node.target)(*args, **kwargs)
+                counts[key] = counter.get_total_flops()
+            if counts[key]:
+                found[node] = counts[key]
+    return found
 
 
-class _FlopInterpreter(fx.Interpreter):
-    """Notes how many operations each node adds to torch's counter."""
+def _may_count(target: object) -> bool:
+    """Whether torch has a formula for an operator, or takes it apart before it looks for one."""
+    if not isinstance(target, OpOverload):
+        return target is not operator.getitem
+    key = DispatchKey.CompositeImplicitAutograd
+    is_composite = key in target.py_kernels or target.has_kernel_for_dispatch_key(key)
+    return is_composite or target.overloadpacket in flop_registry
 
-    def __init__(self, module: fx.GraphModule):
-        super().__init__(module)
-        self.mode = FlopCounterMode(display=False)
-        self.flops: dict[fx.Node, int] = {}
-        self._total = 0
 
-    def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
-        total = self.mode.get_total_flops()
-        if total != self._total:
-            self.flops[n], self._total = total - self._total, total
-        return result
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype
+
+
+def _stand_in(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

@@ -146,7 +146,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rounding = self._rounding and UpdateRounding(
             optimizer, self._rounding, self.contents.origins, programs
         )
-        self._update = CompiledUpdate(optimizer, session.backend, self._pieces, rounding)
+        self._update = CompiledUpdate(
+            optimizer, session.backend, self._pieces, rounding, session.kept
+        )
         for model in self._models:
             model.attach_optimizer(self)
 

@@ -25,9 +25,10 @@ import torch
 
 from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.errors import LoweringError
+from mpxla.kept import Kept
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
-from mpxla.parallel.update_graph import update_graph
+from mpxla.parallel.update_graph import recall_update
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.parallel.update_slots import Slots, constants_of
@@ -57,6 +58,7 @@ class CompiledUpdate:
         pieces: update copies that the optimizer holds. A compiled update renews and publishes its
             masters as well; before others, they are renewed here.
         rounding: rounds results stochastically; None to the nearest.
+        kept: by earlier starts.
 
     Attributes:
         reason: why updates are not compiled, or None.
@@ -69,8 +71,10 @@ class CompiledUpdate:
         backend: Backend,
         pieces: OptimizerPieces | None = None,
         rounding: UpdateRounding | None = None,
+        kept: Kept | None = None,
     ):
         self._backend = backend
+        self._kept = kept or Kept()
         self._rounding = rounding
         self._pieces = OptimizerPieces(optimizer, {}) if pieces is None else pieces
         self._optimizer = optimizer
@@ -186,11 +190,11 @@ class CompiledUpdate:
         if self._rounding is not None:
             inputs.append(TensorSpec((2,), torch.int32))
             origins = self._rounding.origins()
-        arguments = slots.arrangement, self._optimizer, inputs, self._backend.lowering
+        arguments = slots.arrangement, self._optimizer, inputs, self._backend, self._kept
         try:
-            graph = update_graph(*arguments, (True, rate.dtype, self._counts, origins))
+            graph = recall_update(*arguments, (True, rate.dtype, self._counts, origins))
         except AssertionError:  # torch's list of devices for this optimizer has no XLA
-            graph = update_graph(*arguments, (False, rate.dtype, self._counts, origins))
+            graph = recall_update(*arguments, (False, rate.dtype, self._counts, origins))
         return self._backend.compile("optimizer update", graph, inputs, slots.donated)
 
     def _give_up(self, reason: str) -> None:

@@ -5,49 +5,110 @@ for the others. That is right only where a parameter's update depends on nothing
 is known of torch's own optimizers; others are traced as a whole.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
-from mpxla.device.backend import Lowering
-from mpxla.graph.fingerprint import UnknownValueError, fingerprint
+from mpxla.device.backend import Backend, Lowering
+from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint, torch_settings
+from mpxla.graph.portable import dumped, portable, revived
 from mpxla.graph.typed import outputs_of
+from mpxla.kept import Kept, key_of
 from mpxla.parallel.elementwise import ELEMENTWISE
 from mpxla.parallel.stochastic_rounding import Origin
+from mpxla.parallel.update_python import own_attributes
 from mpxla.parallel.update_slots import Arrangement
 from mpxla.parallel.update_trace import UpdateFunction, python_state
 from mpxla.stage.program import trace_program
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["update_graph"]
+__all__ = ["recall_update"]
 
 _NAME = "optimizer update"
+_Settings = tuple[bool, torch.dtype, frozenset[str], Mapping[int, Origin] | None]
 
 
-def update_graph(
+def recall_update(
     arrangement: Arrangement,
     optimizer: Any,
     inputs: Sequence[TensorSpec],
-    lowering: Lowering,
-    settings: tuple[bool, torch.dtype, frozenset[str], Mapping[int, Origin] | None],
+    backend: Backend,
+    kept: Kept,
+    settings: _Settings,
 ) -> fx.GraphModule:
-    """An optimizer's update as one graph; see `UpdateFunction`.
+    """An optimizer's update as one graph, as an earlier start has made it or made now.
 
     Args:
         arrangement: what the arguments are.
         optimizer: the optimizer.
         inputs: specs of the arguments.
-        lowering: what the backend wants.
+        backend: for which it is made.
+        kept: by earlier starts; only updates of torch's own optimizers are.
         settings: the last arguments of `UpdateFunction`.
 
     Raises:
         LoweringError: the update cannot be traced.
         NotTraceableError: it does more than change tensors.
     """
+
+    def read(value: bytes) -> fx.GraphModule:
+        module = GraphPickler.loads(value, FakeTensorMode())
+        return revived(cast(Any, module), TensorSpec, TensorSpec.without_storage)
+
+    return kept.recall(
+        _key(arrangement, optimizer, inputs, backend, settings) if kept else None,
+        lambda: _update_graph(arrangement, optimizer, inputs, backend.lowering, settings),
+        lambda made: dumped(portable(made, TensorSpec.of)),
+        read,
+    )
+
+
+def _key(
+    arrangement: Arrangement,
+    optimizer: Any,
+    inputs: Sequence[TensorSpec],
+    backend: Backend,
+    settings: _Settings,
+) -> str | None:
+    """What an update is kept by; None if code that is not torch's decides on it."""
+    *plain, origins = settings
+    kind = type(optimizer)
+    code = inspect.unwrap(kind.step).__module__
+    if kind not in ELEMENTWISE or origins is not None or not code.startswith("torch."):
+        return None
+    skipped = ("params", "lr", "initial_lr", "param_names")
+    groups = [{k: v for k, v in g.items() if k not in skipped} for g in optimizer.param_groups]
+    states = [optimizer.state.get(p, {}) for group in arrangement.trained for p in group]
+    in_python = [
+        {k: None if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        for state in states
+    ]
+    facts = (
+        *(kind, own_attributes(optimizer), groups, in_python, list(inputs), plain),
+        replace(arrangement, trained=()),
+    )
+    try:
+        return key_of("update", backend.name, torch_settings(), described(facts))
+    except UnknownValueError:
+        return None
+
+
+def _update_graph(
+    arrangement: Arrangement,
+    optimizer: Any,
+    inputs: Sequence[TensorSpec],
+    lowering: Lowering,
+    settings: _Settings,
+) -> fx.GraphModule:
+    """The same, made now."""
     *_, origins = settings
     # Noise is drawn by where an element is in the model, so there no two parameters are equal.
     if type(optimizer) not in ELEMENTWISE or origins is not None:

@@ -42,8 +42,8 @@ def trace_alone(
     mode = _fake_mode()
     arguments = _fake(mode, inputs, lowering.device)
     with torch.no_grad(), mode, _dispatched(lowering, is_differentiated=False):
-        module = make_fx(function, decomposition_table=lowering.decompositions)(*arguments)
-        is_functional = replace_writes(module, lowering.decompositions)
+        module = make_fx(function, decomposition_table=lowering.decompositions())(*arguments)
+        is_functional = replace_writes(module, lowering.decompositions())
     return module if is_functional else _trace_functional(function, arguments, False, lowering)
 
 
@@ -92,9 +92,9 @@ def trace_joint(
         mode,
         _dispatched(lowering, is_differentiated=True),
     ):
-        module = make_fx(joint, decomposition_table=lowering.decompositions)(arguments, seeds)
+        module = make_fx(joint, decomposition_table=lowering.decompositions())(arguments, seeds)
     with torch.no_grad(), mode:
-        is_functional = replace_writes(module, lowering.decompositions)
+        is_functional = replace_writes(module, lowering.decompositions())
     if not is_functional:
         return _trace_functional(function, arguments, True, lowering)
     copy_fwd_metadata_to_bw_nodes(module)
@@ -139,5 +139,5 @@ def _trace_functional(
             function,
             arguments,
             trace_joint=is_joint,
-            decompositions=dict(lowering.decompositions),
+            decompositions=dict(lowering.decompositions()),
         )

@@ -25,6 +25,9 @@ from mpxla.runtime.outputs import StepOutput
 
 __all__ = ["patch_sft", "patch_training"]
 
+_CACHES = ["past_key_values", "cache"]
+"""What models call their caches of keys and values: until transformers 5.23, and from 5.24 on."""
+
 
 def patch_training(module: ModuleType, patches: Patches) -> None:
     """`transformers.trainer`: wrapping, steps."""
@@ -145,7 +148,7 @@ def _prediction_step(
     has_loss = has_labels or (not names and returns_loss)
     if ignore_keys is None:
         config = getattr(self.model, "config", None)
-        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", _CACHES)
     ignored = tuple(ignore_keys) if ignore_keys else ()
     labels = tuple(inputs.get(name) for name in names) if has_loss else None
     with torch.no_grad():

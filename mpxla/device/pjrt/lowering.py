@@ -23,7 +23,7 @@ def make_lowering(is_host: bool) -> Lowering:
     """
     return Lowering(
         device=torch.device("cpu"),
-        decompositions=decompositions(),
+        decompositions=decompositions,
         replacements={**SHARED, torch.ops.aten.as_strided.default: _as_strided},
         dispatched=_plain_operators,
         expand=_expand_for_host if is_host else _as_it_is,

@@ -21,7 +21,7 @@ def make_lowering(is_host: bool) -> Lowering:
     """What torch_xla wants of graphs, for the processor itself or not; touches no device."""
     return Lowering(
         device=torch.device("xla:0"),  # the kind of device counts; nothing is allocated there
-        decompositions=DECOMPOSITIONS,
+        decompositions=lambda: DECOMPOSITIONS,
         replacements=REPLACEMENTS,
         dispatched=_dispatched,
         expand=_expand_for_host if is_host else _correct,

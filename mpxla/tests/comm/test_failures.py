@@ -70,6 +70,13 @@ def test_killed_rank_is_named_on_all_others(dead):
         assert f"rank {rank} was waiting for a 'forward' message from rank" in last
 
 
+def send_for_ever(transport):
+    """One message may be on its way before its receiver dies."""
+    while True:
+        transport.send(torch.ones(4), 1, "forward").result()
+        time.sleep(0.05)
+
+
 def die_while_others_wait_for_it(transport, wait):
     world = (0, 1)
     if transport.rank == 1:
@@ -79,7 +86,7 @@ def die_while_others_wait_for_it(transport, wait):
     big = torch.ones(1 << 24)
     waits = {
         "recv": lambda: transport.recv(big, 1, "forward").result(),
-        "send": lambda: transport.send(big, 1, "forward").result(),
+        "send": lambda: send_for_ever(transport),
         "all_reduce": lambda: transport.all_reduce(big, world).result(),
         "barrier": lambda: transport.barrier(world).result(),
         "make_groups": lambda: transport.make_groups([world]),

@@ -27,7 +27,7 @@ def plain_lowering() -> Lowering:
     """Lowering as PyTorch does it, on the host."""
     return Lowering(
         device=torch.device("cpu"),
-        decompositions={},
+        decompositions=dict,
         replacements={},
         dispatched=_dispatched,
         expand=lambda module: None,

@@ -6,6 +6,7 @@ from torch import nn, optim
 
 import mpxla.parallel.update_graph as module
 from mpxla.device.eager import EagerBackend
+from mpxla.kept import Kept
 from mpxla.parallel.update import CompiledUpdate
 
 pytestmark = pytest.mark.unit
@@ -44,10 +45,11 @@ def parameters_of(seed=0):
     return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
-def stepped(make, compiled, num_steps=3, seed=0):
+def stepped(make, compiled, num_steps=3, seed=0, kept=None):
     parameters = parameters_of(seed)
     optimizer = make(parameters)
-    update = CompiledUpdate(optimizer, EagerBackend()) if compiled else optimizer
+    backend = EagerBackend()
+    update = CompiledUpdate(optimizer, backend, kept=kept) if compiled else optimizer
     for step in range(num_steps):
         torch.manual_seed(step)
         for p in parameters:
@@ -188,3 +190,75 @@ class Remembering(optim.SGD):
 def test_other_optimizers_are_traced_as_a_whole(traced):
     assert_equal(lambda ps: Remembering(ps, lr=0.1))
     assert len(traced) == 1 and traced[0] >= 2 * len(SHAPES)
+
+
+def adam(parameters):
+    return optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind, _ in SCALARS), optim.Adam])
+def test_a_second_start_traces_nothing(kind, traced, tmp_path):
+    def start():
+        return stepped(lambda ps: kind(ps, lr=0.1), True, kept=Kept(tmp_path))
+
+    (first, _), num_traced = start(), len(traced)
+    (second, _), (plain, _) = start(), stepped(lambda ps: kind(ps, lr=0.1), False)
+    assert 0 < num_traced == len(traced)
+    for p, other, another in zip(second, first, plain, strict=True):
+        assert torch.equal(p, other)
+        torch.testing.assert_close(p, another)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.2),
+        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, betas=(0.8, 0.99)),
+        lambda ps: optim.AdamW(ps, lr=0.1, weight_decay=0.1, maximize=True),
+        lambda ps: optim.AdamW([{"params": ps[:2], "eps": 0.1}, {"params": ps[2:]}], lr=0.1),
+        lambda ps: optim.AdamW(ps[:-1], lr=0.1, weight_decay=0.1),
+        lambda ps: optim.AdamW(ps[::-1], lr=0.1, weight_decay=0.1),
+        lambda ps: optim.Adam(ps, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_other_updates_are_not_mistaken_for_kept_ones(other, traced, tmp_path):
+    stepped(adam, True, kept=Kept(tmp_path))
+    before = len(traced)
+    parameters, _ = stepped(other, True, kept=Kept(tmp_path))
+    assert len(traced) > before
+    for p, plain in zip(parameters, stepped(other, False)[0], strict=True):
+        torch.testing.assert_close(p, plain)
+
+
+def test_a_learning_rate_is_an_argument_of_kept_updates(traced, tmp_path):
+    def start(rate, compiled=True):
+        def make(parameters):
+            optimizer = adam(parameters)
+            optimizer.param_groups[0]["lr"] = rate
+            return optimizer
+
+        return stepped(make, compiled, kept=Kept(tmp_path))[0]
+
+    start(0.1)
+    before = len(traced)
+    for p, plain in zip(start(0.7), start(0.7, False), strict=True):
+        torch.testing.assert_close(p, plain)
+    assert len(traced) == before
+
+
+class Own(optim.AdamW):
+    """Of a user's: its code may change under its name."""
+
+
+def test_code_of_users_is_not_kept(traced, tmp_path, monkeypatch):
+    def start(make):
+        before = len(traced)
+        stepped(make, True, kept=Kept(tmp_path))
+        return len(traced) - before
+
+    monkeypatch.setattr(module, "ELEMENTWISE", (*module.ELEMENTWISE, Own))
+    assert start(lambda ps: Own(ps, lr=0.1)) and start(lambda ps: Own(ps, lr=0.1))
+    assert start(adam) and not start(adam)
+    step = optim.AdamW.step
+    monkeypatch.setattr(optim.AdamW, "step", lambda self, closure=None: step(self, closure))
+    assert start(adam)
