@@ -6,6 +6,7 @@ topology, partitioner, command line) import without torch or torch_xla.
 
 from typing import TYPE_CHECKING, Any
 
+from mpxla.collection import collection_paused
 from mpxla.env import prepare_xla
 
 __version__ = "0.1.0"
@@ -59,14 +60,15 @@ __all__ = [*_MODULE_OF, *_GROUPS, "__version__"]  # pyright: ignore[reportUnsupp
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _GROUPS:
-        value = import_module("mpxla.topology").CommGroup[name]
-    elif name in _MODULES:
-        value = import_module(f"mpxla.{name}")
-    elif name in _MODULE_OF:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-    else:
-        raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
+    with collection_paused():
+        if name in _GROUPS:
+            value = import_module("mpxla.topology").CommGroup[name]
+        elif name in _MODULES:
+            value = import_module(f"mpxla.{name}")
+        elif name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module 'mpxla' has no attribute {name!r}")
     globals()[name] = value
     return value
 

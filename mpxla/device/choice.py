@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import sys
 
+from mpxla.collection import collection_paused
 from mpxla.device.backend import Backend
 from mpxla.env import LaunchEnv
 from mpxla.errors import ConfigError
@@ -101,5 +102,5 @@ def _is_installed(package: str) -> bool:
 @functools.cache
 def _opened(name: str) -> Backend:
     _, module, kind = BACKENDS[name]
-    with root_logger_kept():
+    with root_logger_kept(), collection_paused():
         return getattr(importlib.import_module(module), kind)()

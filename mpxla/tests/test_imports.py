@@ -19,7 +19,7 @@ ROOT = Path(mpxla.__file__).parent
 
 # From the bottom up: a module may import its own layer and those below it.
 LAYERS = (
-    ("errors", "log", "tables", "user_lines"),
+    ("collection", "errors", "log", "tables", "user_lines"),
     ("uncaught", "delayed"),
     ("env", "config_keys"),
     ("config_rules", "config", "config_sources"),
@@ -239,9 +239,32 @@ def test_importing_mpxla_loads_next_to_nothing():
     """So `import mpxla` adds nothing to `import torch`; time itself is too noisy for a test."""
     loaded = loaded_by("import mpxla")
     own = {name for name in loaded if name.startswith("mpxla")}
-    assert own <= {"mpxla", "mpxla.env", "mpxla.errors"}
+    assert own <= {"mpxla", "mpxla.collection", "mpxla.env", "mpxla.errors"}
     assert not packages(loaded) & {"torch", "torch_xla", "numpy"}
     assert len(loaded) < 80
+
+
+_COLLECTIONS = """
+import gc, json, sys
+import torch
+import mpxla
+{switch}()
+found = []
+gc.callbacks.append(lambda phase, facts: found.append(phase))
+mpxla.DistributedModel
+json.dump([found.count("start"), gc.isenabled()], sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("switch", ["gc.enable", "gc.disable"])
+def test_imports_are_not_interrupted_by_searches_for_garbage(switch):
+    """Each search looks through all of torch; there were dozens, for 0.5 s in all."""
+    code = _COLLECTIONS.format(switch=switch)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    num_searches, is_enabled = json.loads(done.stdout)
+    assert num_searches <= 2, "those that were due when the imports had ended"
+    assert is_enabled == (switch == "gc.enable")
 
 
 def test_planning_loads_no_torch():
