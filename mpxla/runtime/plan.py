@@ -165,8 +165,16 @@ def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) 
 
     prepare = transposed("prepare", [lowered.forward_inputs[i] for i in lowered.transposed_weights])
     finish = transposed("finish", [inputs[i] for i in lowered.transposed_gradients])
-    parts = backward, split, input_part, weight_part
-    return CompiledStage(lowered, forward, *parts, prepare, finish)
+    return CompiledStage(
+        lowered,
+        split,
+        forward=forward,
+        backward=backward,
+        input_part=input_part,
+        weight_part=weight_part,
+        prepare=prepare,
+        finish=finish,
+    )
 
 
 def describe_plan(
