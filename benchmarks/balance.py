@@ -68,9 +68,9 @@ def _busy(path: Path) -> list[list[float]]:
     return [
         [
             sum(
-                end - dispatched
-                for text, _, dispatched, end, _ in step["actions"]
-                if parse_action(text).op.is_compute
+                action["end"] - action["dispatched"]
+                for action in step["actions"]
+                if parse_action(action["action"]).op.is_compute
             )
             for step in rank["steps"]
         ]

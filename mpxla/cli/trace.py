@@ -7,6 +7,15 @@ from typing import Any
 
 from mpxla.cli.drawing import draw_timelines
 from mpxla.errors import MpxlaError
+from mpxla.runtime.trace import (
+    load_trace,
+    measured_costs,
+    measured_memory,
+    measured_timeline,
+    pipelines,
+    predicted_memory,
+    predicted_timeline,
+)
 from mpxla.schedule.action import parse_action
 from mpxla.tables import table
 
@@ -28,17 +37,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints one step of a trace."""
-    # runtime imports torch.
-    from mpxla.runtime.trace import (
-        load_trace,
-        measured_costs,
-        measured_memory,
-        measured_timeline,
-        pipelines,
-        predicted_memory,
-        predicted_timeline,
-    )
-
     ranks = load_trace(options.file)
     panels, memory = [], []
     for group in pipelines(ranks):
@@ -108,15 +106,17 @@ class _Spent:
 
 def _spent(step: Mapping[str, Any]) -> _Spent:
     spent = _Spent()
-    for text, begin, dispatched, end, waits, _ in step["actions"]:
-        for stage, start, arrived, ready in waits:
+    for action in step["actions"]:
+        waited = 0.0
+        for wait in action["waits"]:
+            stage, start, arrived = wait["peer"], wait["begin"], wait["arrived"]
             spent.waits[stage] = spent.waits.get(stage, 0.0) + arrived - start
-            spent.transfer += ready - arrived
-        op = parse_action(text).op
+            spent.transfer += wait["end"] - arrived
+            waited += wait["end"] - start
+        op = parse_action(action["action"]).op
         if op.is_compute:
-            waited = sum(ready - start for _, start, _, ready in waits)
-            spent.dispatch += dispatched - begin - waited
-            spent.compute += end - dispatched
+            spent.dispatch += action["dispatched"] - action["begin"] - waited
+            spent.compute += action["end"] - action["dispatched"]
         elif op.is_transfer:
-            spent.transfer += end - begin
+            spent.transfer += action["end"] - action["begin"]
     return spent

@@ -200,24 +200,17 @@ class HostTransport:
         """See `Transport.bytes_sent`."""
         return self._collective_bytes + sum(box.num_bytes for box in list(self._outboxes.values()))
 
-    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
-        """Sends one tensor; see `Transport.send`."""
-        return self.send_many([tensor], dst, channel)
-
-    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
-        """Sends several tensors as one message; see `Transport.send_many`."""
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends tensors as one message; see `Transport.send`."""
         self._check_peer(dst, channel)
         return self._outbox(dst).put(tuple(tensors), channel)
 
-    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
-        """Receives one tensor, or any message as bytes; see `Transport.recv`."""
-        return self._post(None if spec is None else [spec], src, channel, is_bundle=False)
-
-    def recv_many(
-        self, specs: Sequence[Spec], src: int, channel: str
-    ) -> Handle[list[torch.Tensor]]:
-        """Receives several tensors; see `Transport.recv_many`."""
-        return self._post(tuple(specs), src, channel, is_bundle=True)
+    def recv(self, specs: Sequence[Spec] | None, src: int, channel: str) -> Handle[Any]:
+        """Receives tensors, or any message as bytes; see `Transport.recv`."""
+        self._check_peer(src, channel)
+        handle: Handle[Any] = Handle(self.watch, f"a {channel!r} message from rank {src}", (src,))
+        self._inbox(src).post(Posted(handle, specs), channel)
+        return handle
 
     def make_groups(self, groups: Sequence[Group]) -> None:
         """Makes groups usable for collectives; see `Transport.make_groups`.
@@ -461,14 +454,6 @@ class HostTransport:
         check_peer(peer, self.rank, self.world_size)
         assert 0 < len(channel.encode()) <= MAX_CHANNEL_BYTES, f"channel name {channel!r}"
         assert not self._is_closed, "the transport is closed"
-
-    def _post(
-        self, specs: Sequence[Spec] | None, src: int, channel: str, *, is_bundle: bool
-    ) -> Handle[Any]:
-        self._check_peer(src, channel)
-        handle: Handle[Any] = Handle(self.watch, f"a {channel!r} message from rank {src}", (src,))
-        self._inbox(src).post(Posted.make(handle, specs, is_bundle), channel)
-        return handle
 
     def _collective(
         self,

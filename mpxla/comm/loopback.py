@@ -43,20 +43,12 @@ class LoopbackTransport:
         self.seal = Seal(0, secrets.token_bytes(32))
         self._to_host = to_host
 
-    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> NoReturn:
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> NoReturn:
         """There is nobody to send to; see `Transport.send`."""
         self._find(dst)
 
-    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> NoReturn:
-        """There is nobody to send to; see `Transport.send_many`."""
-        self._find(dst)
-
-    def recv(self, spec: Spec | None, src: int, channel: str) -> NoReturn:
+    def recv(self, specs: Sequence[Spec] | None, src: int, channel: str) -> NoReturn:
         """There is nobody to receive from; see `Transport.recv`."""
-        self._find(src)
-
-    def recv_many(self, specs: Sequence[Spec], src: int, channel: str) -> NoReturn:
-        """There is nobody to receive from; see `Transport.recv_many`."""
         self._find(src)
 
     def make_groups(self, groups: Sequence[Group]) -> None:

@@ -95,7 +95,7 @@ class Objects:
         me = self._transport.rank
         sealed = self._transport.recv(None, src, self._channel).result()
         data = self._seal.open(sealed, self._channel, src, (me,))
-        self._transport.send(torch.empty(0, dtype=torch.uint8), src, self._receipt_channel)
+        self._transport.send([torch.empty(0, dtype=torch.uint8)], src, self._receipt_channel)
         return self._form.restore(data, src, me)
 
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
@@ -132,7 +132,7 @@ class Objects:
         receipts = []
         for dst in receivers:
             header = self._seal.close(data, self._channel, (dst,))
-            self._transport.send_many([header, data], dst, self._channel)
+            self._transport.send([header, data], dst, self._channel)
             receipt = self._transport.recv(None, dst, self._receipt_channel)
             receipt.what = f"rank {dst} to call recv_from({self._transport.rank})"
             receipts.append(receipt)

@@ -27,13 +27,12 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from mpxla.comm.handle import FailureWatch, Handle
-from mpxla.comm.packing import Layout, Spec, as_memory, layout, pack, unpack
+from mpxla.comm.packing import Spec, as_memory, layout, pack, unpack
 from mpxla.errors import MpxlaError, RankMismatch
 
 __all__ = ["MAX_CHANNEL_BYTES", "Inbox", "Outbox", "Posted"]
@@ -220,24 +219,14 @@ class Outbox:
             message.handle.set_result(None)
 
 
-@dataclass(eq=False)
 class Posted:
-    """A receive that waits for its message."""
+    """A receive that waits for its message: of tensors, or without specs of any bytes."""
 
-    handle: Handle[Any]
-    layout: Layout | None
-    """What the message must be; None takes anything."""
-    unpack: Callable[[torch.Tensor], Any]
-    """Makes the handle's result out of the payload."""
-
-    @classmethod
-    def make(cls, handle: Handle[Any], specs: Sequence[Spec] | None, is_bundle: bool) -> "Posted":
-        """Prepares a receive of tensors, in a list if they are a bundle, or of bytes (None)."""
-        if specs is None:
-            return cls(handle, None, lambda payload: payload)
-        if is_bundle:
-            return cls(handle, layout(specs), lambda payload: unpack(payload, specs))
-        return cls(handle, layout(specs), lambda payload: unpack(payload, specs)[0])
+    def __init__(self, handle: Handle[Any], specs: Sequence[Spec] | None) -> None:
+        """Has the message complete the handle."""
+        self.handle = handle
+        self.specs = specs
+        self.layout = None if specs is None else layout(specs)
 
 
 class Inbox:
@@ -358,7 +347,7 @@ class Inbox:
 
     def _hand_over(self, posted: Posted, payload: torch.Tensor) -> None:
         try:
-            value = posted.unpack(payload)
+            value = payload if posted.specs is None else unpack(payload, posted.specs)
         except Exception as error:  # fewer bytes than its specs say
             wrong = RankMismatch(
                 f"rank {self._watch.rank} cannot unpack {posted.handle.what}: {error}. Install the "

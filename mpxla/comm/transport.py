@@ -16,7 +16,7 @@ only `xla` on an accelerator leaves them on the device, unless the operand was o
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -71,37 +71,27 @@ class Transport(Protocol):
         """Of messages, and of this rank's operands of collectives, so far."""
         ...
 
-    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
-        """Sends one tensor.
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends tensors as one message.
 
         Returns:
-            Handle that is done when the tensor has left this process, which may take until `dst`
-            posts its first receive from this rank.
+            Handle that is done when they have left this process, which may take until `dst` posts
+            its first receive from this rank.
         """
         ...
 
-    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
-        """Sends several tensors as one message."""
-        ...
-
-    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
+    def recv(self, specs: Sequence[Spec] | None, src: int, channel: str) -> Handle[Any]:
         """Receives what a matching `send` sent.
 
         Args:
-            spec: Shape and dtype, which must be those of the sender. None takes any message, as
-                flat bytes.
+            specs: Shapes and dtypes, which must be those of the sender. None takes any message.
             src: Sending rank.
             channel: The sender's channel.
 
         Returns:
-            Handle of the tensor. RankMismatch if the sender's shape or dtype differ.
+            Handle of the tensors, views of one buffer; without specs of the message's flat bytes.
+            RankMismatch if the sender's shapes or dtypes differ.
         """
-        ...
-
-    def recv_many(
-        self, specs: Sequence[Spec], src: int, channel: str
-    ) -> Handle[list[torch.Tensor]]:
-        """Receives what a matching `send_many` sent: views of one buffer, one per spec."""
         ...
 
     def make_groups(self, groups: Sequence[Group]) -> None:

@@ -95,14 +95,10 @@ class XlaTransport:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
-        """Sends one tensor; see `Transport.send`."""
-        return self.send_many([tensor], dst, channel)
-
-    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
-        """Sends several tensors as one message; see `Transport.send_many`."""
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends tensors as one message; see `Transport.send`."""
         if channel not in STREAMS:
-            return self.host.send_many(tensors, dst, channel)
+            return self.host.send(tensors, dst, channel)
         check_peer(dst, self.rank, self.world_size)
         specs = [self._spec_of(tensor) for tensor in tensors]
         full = [tensor for tensor in tensors if 0 not in tensor.shape]
@@ -119,40 +115,22 @@ class XlaTransport:
         )
         return self._queue.submit(job)
 
-    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
-        """Receives one tensor, or (not on a stream) any message as bytes; see `Transport.recv`."""
+    def recv(self, specs: Sequence[Spec] | None, src: int, channel: str) -> Handle[Any]:
+        """Receives tensors, or (not on a stream) any message as bytes; see `Transport.recv`."""
         if channel not in STREAMS:
-            return self.host.recv(spec, src, channel)
-        assert spec is not None, f"messages on {channel!r} are programs: both ends know their specs"
-        return self._receive([spec], src, channel, lambda tensors: tensors[0])
-
-    def recv_many(
-        self, specs: Sequence[Spec], src: int, channel: str
-    ) -> Handle[list[torch.Tensor]]:
-        """Receives several tensors; see `Transport.recv_many`."""
-        if channel not in STREAMS:
-            return self.host.recv_many(specs, src, channel)
-        return self._receive(specs, src, channel, lambda tensors: tensors)
-
-    def _receive(
-        self,
-        specs: Sequence[Spec],
-        src: int,
-        channel: str,
-        unpack: Callable[[list[torch.Tensor]], Any],
-    ) -> Handle[Any]:
+            return self.host.recv(specs, src, channel)
+        known = f"messages on {channel!r} are programs: both ends know their specs"
+        assert specs is not None, known
         check_peer(src, self.rank, self.world_size)
         shapes = [(tuple(spec.shape), spec.dtype) for spec in specs]
         full = [spec for spec in specs if 0 not in spec.shape]
 
-        def finish(results: list[torch.Tensor]) -> Any:
+        def finish(results: list[torch.Tensor]) -> list[torch.Tensor]:
             arrived = iter(results)
-            return unpack(
-                [
-                    torch.empty(shape, dtype=dtype) if 0 in shape else next(arrived).reshape(shape)
-                    for shape, dtype in shapes
-                ]
-            )
+            return [
+                torch.empty(shape, dtype=dtype) if 0 in shape else next(arrived).reshape(shape)
+                for shape, dtype in shapes
+            ]
 
         job = Job(
             Handle(self.watch, f"a {channel!r} message from rank {src}", (src,)),

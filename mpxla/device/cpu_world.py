@@ -90,7 +90,7 @@ class CpuWorld:
             wait.what = what
             sealed = self._host.seal.wrap(text.encode(), _CHANNEL, (rank,))
             message = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
-            self._host.send(message, rank, _CHANNEL)
+            self._host.send([message], rank, _CHANNEL)
         arrived = [wait.result() for wait in waits]
         for rank, sealed in zip(others, arrived, strict=True):
             here = (self._host.rank,)

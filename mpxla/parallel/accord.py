@@ -18,13 +18,11 @@ import torch
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Transport
 from mpxla.errors import RankMismatch
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Accord"]
 
 _CHANNEL = "accord"
 _DIGEST_BYTES = 8
-_MESSAGE = TensorSpec((2 * _DIGEST_BYTES,), torch.uint8)
 
 
 class Accord:
@@ -48,8 +46,8 @@ class Accord:
         """
         self._own, self._settings = (_digest(flow), _digest(settings)), settings
         message = torch.frombuffer(bytearray(b"".join(self._own)), dtype=torch.uint8)
-        self._arriving = self._transport.recv(_MESSAGE, self._before, _CHANNEL)
-        self._transport.send(message, self._after, _CHANNEL)
+        self._arriving = self._transport.recv(None, self._before, _CHANNEL)
+        self._transport.send([message], self._after, _CHANNEL)
 
     def check(self, wait: Callable[[Handle[torch.Tensor]], torch.Tensor]) -> None:
         """Called before anything is reduced, and at the end of the step; once is enough.

@@ -87,7 +87,7 @@ class Attendance:
         own = {"steps": self._num_steps, "what": what, "line": line}
         message = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
         for rank in self._others:
-            self._transport.send(message, rank, _CALLS)
+            self._transport.send([message], rank, _CALLS)
         for rank in self._others:
             call = _read(self._calls[rank].result())
             self._calls[rank] = self._transport.recv(None, rank, _CALLS)
@@ -114,7 +114,7 @@ class Attendance:
             return
         own = torch.tensor([self._num_steps], dtype=torch.int64).view(torch.uint8)
         for rank in self._others:
-            self._transport.send(own, rank, _CHANNEL)
+            self._transport.send([own], rank, _CHANNEL)
         deadline = time.monotonic() + _FAREWELL_S
         for rank, farewell in self._farewells.items():
             try:

@@ -1,17 +1,24 @@
-"""`smp.amp.GradScaler`: loss scaling under autocast, as in `torch.amp`.
+"""Loss scaling under autocast: torch's `GradScaler`, made to see overflows of all ranks.
 
     with torch.autocast("xla", dtype=torch.float16): loss = ...
     model.backward(scaler.scale(loss))       in the step function
     scaler.step(optimizer); scaler.update()  after it
 
-The scale is a tensor that captured steps read anew in every call, so a changed one compiles
-nothing.
+In a captured step the scale of torch's would be the number of the first call, and it would look for
+inf and nan on this rank only. Here it is a host tensor that captured steps read anew in every call,
+so that a changed one compiles nothing, and gradients of a `DistributedOptimizer` are divided by
+that optimizer, which asks all ranks. `smp.amp.GradScaler` does so always, and explains itself;
+`torch.amp.GradScaler` from the first `DistributedModel` on. All else is torch's.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
+from torch.amp.grad_scaler import GradScaler as TorchScaler
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
@@ -19,15 +26,76 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.loss_scale import overflow_text
 from mpxla.session import current, is_initialized
 
-__all__ = ["GradScaler", "refuse_inside", "refuse_with_keys", "scaled"]
+__all__ = ["GradScaler", "see_all_overflows"]
 
+_CPU = torch.device("cpu")
 _SMALLEST = 2.0**-40
 """Below it the scale only loses digits: torch's scaler would go on halving for ever."""
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+_NOT_INSIDE = ("unscale_", "update", "get_scale")
+_scale, _unscale = TorchScaler.scale, TorchScaler._unscale_grads_  # pyright: ignore[reportPrivateUsage]
 
 
-class GradScaler:
+def see_all_overflows() -> None:
+    """Exchanges methods of `torch.amp.GradScaler` (torch 2.9); once in a process."""
+    kind: Any = TorchScaler
+    if kind.scale is _scale:
+        kind.scale, kind._unscale_grads_ = _scale_anywhere, _unscale_everywhere
+        kind.__init__ = _with_scale(kind.__init__)
+        for name in _NOT_INSIDE:
+            setattr(kind, name, _outside(name, getattr(kind, name)))
+
+
+def _with_scale(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Torch makes the scale when it is used first: the second step would be captured again.
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(_CPU)
+
+    return make
+
+
+def _outside(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():
+            _refuse_inside(name)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _scale_anywhere(self: Any, outputs: Any) -> Any:
+    if not self.is_enabled():
+        return outputs
+    if current_recorder() is None:
+        return _scale(self, outputs)
+    _refuse_with_keys()
+    held: dict[str, Any] = vars(self)
+    with _disable_current_modes(), DisableTorchFunction():
+        if held["_scale"] is None:
+            self._lazy_init_scale_growth_tracker(_CPU)
+        # Captured steps read tensors of the host anew, and torch changes these in place.
+        for name in ("_scale", "_growth_tracker"):
+            held[name] = held[name].to(_CPU)
+    return _scaled(outputs, held["_scale"])
+
+
+def _unscale_everywhere(
+    self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor]:
+    unscale = getattr(optimizer, "unscale_gradients", None)
+    if unscale is None:
+        return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    return {found_inf.device: found_inf.fill_(float(unscale(float(self._scale))))}
+
+
+class GradScaler(TorchScaler):
     """Scales losses, and skips updates whose gradients have overflowed on any rank.
+
+    All ranks must call `unscale_` and `step`, with a `DistributedOptimizer`.
 
     Args:
         *args: torch's: perhaps the kind of device, then `init_scale`, `growth_factor`,
@@ -46,23 +114,12 @@ class GradScaler:
         unknown = sorted(set(given) - set(_SETTINGS))
         if unknown or len(args) > len(_SETTINGS):
             raise TypeError(f"GradScaler takes {', '.join(_SETTINGS)}; got {unknown or args}")
-        self._growth_factor = float(given.get("growth_factor", 2.0))
-        self._backoff_factor = float(given.get("backoff_factor", 0.5))
-        self._growth_interval = int(given.get("growth_interval", 2000))
-        self._enabled = bool(given.get("enabled", True))
-        if not (self._growth_factor > 1.0 > self._backoff_factor > 0.0):
-            raise ValueError("growth_factor must be above 1, backoff_factor between 0 and 1")
-        # On the host, and changed in place: captured steps hold this very tensor.
-        self._scale = torch.tensor(float(given.get("init_scale", 2.0**16)))
-        self._growth_tracker = 0
+        super().__init__("cpu", **given)
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(_CPU)
         self._has_scaled = False
-        self._found: dict[int, bool] = {}
         self._step = 0
         self._last_finite: int | None = None
-
-    def is_enabled(self) -> bool:
-        """Whether it scales."""
-        return self._enabled
 
     def scale(self, outputs: Any) -> Any:
         """A loss, or several in a container, times the scale.
@@ -70,11 +127,10 @@ class GradScaler:
         Raises:
             MpxlaError: a key of the configuration does it, or makes it needless.
         """
-        if not self._enabled:
-            return outputs
-        refuse_with_keys()
-        self._has_scaled = True
-        return scaled(outputs, self._scale)
+        if self._enabled:
+            _refuse_with_keys()
+            self._has_scaled = True
+        return _scale_anywhere(self, outputs)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of an optimizer by the scale. All ranks must call it.
@@ -88,38 +144,24 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        refuse_inside("unscale_")
-        if id(optimizer) in self._found:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+        _refuse_inside("unscale_")
         if not self._has_scaled:
             raise StepError(
                 "GradScaler.unscale_ or step was called, but this scaler has scaled no loss: the "
                 "step function was captured with another one, or calls model.backward(loss). Make "
                 "one scaler before the first step, and call model.backward(scaler.scale(loss))."
             )
-        unscale = getattr(optimizer, "unscale_gradients", None)
-        if unscale is None:
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        if not hasattr(optimizer, "unscale_gradients"):
             raise MpxlaError(
                 f"GradScaler was given a {type(optimizer).__name__}; give it the "
                 f"smp.DistributedOptimizer, which sees the gradients of all ranks."
             )
-        self._found[id(optimizer)] = unscale(float(self._scale))
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()`, unless gradients have overflowed. All ranks must call it.
-
-        Args:
-            optimizer: a `DistributedOptimizer`.
-            *args: handed on.
-            **kwargs: handed on.
-        """
-        if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        if id(optimizer) not in self._found:
-            self.unscale_(optimizer)
-        return None if self._found[id(optimizer)] else optimizer.step(*args, **kwargs)
+        return _unscale_everywhere(self, optimizer, inv_scale, found_inf, allow_fp16)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Moves the scale after a step.
@@ -133,28 +175,19 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        refuse_inside("update")
-        has_overflowed, known = any(self._found.values()), bool(self._found)
-        self._found.clear()
+        _refuse_inside("update")
         if new_scale is not None:
-            self._scale.fill_(float(new_scale))
+            super().update(float(new_scale))
             return
-        if not known:
-            raise RuntimeError("No inf checks were recorded prior to update.")
+        states = self._per_optimizer_states.values()
+        found = [float(value) for one in states for value in one["found_inf_per_device"].values()]
+        scale = self.get_scale()
+        super().update()
         self._step += 1
-        if not has_overflowed:
+        if not any(found):
             self._last_finite = self._step
-            self._growth_tracker += 1
-            grown = self._scale * self._growth_factor
-            if self._growth_tracker == self._growth_interval:
-                self._growth_tracker = 0
-                if bool(torch.isfinite(grown)):
-                    self._scale.copy_(grown)
-            return
-        self._growth_tracker = 0
-        if float(self._scale) <= _SMALLEST:
-            raise StepError(overflow_text(float(self._scale), self._step, self._last_finite))
-        self._scale.mul_(self._backoff_factor)
+        elif scale <= _SMALLEST:
+            raise StepError(overflow_text(scale, self._step, self._last_finite))
 
     def get_scale(self) -> float:
         """The scale; 1.0 where it is not enabled.
@@ -162,73 +195,13 @@ class GradScaler:
         Raises:
             StepError: called in a step function, which would keep the number of its capture.
         """
-        if not self._enabled:
-            return 1.0
-        refuse_inside("get_scale")
-        return float(self._scale)
-
-    def get_growth_factor(self) -> float:
-        """What the scale grows by."""
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets it."""
-        self._growth_factor = new_factor
-
-    def get_backoff_factor(self) -> float:
-        """What the scale shrinks by."""
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets it."""
-        self._backoff_factor = new_factor
-
-    def get_growth_interval(self) -> int:
-        """Steps without overflow before the scale grows."""
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets it."""
-        self._growth_interval = new_interval
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; empty where it is not enabled."""
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._growth_tracker,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, torch's too.
-
-        Raises:
-            RuntimeError: it is of a scaler that was not enabled.
-        """
-        if not self._enabled:
-            return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled "
-                "instance of GradScaler."
-            )
-        self._scale.fill_(float(state_dict["scale"]))
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._growth_tracker = state_dict["_growth_tracker"]
+        if self._enabled:
+            _refuse_inside("get_scale")
+        return super().get_scale()
 
 
-def refuse_inside(method: str) -> None:
-    """Checks that a scaler's method is called outside of step functions.
-
-    Raises:
-        StepError: it is not.
-    """
+def _refuse_inside(method: str) -> None:
+    """Checks that a scaler's method is called outside of step functions."""
     if current_recorder() is not None:
         raise StepError(
             f"GradScaler.{method}() was called in a step function{at_user_line()}, which is "
@@ -236,12 +209,8 @@ def refuse_inside(method: str) -> None:
         )
 
 
-def refuse_with_keys() -> None:
-    """Checks that no key of the configuration excludes a scaler.
-
-    Raises:
-        MpxlaError: the model is trained in bfloat16, which needs no scale, or by `fp16: True`.
-    """
+def _refuse_with_keys() -> None:
+    """Checks that the model is trained neither in bfloat16, which needs no scale, nor by `fp16`."""
     if is_initialized() and current().config.bf16:
         raise MpxlaError(
             f"GradScaler.scale was called{at_user_line()} with bf16: True. bfloat16 has the "
@@ -255,15 +224,11 @@ def refuse_with_keys() -> None:
         )
 
 
-def scaled(outputs: Any, scale: torch.Tensor) -> Any:
-    """A tensor, or several in a container, times the scale, a scalar of the host.
-
-    Raises:
-        ValueError: they are something else.
-    """
+def _scaled(outputs: Any, scale: torch.Tensor) -> Any:
+    """A tensor of a step, or several in a container, times the scale, a scalar of the host."""
     if isinstance(outputs, torch.Tensor):
-        return outputs * (scale if current_recorder() is not None else scale.to(outputs.device))
+        return outputs * scale
     if isinstance(outputs, Iterable):
-        found = [scaled(output, scale) for output in outputs]
+        found = [_scaled(output, scale) for output in outputs]
         return tuple(found) if isinstance(outputs, tuple) else found
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")

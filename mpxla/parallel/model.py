@@ -30,6 +30,7 @@ from mpxla.parallel.compute_dtype import (
 )
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.copies import DistributedCopy
+from mpxla.parallel.grad_scaler import see_all_overflows
 from mpxla.parallel.models import cut_report, models_of
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
@@ -42,7 +43,6 @@ from mpxla.parallel.state_dicts import PARTIAL_KEY, gather_full, to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.parallel.tags import partition_pins
 from mpxla.parallel.torch_clipping import see_all_gradients
-from mpxla.parallel.torch_scaling import see_all_overflows
 from mpxla.parallel.whole import save_whole, whole_copy
 from mpxla.parallel.wrappable import check_module, check_options
 from mpxla.runtime.member import Member

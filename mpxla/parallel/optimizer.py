@@ -70,6 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             parameters of none of several models.
     """
 
+    _step_supports_amp_scaling = False  # fused optimizers do, and skip updates by themselves
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -10,7 +10,6 @@ a split backward.
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 from torch._functorch.partitioners import get_default_op_list
@@ -137,14 +136,7 @@ def _peak(stages: Mapping[int, PlannedStage], actions: Sequence[Action]) -> int:
     return peak_bytes([actions], stage_bytes(stages))[0]
 
 
-class _Stage(Protocol):
-    @property
-    def lowered(self) -> LoweredStage: ...
-    @property
-    def split(self) -> SplitBackward | None: ...
-
-
-def stage_bytes(stages: Mapping[int, _Stage]) -> list[StageBytes]:
+def stage_bytes(stages: Mapping[int, PlannedStage]) -> list[StageBytes]:
     """What the stages of a rank hold of one microbatch, by index; nothing for those of others."""
     held = [StageBytes()] * (max(stages, default=-1) + 1)
     for index, stage in stages.items():

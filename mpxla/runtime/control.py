@@ -31,7 +31,7 @@ class ControlChannel:
             data = DATA.dump(message, "announcement of a step")
             for rank in self._others:
                 header = self._transport.seal.close(data, _CHANNEL, (rank,))
-                self._transport.send_many([header, data], rank, _CHANNEL)
+                self._transport.send([header, data], rank, _CHANNEL)
 
     def follow(self) -> Any:
         """Waits for the first rank's next message. All other ranks."""

@@ -4,6 +4,7 @@ A rank sends all its results in one packed message; receiving ranks wait for it 
 is looked at. All ranks of the pipeline take part.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -48,34 +49,26 @@ def exchange_results(
             for rank in range(cut.partition.num_ranks)
             if rank != pp_rank
         ]
-    arrivals: dict[int, _Arrival] = {}
+    arrivals: dict[int, Callable[[], dict[int, list[torch.Tensor]]]] = {}
+
+    def unpacked(
+        indices: list[int], wait: Callable[[], list[torch.Tensor]]
+    ) -> dict[int, list[torch.Tensor]]:
+        flat = iter(wait())
+        return {i: [next(flat) for _ in range(count)] for i in indices}
+
     for rank in sorted(indices):
         if rank != pp_rank:
             wanted = [specs[i] for i in indices[rank] for _ in range(count)]
             wait = link.receive_from(rank, wanted, "output")
-            arrivals[rank] = _Arrival(indices[rank], count, wait)
+            # Once, when the first of them is read.
+            arrivals[rank] = functools.cache(functools.partial(unpacked, indices[rank], wait))
 
     def fetch(index: int) -> list[torch.Tensor]:
         if owner[index] == pp_rank:
             for delivery in deliveries:  # the user may change in place what is still being sent
                 delivery.result()
             return [results[index, mb] for mb in range(count)]
-        return arrivals[owner[index]].get(index)
+        return arrivals[owner[index]]()[index]
 
     return fetch
-
-
-class _Arrival:
-    """Results of another rank, unpacked when the first of them is read."""
-
-    def __init__(self, indices: list[int], count: int, wait: Callable[[], list[torch.Tensor]]):
-        self._indices = indices
-        self._count = count
-        self._wait = wait
-        self._values: dict[int, list[torch.Tensor]] | None = None
-
-    def get(self, index: int) -> list[torch.Tensor]:
-        if self._values is None:
-            flat = iter(self._wait())
-            self._values = {i: [next(flat) for _ in range(self._count)] for i in self._indices}
-        return self._values[index]

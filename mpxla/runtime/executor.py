@@ -15,31 +15,28 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend, Executable
 from mpxla.errors import MpxlaError
+from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.buffers import LiveValues
 from mpxla.runtime.host_copies import HostCopies
 from mpxla.runtime.link import Arrival, PipelineLink
 from mpxla.runtime.recorder import Recorder, Wait
 from mpxla.schedule.action import Action, Op, microbatch_of, peer_of
 from mpxla.schedule.copies import has_copies, offloads_done
-from mpxla.stage.lower import LoweredStage
 from mpxla.stage.spec import TensorSpec, Transfer
-from mpxla.stage.split_backward import SplitBackward
 
 __all__ = ["CompiledStage", "Executor", "StepRun"]
 
 
-@dataclass(frozen=True)
-class CompiledStage:
+@dataclass(frozen=True, kw_only=True)
+class CompiledStage(PlannedStage):
     """A stage that this rank runs: its lowering and its executables.
 
     A backward is one program, or two if the schedule splits it. `prepare` gives the transposes of
     weights that the forward takes last, and `finish` turns transposed accumulators round.
     """
 
-    lowered: LoweredStage
     forward: Executable
-    backward: Executable | None
-    split: SplitBackward | None = None
+    backward: Executable | None = None
     input_part: Executable | None = None
     weight_part: Executable | None = None
     prepare: Executable | None = None

@@ -60,7 +60,7 @@ class PipelineLink:
         What the user can reach must not be changed in place before the handle is done: the sender
         reads it later, in a thread of its own. `send_values` is for what may change before.
         """
-        return self._transport.send_many(list(tensors), self._group[pp_rank], channel)
+        return self._transport.send(list(tensors), self._group[pp_rank], channel)
 
     def send_values(
         self, pp_ranks: Iterable[int], tensors: Sequence[torch.Tensor], channel: str
@@ -82,7 +82,7 @@ class PipelineLink:
         self, pp_rank: int, specs: Sequence[TensorSpec], channel: str
     ) -> Callable[[], list[torch.Tensor]]:
         """`receive_from` that leaves the tensors where the transport puts them."""
-        return self._transport.recv_many(list(specs), self._group[pp_rank], channel).result
+        return self._transport.recv(list(specs), self._group[pp_rank], channel).result
 
 
 class Arrival:

@@ -17,11 +17,10 @@ from mpxla.schedule.action import Action, format_schedule
 from mpxla.schedule.analysis import StageBytes, held_over_time
 from mpxla.stage.flat import SHARDING_GROUP, FlatShard
 from mpxla.stage.layout import transpose
-from mpxla.stage.lower import LoweredStage
 from mpxla.stage.piecewise import PiecewiseExecutable
 from mpxla.stage.program import trace_program
 from mpxla.stage.sharded import divide_stage, exchanges
-from mpxla.stage.split_backward import SplitBackward
+from mpxla.stage.spec import TensorSpec
 
 __all__ = ["StepPlan", "compile_stages", "describe_plan"]
 
@@ -142,56 +141,40 @@ def compile_stages(
 
 
 def _compile_stage(stage: PlannedStage, lowering: Lowering, compile_: _Compile) -> CompiledStage:
-    lowered = stage.lowered
-    name = f"stage {lowered.spec.index}"
+    """A backward is one program, or two, of which either may be empty."""
+    lowered, split = stage.lowered, stage.split
+    name, inputs = f"stage {lowered.spec.index}", lowered.backward_inputs
+    # Their first arguments are the gradients so far, which their first results replace.
+    donated = range(lowered.num_accumulators)
     forward = compile_(f"{name} forward", lowered.forward, lowered.forward_inputs)
-    backward = None
-    if stage.split is not None:
-        return _compile_split(name, lowered, stage.split, forward, lowering, compile_)
-    if lowered.backward is not None:
-        # Its first arguments are the gradients so far, which its first results replace.
-        donated = range(lowered.num_accumulators)
-        inputs = lowered.backward_inputs
+    backward = input_part = weight_part = None
+    if split is None and lowered.backward is not None:
         graph = lowered.backward.flat(inputs, lowering.device)
         backward = compile_(f"{name} backward", graph, inputs, donated)
-    prepare, finish = _compile_layout(name, lowered, lowering, compile_)
-    return CompiledStage(lowered, forward, backward, prepare=prepare, finish=finish)
+    if split is not None and (part := split.input_part) is not None:
+        input_part = compile_(f"{name} input gradients", part.graph, part.inputs)
+    if split is not None and (part := split.weight_part) is not None:
+        weight_part = compile_(f"{name} weight gradients", part.graph, part.inputs, donated)
 
-
-def _compile_layout(
-    name: str, lowered: LoweredStage, lowering: Lowering, compile_: _Compile
-) -> list[Executable | None]:
-    """The programs at both ends of a step that change layouts; None for nothing to do."""
-    weights = [lowered.forward_inputs[i] for i in lowered.transposed_weights]
-    gradients = [lowered.backward_inputs[i] for i in lowered.transposed_gradients]
-    found: list[Executable | None] = []
-    for which, specs in (("prepare", weights), ("finish", gradients)):
+    def transposed(which: str, specs: Sequence[TensorSpec]) -> Executable | None:
+        """A program at one end of a step that changes layouts; None for nothing to do."""
+        if not specs:
+            return None
         title = f"{name} {which}"
-        graph = trace_program(title, transpose, specs, lowering) if specs else None
-        found.append(None if graph is None else compile_(title, graph, specs))
-    return found
+        return compile_(title, trace_program(title, transpose, specs, lowering), specs)
 
-
-def _compile_split(
-    name: str,
-    lowered: LoweredStage,
-    split: SplitBackward,
-    forward: Executable,
-    lowering: Lowering,
-    compile_: _Compile,
-) -> CompiledStage:
-    """Compiles a backward as two programs, of which either may be empty."""
-    parts = [
-        compile_(f"{name} {what} gradients", part.graph, part.inputs, range(count))
-        if part is not None
-        else None
-        for what, part, count in (
-            ("input", split.input_part, 0),
-            ("weight", split.weight_part, lowered.num_accumulators),
-        )
-    ]
-    layout = _compile_layout(name, lowered, lowering, compile_)
-    return CompiledStage(lowered, forward, None, split, *parts, *layout)
+    prepare = transposed("prepare", [lowered.forward_inputs[i] for i in lowered.transposed_weights])
+    finish = transposed("finish", [inputs[i] for i in lowered.transposed_gradients])
+    return CompiledStage(
+        lowered,
+        split,
+        forward=forward,
+        backward=backward,
+        input_part=input_part,
+        weight_part=weight_part,
+        prepare=prepare,
+        finish=finish,
+    )
 
 
 def describe_plan(

@@ -8,13 +8,14 @@ process of their own. The plain records are in it too, for `python -m mpxla trac
 
 import json
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mpxla.errors import MpxlaError
 from mpxla.runtime.recorder import Recorder
-from mpxla.runtime.trace import describe_rank, merge_ranks
+from mpxla.runtime.trace import merge_ranks
 from mpxla.session import current
 
 __all__ = ["Profile", "profile"]
@@ -72,7 +73,8 @@ class Profile:
             raise MpxlaError("smp.profile: stop was called before start.")
         session.recorder = self._recorder = None
         world = tuple(range(session.env.world_size))
-        own = describe_rank(session.rank, socket.gethostname(), recorder.steps)
+        steps = [asdict(step) for step in recorder.steps]
+        own = {"rank": session.rank, "host": socket.gethostname(), "steps": steps}
         ranks = session.objects.allgather(own, world)
         if not any(rank["steps"] for rank in ranks):
             raise MpxlaError(

@@ -2,11 +2,9 @@
 
 Layout of the file, beside `traceEvents`, which is for viewers:
 
-    "mpxla": {"version": 2, "ranks": [{"rank", "steps": [{"name", "begin", "end", "plan",
-              "actions": [[text, begin, dispatched, end, [[stage, begin, arrived, end], ...],
-                           saved bytes on the device after it]],
-              "copies": [[text, begin, end]]}]}]}
+    "mpxla": {"version": 3, "ranks": [{"rank", "host", "steps": [...]}]}
 
+A step is the fields of a `StepRecord`, and of the records in it.
 Times are seconds since the first recorded step began anywhere. Ranks of one host share a clock;
 another host's is taken to agree at the end of its first step, which all its ranks end together.
 This module must not know devices; it is all that `python -m mpxla trace` needs.
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mpxla.errors import MpxlaError
-from mpxla.runtime.recorder import StepRecord
 from mpxla.schedule.action import Op, parse_action, parse_schedule
 from mpxla.schedule.render import chrome_trace
 from mpxla.schedule.simulate import Costs, simulate
@@ -26,7 +23,6 @@ from mpxla.schedule.timeline import Timeline
 
 __all__ = [
     "Curve",
-    "describe_rank",
     "load_trace",
     "measured_costs",
     "measured_memory",
@@ -37,7 +33,8 @@ __all__ = [
     "predicted_timeline",
 ]
 
-VERSION = 2
+VERSION = 3
+_TIMES = ("begin", "dispatched", "arrived", "end")
 _COPIES, _MEASURED, _PREDICTED = 2, 1, 0
 _PROCESSES = {
     _PREDICTED: "predicted",
@@ -46,37 +43,11 @@ _PROCESSES = {
 }
 
 
-def describe_rank(rank: int, host: str, steps: Sequence[StepRecord]) -> dict[str, Any]:
-    """One rank's records as plain data, in its own clock."""
-    return {
-        "rank": rank,
-        "host": host,
-        "steps": [
-            {
-                "name": step.name,
-                "begin": step.begin,
-                "end": step.end,
-                "plan": step.plan,
-                "actions": [
-                    [
-                        *(a.action, a.begin, a.dispatched, a.end),
-                        [[w.peer, w.begin, w.arrived, w.end] for w in a.waits],
-                        a.held_bytes,
-                    ]
-                    for a in step.actions
-                ],
-                "copies": [[copy.action, copy.begin, copy.end] for copy in step.copies],
-            }
-            for step in steps
-        ],
-    }
-
-
 def merge_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All ranks' records as one trace.
 
     Args:
-        ranks: from `describe_rank`, in the order of ranks; changed to the common clock.
+        ranks: number, host and steps of each, in the order of ranks; changed to the common clock.
     """
     reference = next(rank for rank in ranks if rank["steps"])
     for rank in ranks:
@@ -96,14 +67,9 @@ def merge_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _shift(rank: dict[str, Any], offset: float) -> None:
     for step in rank["steps"]:
-        step["begin"] += offset
-        step["end"] += offset
-        for action in step["actions"]:
-            action[1:4] = [time + offset for time in action[1:4]]
-            for wait in action[4]:
-                wait[1:4] = [time + offset for time in wait[1:4]]
-        for copy in step["copies"]:
-            copy[1:3] = [time + offset for time in copy[1:3]]
+        waits = [wait for action in step["actions"] for wait in action["waits"]]
+        for span in (step, *step["actions"], *waits, *step["copies"]):
+            span.update({name: span[name] + offset for name in _TIMES if name in span})
 
 
 def load_trace(path: Path) -> list[dict[str, Any]]:
@@ -137,12 +103,15 @@ def measured_timeline(ranks: Sequence[Mapping[str, Any]], step: int) -> Timeline
     """
     steps = [rank["steps"][step] for rank in ranks]
     zero = min(s["begin"] for s in steps)
-    schedule = tuple(tuple(parse_action(a[0]) for a in s["actions"]) for s in steps)
-    starts = tuple(
-        tuple(max([a[1], *(w[3] for w in a[4])]) - zero for a in s["actions"]) for s in steps
-    )
-    ends = tuple(tuple(a[3] - zero for a in s["actions"]) for s in steps)
+    schedule = tuple(tuple(parse_action(a["action"]) for a in s["actions"]) for s in steps)
+    starts = tuple(tuple(_started(a) - zero for a in s["actions"]) for s in steps)
+    ends = tuple(tuple(a["end"] - zero for a in s["actions"]) for s in steps)
     return Timeline(tuple(steps[0]["plan"]["placement"]), schedule, starts, ends)
+
+
+def _started(action: Mapping[str, Any]) -> float:
+    """When an action began, without the wait for messages before it."""
+    return max([action["begin"], *(wait["end"] for wait in action["waits"])])
 
 
 def measured_costs(timeline: Timeline) -> Costs:
@@ -199,7 +168,7 @@ def measured_memory(ranks: Sequence[Mapping[str, Any]], step: int) -> list[Curve
     """Saved activations of the ranks of one pipeline over a step, from its begin on."""
     steps = [rank["steps"][step] for rank in ranks]
     zero = min(s["begin"] for s in steps)
-    return [[(0.0, 0), *((a[3] - zero, a[5]) for a in s["actions"])] for s in steps]
+    return [[(0.0, 0), *((a["end"] - zero, a["held_bytes"]) for a in s["actions"])] for s in steps]
 
 
 def predicted_memory(
@@ -225,9 +194,9 @@ def _events(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         events.append(thread | {"name": "thread_name", "args": {"name": f"rank {rank['rank']}"}})
         for step in rank["steps"]:
             for action in step["actions"]:
-                events += _action_events(rank["rank"], *action)
-            for text, begin, end in step["copies"]:
-                copy = _slice(text, "copy", begin, end)
+                events += _action_events(rank["rank"], action)
+            for copied in step["copies"]:
+                copy = _slice(copied["action"], "copy", copied["begin"], copied["end"])
                 events.append({"ph": "X", "pid": _COPIES, "tid": rank["rank"]} | copy)
     for group in pipelines(ranks):
         for index in range(min(len(rank["steps"]) for rank in group)):
@@ -245,25 +214,16 @@ def pipelines(ranks: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
     return list(groups.values())
 
 
-def _action_events(
-    rank: int,
-    text: str,
-    begin: float,
-    dispatched: float,
-    end: float,
-    waits: Sequence[Any],
-    held_bytes: int,
-) -> list[dict[str, Any]]:
-    action = parse_action(text)
+def _action_events(rank: int, action: Mapping[str, Any]) -> list[dict[str, Any]]:
+    text, end, started = action["action"], action["end"], _started(action)
     place = {"ph": "X", "pid": _MEASURED, "tid": rank}
     found = [
-        place | _slice(f"wait for stage {peer}", "wait", start, arrived)
-        for peer, start, arrived, _ in waits
+        place | _slice(f"wait for stage {w['peer']}", "wait", w["begin"], w["arrived"])
+        for w in action["waits"]
     ]
-    started = max([begin, *(wait[3] for wait in waits)])
-    details = {"dispatch_us": round((dispatched - started) * 1e6)}
-    span = _slice(text, action.op.name.lower(), started, end)
-    counter = _counter(_MEASURED, rank, end, held_bytes)
+    details = {"dispatch_us": round((action["dispatched"] - started) * 1e6)}
+    span = _slice(text, parse_action(text).op.name.lower(), started, end)
+    counter = _counter(_MEASURED, rank, end, action["held_bytes"])
     return [*found, place | span | {"args": details}, counter]
 
 

@@ -62,12 +62,12 @@ def patch_optimizer(module: ModuleType, patches: Patches) -> None:
 
     So the learning rate moves on there, and has to here.
     """
-    is_skipped = property(
-        lambda self: (
-            self._is_overflow and not getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        )
-    )
-    patches.replace(module.AcceleratedOptimizer, "step_was_skipped", is_skipped)
+
+    def is_skipped(self: Any) -> bool:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # of a DistributedOptimizer
+        return self._is_overflow and not getattr(inner, "_step_supports_amp_scaling", False)
+
+    patches.replace(module.AcceleratedOptimizer, "step_was_skipped", property(is_skipped))
 
 
 def patch_accelerator(module: ModuleType, patches: Patches) -> None:

@@ -83,9 +83,9 @@ def send_with_a_fault(fault, does_wait):
         if smp.rank() == 1 or fault is cannot_be_read:
             fault(patch)
         if smp.rank() == 1:
-            transport.send(torch.zeros(1000), 0, "test")
+            transport.send([torch.zeros(1000)], 0, "test")
         else:
-            handle = transport.recv(torch.zeros(1000), 1, "test")
+            handle = transport.recv([torch.zeros(1000)], 1, "test")
             if does_wait:
                 handle.result()
         smp.recv_from(1 - smp.rank())  # which nobody sends

@@ -50,7 +50,7 @@ def die_while_others_receive(transport, dead):
         time.sleep(0.5)
         kill_self()
     # Not from the rank that dies: only the lifeline can tell.
-    message = transport.recv(torch.ones(1), others[0], "forward")
+    message = transport.recv([torch.ones(1)], others[0], "forward")
     mark(f"rank {transport.rank} waits")
     message.result()
 
@@ -73,7 +73,7 @@ def test_killed_rank_is_named_on_all_others(dead):
 def send_for_ever(transport):
     """One message may be on its way before its receiver dies."""
     while True:
-        transport.send(torch.ones(4), 1, "forward").result()
+        transport.send([torch.ones(4)], 1, "forward").result()
         time.sleep(0.05)
 
 
@@ -85,7 +85,7 @@ def die_while_others_wait_for_it(transport, wait):
         kill_self()
     big = torch.ones(1 << 24)
     waits = {
-        "recv": lambda: transport.recv(big, 1, "forward").result(),
+        "recv": lambda: transport.recv([big], 1, "forward").result(),
         "send": lambda: send_for_ever(transport),
         "all_reduce": lambda: transport.all_reduce(big, world).result(),
         "barrier": lambda: transport.barrier(world).result(),
@@ -143,7 +143,7 @@ def raise_in_step(transport):
         await_mark("rank 0 waits")
         await_mark("rank 2 waits")
         raise ValueError("the batch has 3 samples")
-    message = transport.recv(torch.ones(1), 0 if transport.rank else 2, "forward")
+    message = transport.recv([torch.ones(1)], 0 if transport.rank else 2, "forward")
     mark(f"rank {transport.rank} waits")
     message.result()
 
@@ -206,7 +206,7 @@ def notice_and_go_on(transport):
     if transport.rank == 1:
         kill_self()
     try:
-        transport.recv(torch.ones(1), 1, "forward").result()
+        transport.recv([torch.ones(1)], 1, "forward").result()
     except RuntimeError as error:
         time.sleep(2.5)
         return str(error)
@@ -225,7 +225,7 @@ def die_with_forked_child(transport):
             time.sleep(2 * SOON_S)
             os._exit(0)
         kill_self()
-    transport.recv(torch.ones(1), 2 if transport.rank == 0 else 0, "forward").result()
+    transport.recv([torch.ones(1)], 2 if transport.rank == 0 else 0, "forward").result()
 
 
 def test_forked_child_does_not_hide_the_death_of_its_parent():
@@ -246,8 +246,8 @@ def fork_a_child_that_ends(transport):
     os.waitpid(child, 0)
     other = 1 - transport.rank
     for channel in ("a", "b"):
-        transport.send(torch.full((3,), float(transport.rank)), other, channel)
-        assert transport.recv(torch.ones(3), other, channel).result()[0].item() == other
+        transport.send([torch.full((3,), float(transport.rank))], other, channel)
+        assert transport.recv([torch.ones(3)], other, channel).result()[0][0].item() == other
     return transport.all_reduce(torch.ones(1), (0, 1)).result().item()
 
 
@@ -264,9 +264,9 @@ def fail_before_sending(transport):
             raise RuntimeError("device lost")
 
     if transport.rank == 1:
-        transport.send(torch.ones(2).as_subclass(Broken), 0, "forward")
+        transport.send([torch.ones(2).as_subclass(Broken)], 0, "forward")
         time.sleep(1000)
-    transport.recv(torch.ones(2), 1, "forward").result()
+    transport.recv([torch.ones(2)], 1, "forward").result()
 
 
 def test_tensor_that_cannot_be_computed_fails_all_ranks():
@@ -296,10 +296,10 @@ def test_rank_that_left_before_a_collective_is_named():
 
 def end_at_different_times(transport):
     if transport.rank == 1:
-        transport.send(torch.ones(1 << 18), 0, "forward")
+        transport.send([torch.ones(1 << 18)], 0, "forward")
         return "early"
     time.sleep(2)
-    return transport.recv(torch.ones(1 << 18), 1, "forward").result().sum().item()
+    return transport.recv([torch.ones(1 << 18)], 1, "forward").result()[0].sum().item()
 
 
 def test_leaving_early_is_no_failure_and_everything_sent_arrives():
@@ -311,9 +311,9 @@ def test_leaving_early_is_no_failure_and_everything_sent_arrives():
 def forget_to_close():
     transport = open_transport()
     rank = transport.rank
-    transport.send(torch.ones(3), 1 - rank, "forward")
-    transport.recv(torch.ones(3), 1 - rank, "forward").result()
-    transport.recv(torch.ones(3), 1 - rank, "forward")
+    transport.send([torch.ones(3)], 1 - rank, "forward")
+    transport.recv([torch.ones(3)], 1 - rank, "forward").result()
+    transport.recv([torch.ones(3)], 1 - rank, "forward")
     transport.all_reduce(torch.ones(3), (0, 1)).result()
     transport.watch.close()
     sys.exit(7)
@@ -331,8 +331,8 @@ def mix_with_collectives_of_user(transport):
     received, sums, gathered = [], [], []
     for round_ in range(30):
         tensor = torch.full((20_000,), float(round_))
-        received.append(transport.recv(tensor, peer, "forward"))
-        transport.send(tensor + transport.rank, peer, "forward")
+        received.append(transport.recv([tensor], peer, "forward"))
+        transport.send([tensor + transport.rank], peer, "forward")
         sums.append(transport.all_reduce(tensor, world))
         mine = torch.full((3,), float(transport.rank + round_))
         dist.all_reduce(mine)
@@ -341,7 +341,7 @@ def mix_with_collectives_of_user(transport):
             dist.barrier()
             assert Objects(transport).allgather(round_, world) == [round_, round_]
     return (
-        [handle.result()[0].item() for handle in received],
+        [handle.result()[0][0].item() for handle in received],
         [handle.result()[0].item() for handle in sums],
         gathered,
     )

@@ -191,11 +191,11 @@ def send_from_device(transport):
         weight = torch.nn.Parameter(torch.ones(2, 3, device=device) * 2)
         view = torch.arange(6, device=device).view(2, 3).T
         objects.send({"weight": weight, "view": view, "bf16": view.to(torch.bfloat16)}, 1)
-        transport.send(torch.ones(4, device=device) + 1, 1, "forward").result()
+        transport.send([torch.ones(4, device=device) + 1], 1, "forward").result()
         total = transport.all_reduce(torch.ones(4, device=device), (0, 1)).result()
         return total
     received = objects.recv_from(0)
-    received["sent"] = transport.recv(torch.empty(4), 0, "forward").result()
+    received["sent"] = transport.recv([torch.empty(4)], 0, "forward").result()[0]
     transport.all_reduce(torch.ones(4), (0, 1)).result()
     return received
 

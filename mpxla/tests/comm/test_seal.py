@@ -96,9 +96,9 @@ def forge(transport, path, kind):
         if kind == "send":
             data = dump(Exploit(path), "a forgery")
             header = transport.seal.close(data, "object", (0,))
-            transport.send_many([header, data], 0, "object").result()
+            transport.send([header, data], 0, "object").result()
         if kind == "bare":
-            transport.send(dump(Exploit(path), "a forgery"), 0, "object").result()
+            transport.send([dump(Exploit(path), "a forgery")], 0, "object").result()
         if kind == "allgather":
             with pytest.raises(MpxlaError):
                 objects.allgather(Exploit(path), (0, 1))

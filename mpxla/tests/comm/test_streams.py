@@ -52,7 +52,7 @@ def receive(connection, specs_of_channels):
     handles = []
     for channel, specs in specs_of_channels:
         handle = Handle(watch, f"a {channel} message", (0,))
-        inbox.post(Posted.make(handle, specs, is_bundle=True), channel)
+        inbox.post(Posted(handle, specs), channel)
         handles.append(handle)
     threading.Thread(target=inbox.read, args=(connection,), daemon=True).start()
     return inbox, handles
@@ -153,8 +153,8 @@ def test_a_second_connection_of_a_rank_is_not_read():
             assert one.recv(1) == b""
         outbox.put([torch.ones(1)], "a").result(30)
         handle = Handle(FailureWatch(1, 2), "a message", (0,))
-        inbox.post(Posted.make(handle, [torch.ones(1)], is_bundle=False), "a")
-        assert handle.result(30).item() == 1.0
+        inbox.post(Posted(handle, [torch.ones(1)]), "a")
+        assert handle.result(30)[0].item() == 1.0
 
 
 def test_ranks_that_disagree_about_a_message_see_both_views():

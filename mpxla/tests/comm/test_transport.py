@@ -45,9 +45,9 @@ def bundle():
 
 def exchange_bundle(transport):
     if transport.rank == 0:
-        transport.send_many(bundle(), 1, "forward").result()
+        transport.send(bundle(), 1, "forward").result()
         return None
-    return transport.recv_many(bundle(), 0, "forward").result()
+    return transport.recv(bundle(), 0, "forward").result()
 
 
 def test_bundle_of_all_dtypes_and_shapes_arrives_bit_by_bit(run):
@@ -60,10 +60,10 @@ def test_bundle_of_all_dtypes_and_shapes_arrives_bit_by_bit(run):
 
 def exchange_one_by_one(transport):
     peer = 1 - transport.rank
-    received = [transport.recv(tensor, peer, "forward") for tensor in bundle()]
-    sent = [transport.send(tensor, peer, "forward") for tensor in bundle()]
+    received = [transport.recv([tensor], peer, "forward") for tensor in bundle()]
+    sent = [transport.send([tensor], peer, "forward") for tensor in bundle()]
     assert [handle.result() for handle in sent] == [None] * len(sent)
-    return [handle.result() for handle in received]
+    return [tensor for handle in received for tensor in handle.result()]
 
 
 def test_single_tensors_arrive_both_ways(run_buffered):
@@ -75,15 +75,15 @@ def interleave_channels(transport):
     spec = torch.empty(1)
     if transport.rank == 0:
         for value in range(3):
-            transport.send(torch.full((1,), float(value)), 1, "forward")
-            transport.send(torch.full((1,), 10.0 + value), 1, "control")
-        return transport.recv(spec, 1, "answer").result()
-    early = [transport.recv(spec, 0, "forward") for _ in range(2)]
+            transport.send([torch.full((1,), float(value))], 1, "forward")
+            transport.send([torch.full((1,), 10.0 + value)], 1, "control")
+        return transport.recv([spec], 1, "answer").result()[0]
+    early = [transport.recv([spec], 0, "forward") for _ in range(2)]
     # Rank 0 sends this channel's first message after that of a channel that nobody reads any more.
-    control = [transport.recv(spec, 0, "control").result().item() for _ in range(3)]
-    forward = [handle.result().item() for handle in early]
-    transport.send(torch.ones(1), 0, "answer")
-    forward.append(transport.recv(spec, 0, "forward").result().item())
+    control = [transport.recv([spec], 0, "control").result()[0].item() for _ in range(3)]
+    forward = [handle.result()[0].item() for handle in early]
+    transport.send([torch.ones(1)], 0, "answer")
+    forward.append(transport.recv([spec], 0, "forward").result()[0].item())
     return forward, control
 
 
@@ -100,16 +100,16 @@ def send_to_busy_rank(transport):
     """
     big = torch.ones(1 << 20)
     if transport.rank == 0:
-        slow = [transport.send(big, 2, "forward") for _ in range(4)]
-        fast = [transport.send(big * 2, 1, "forward") for _ in range(4)]
+        slow = [transport.send([big], 2, "forward") for _ in range(4)]
+        fast = [transport.send([big * 2], 1, "forward") for _ in range(4)]
         for handle in slow + fast:
             handle.result()
         return None
     if transport.rank == 2:
-        transport.recv(torch.empty(1), 1, "go").result()
-    received = [transport.recv(big, 0, "forward").result()[0].item() for _ in range(4)]
+        transport.recv([torch.empty(1)], 1, "go").result()
+    received = [transport.recv([big], 0, "forward").result()[0][0].item() for _ in range(4)]
     if transport.rank == 1:
-        transport.send(torch.empty(1), 2, "go").result()
+        transport.send([torch.empty(1)], 2, "go").result()
     return received
 
 
@@ -121,7 +121,7 @@ def test_slow_receiver_does_not_stall_others(run_buffered):
 
 def receive_anything(transport):
     if transport.rank == 0:
-        transport.send(torch.tensor([1, 2], dtype=torch.int16), 1, "any")
+        transport.send([torch.tensor([1, 2], dtype=torch.int16)], 1, "any")
         return None
     return transport.recv(None, 0, "any").result()
 
@@ -134,12 +134,12 @@ def test_message_of_unknown_size_comes_as_bytes(run):
 
 def disagree(transport, num_elements):
     if transport.rank == 0:
-        transport.send(torch.zeros(num_elements), 1, "forward")
-        transport.send(torch.ones(1), 1, "forward")
+        transport.send([torch.zeros(num_elements)], 1, "forward")
+        transport.send([torch.ones(1)], 1, "forward")
         return None
     with pytest.raises(RankMismatch) as caught:
-        transport.recv(torch.zeros(2, 3, dtype=torch.int64), 0, "forward").result()
-    after = transport.recv(torch.zeros(1), 0, "forward").result()
+        transport.recv([torch.zeros(2, 3, dtype=torch.int64)], 0, "forward").result()
+    after = transport.recv([torch.zeros(1)], 0, "forward").result()[0]
     return str(caught.value), after.item()
 
 
@@ -239,12 +239,12 @@ def hold_back(transport):
     world = tuple(range(transport.world_size))
     barrier = None
     if transport.rank == 1:
-        transport.recv(torch.empty(1), 0, "go").result()
+        transport.recv([torch.empty(1)], 0, "go").result()
     else:
         barrier = transport.barrier(world)
         time.sleep(0.3)
         assert not barrier.done()
-        transport.send(torch.empty(1), 1, "go")
+        transport.send([torch.empty(1)], 1, "go")
     (barrier or transport.barrier(world)).result()
 
 
@@ -255,8 +255,8 @@ def test_barrier_waits_for_all(run):
 def misuse(transport):
     texts = []
     for error, call in [
-        (TopologyError, lambda: transport.send(torch.ones(1), 7, "x")),
-        (TopologyError, lambda: transport.recv(torch.ones(1), transport.rank, "x")),
+        (TopologyError, lambda: transport.send([torch.ones(1)], 7, "x")),
+        (TopologyError, lambda: transport.recv([torch.ones(1)], transport.rank, "x")),
         (TopologyError, lambda: transport.all_reduce(torch.ones(1), (1, 0))),
         (TopologyError, lambda: transport.all_reduce(torch.ones(1), ())),
         (TopologyError, lambda: transport.barrier((0, 5))),
@@ -295,12 +295,12 @@ def test_misuse_is_told_before_anything_is_sent(run):
 
 def leave_early(transport):
     if transport.rank == 1:
-        transport.send(torch.ones(100_000), 0, "forward")
+        transport.send([torch.ones(100_000)], 0, "forward")
         return None
     time.sleep(0.5)
-    assert transport.recv(torch.ones(100_000), 1, "forward").result().sum() == 100_000
+    assert transport.recv([torch.ones(100_000)], 1, "forward").result()[0].sum() == 100_000
     with pytest.raises(PeerFailure) as caught:
-        transport.recv(torch.ones(1), 1, "forward").result()
+        transport.recv([torch.ones(1)], 1, "forward").result()
     return str(caught.value)
 
 
@@ -314,7 +314,7 @@ def raise_on_rank_1(transport):
     if transport.rank == 1:
         raise ValueError("bad batch")
     with pytest.raises(PeerFailure) as caught:
-        transport.recv(torch.ones(1), 1, "forward").result()
+        transport.recv([torch.ones(1)], 1, "forward").result()
     return str(caught.value)
 
 
@@ -357,8 +357,8 @@ def test_a_world_of_one_refuses_what_others_refuse():
     transport, one = LoopbackTransport(), torch.ones(2)
     transport.make_groups([(0,)])
     for call in (
-        lambda: transport.send(one, 1, "forward"),
-        lambda: transport.recv_many([one], 0, "forward"),
+        lambda: transport.send([one], 1, "forward"),
+        lambda: transport.recv([one], 0, "forward"),
         lambda: transport.all_gather(one, (0, 1)),
         lambda: transport.broadcast(one, 1, (0,)),
         lambda: transport.make_groups([(1,)]),

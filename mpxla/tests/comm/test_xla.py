@@ -48,18 +48,18 @@ def move_everything(transport):
     transport.make_groups([world, (0, 1), (2, 3), (0, 2), (1, 3)])
     peer = rank ^ 1
     if rank % 2 == 0:
-        sent = transport.send_many(
+        sent = transport.send(
             [t + rank if t.is_floating_point() else t for t in MIXED], peer, "forward"
         )
-        (back,) = [transport.recv(torch.empty(2), peer, "backward").result()]
+        (back,) = transport.recv([torch.empty(2)], peer, "backward").result()
         assert sent.result() is None
         assert back.tolist() == [peer, peer]
     else:
-        arrived = transport.recv_many(MIXED, peer, "forward").result()
+        arrived = transport.recv(MIXED, peer, "forward").result()
         for tensor, original in zip(arrived, MIXED, strict=True):
             assert tensor.shape == original.shape
             assert same(tensor, original + peer if original.is_floating_point() else original)
-        transport.send(torch.full((2,), float(rank)), peer, "backward")
+        transport.send([torch.full((2,), float(rank))], peer, "backward")
     replicas = (rank % 2, rank % 2 + 2)
     handles = [
         transport.all_reduce(torch.tensor([1.0, 10.0]) * (rank + 1), replicas),
@@ -97,10 +97,10 @@ def go_round(transport):
     rank, size, value = transport.rank, transport.world_size, torch.zeros(3)
     before, after = (rank - 1) % size, (rank + 1) % size
     if rank > 0:
-        value = transport.recv(value, before, "forward").result()
-    transport.send(value + 1, after, "forward").result()
+        value = transport.recv([value], before, "forward").result()[0]
+    transport.send([value + 1], after, "forward").result()
     if rank == 0:
-        value = transport.recv(value, before, "forward").result()
+        value = transport.recv([value], before, "forward").result()[0]
     return value.tolist(), transport.events
 
 
@@ -121,9 +121,9 @@ def prepare_differently(transport):
     transport.prepare(known[rank:], world)
     transport.prepare(known[:rank], world)
     if rank == 0:
-        transport.send_many(MIXED, 1, "forward").result()
+        transport.send(MIXED, 1, "forward").result()
     else:
-        transport.recv_many(MIXED, 0, "forward").result()
+        transport.recv(MIXED, 0, "forward").result()
     transport.all_reduce(torch.ones(3), world).result()
     return transport.events
 
@@ -141,8 +141,8 @@ def test_rule_6_ranks_load_together_what_any_of_them_names():
 
 def both_receive_first(transport):
     peer = 1 - transport.rank
-    received = transport.recv(torch.ones(2), peer, "forward")
-    transport.send(torch.ones(2), peer, "forward")
+    received = transport.recv([torch.ones(2)], peer, "forward")
+    transport.send([torch.ones(2)], peer, "forward")
     with pytest.raises(RankMismatch) as caught:
         received.result()
     return str(caught.value)

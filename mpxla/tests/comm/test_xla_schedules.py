@@ -79,9 +79,9 @@ def record(schedule, placement, pp, dp=1, prepare=True, lengths=range(10, 100)):
         for action in actions:
             channel = "forward" if action.op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else "backward"
             if action.op.is_send:
-                transport.send_many(SPECS, pipeline[placement[action.peer]], channel)
+                transport.send(SPECS, pipeline[placement[action.peer]], channel)
             elif action.op.is_receive:
-                transport.recv_many(SPECS, pipeline[placement[action.peer]], channel)
+                transport.recv(SPECS, pipeline[placement[action.peer]], channel)
             elif action.op is Op.REDUCE:
                 transport.all_reduce(bucket, own)
         transport.close()

@@ -63,7 +63,6 @@ class _Posted:
 
     handle: Handle[Any]
     specs: Sequence[Spec] | None
-    is_bundle: bool
 
 
 class _SharedWatch(FailureWatch):
@@ -97,12 +96,8 @@ class ThreadTransport:
         self.seal = Seal(rank, self._world.key)
         self._num_meetings: dict[Group, int] = {}
 
-    def send(self, tensor: torch.Tensor, dst: int, channel: str) -> Handle[None]:
-        """Sends one tensor; see `Transport.send`."""
-        return self.send_many([tensor], dst, channel)
-
-    def send_many(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
-        """Sends several tensors as one message; see `Transport.send_many`."""
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, channel: str) -> Handle[None]:
+        """Sends tensors as one message; see `Transport.send`."""
         check_peer(dst, self.rank, self.world_size)
         message = [self._own_copy(tensor) for tensor in tensors]
         key = (self.rank, dst, channel)
@@ -116,16 +111,6 @@ class ThreadTransport:
         handle: Handle[None] = Handle(self.watch, f"a {channel!r} message to rank {dst}", (dst,))
         handle.set_result(None)
         return handle
-
-    def recv(self, spec: Spec | None, src: int, channel: str) -> Handle[torch.Tensor]:
-        """Receives one tensor, or any message as bytes; see `Transport.recv`."""
-        return self._post(None if spec is None else [spec], src, channel, is_bundle=False)
-
-    def recv_many(
-        self, specs: Sequence[Spec], src: int, channel: str
-    ) -> Handle[list[torch.Tensor]]:
-        """Receives several tensors; see `Transport.recv_many`."""
-        return self._post(tuple(specs), src, channel, is_bundle=True)
 
     def make_groups(self, groups: Sequence[Group]) -> None:
         """Checks the groups; nothing has to be made. See `Transport.make_groups`."""
@@ -188,12 +173,11 @@ class ThreadTransport:
     def _own_copy(self, tensor: Any) -> torch.Tensor:
         return copy_to_host(tensor).clone(memory_format=torch.contiguous_format)
 
-    def _post(
-        self, specs: Sequence[Spec] | None, src: int, channel: str, *, is_bundle: bool
-    ) -> Handle[Any]:
+    def recv(self, specs: Sequence[Spec] | None, src: int, channel: str) -> Handle[Any]:
+        """Receives tensors, or any message as bytes; see `Transport.recv`."""
         check_peer(src, self.rank, self.world_size)
         handle: Handle[Any] = Handle(self.watch, f"a {channel!r} message from rank {src}", (src,))
-        posted = _Posted(handle, specs, is_bundle)
+        posted = _Posted(handle, specs)
         key = (src, self.rank, channel)
         with self._world.lock:
             arrived = self._world.messages.get(key)
@@ -263,7 +247,7 @@ def _complete(posted: _Posted, message: list[torch.Tensor], key: tuple[int, int,
         return
     expected, actual = describe(posted.specs), describe(message)
     if expected == actual:
-        posted.handle.set_result(message if posted.is_bundle else message[0])
+        posted.handle.set_result(message)
         return
     src, dst, channel = key
     posted.handle.set_error(

@@ -129,9 +129,9 @@ def test_copies_have_rows_of_their_own(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     for rank in group:
         for step in rank["steps"]:
-            begun = [a[0] for a in step["actions"] if "LOAD" in a[0]]
-            assert sorted(text for text, _, _ in step["copies"]) == sorted(begun) != []
-            sizes = [action[5] for action in step["actions"]]
+            begun = [a["action"] for a in step["actions"] if "LOAD" in a["action"]]
+            assert sorted(copy["action"] for copy in step["copies"]) == sorted(begun) != []
+            sizes = [action["held_bytes"] for action in step["actions"]]
             assert sizes == pytest.approx(step["plan"]["held_bytes"], rel=0.05)
         drawn = [e["name"] for e in events if (e["pid"], e.get("tid")) == (2, rank["rank"])]
         assert drawn.count(begun[0]) == 2, "once in each of two steps"
@@ -180,7 +180,7 @@ def test_files_that_are_no_traces(tmp_path, capsys):
     for path, message in (
         (tmp_path / "absent.json", "cannot be read: No such file"),
         (other, "is not a trace that smp.profile wrote"),
-        (old, "has version 0 of mpxla's traces, and this mpxla reads 2"),
+        (old, "has version 0 of mpxla's traces, and this mpxla reads 3"),
     ):
         assert main(["trace", str(path)]) == 1
         assert message in capsys.readouterr().err
