@@ -107,7 +107,9 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(self.body(x)[0][:, -1])
+        outputs, last = self.body(x)
+        hidden = last[0] if isinstance(last, tuple) else last  # [layers, B, H]
+        return self.head(outputs[:, 0] + hidden.transpose(0, 1).flatten(1))
 
 
 class Checkpointed(nn.Module):
