@@ -19,7 +19,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.parallel.loss_scale import overflow_text
 from mpxla.session import current, is_initialized
 
-__all__ = ["GradScaler", "refuse_inside", "refuse_with_keys", "scaled"]
+__all__ = ["GradScaler", "refuse_inside", "refuse_unused", "refuse_with_keys", "scaled"]
 
 _SMALLEST = 2.0**-40
 """Below it the scale only loses digits: torch's scaler would go on halving for ever."""
@@ -55,7 +55,7 @@ class GradScaler:
         # On the host, and changed in place: captured steps hold this very tensor.
         self._scale = torch.tensor(float(given.get("init_scale", 2.0**16)))
         self._growth_tracker = 0
-        self._has_scaled = False
+        self.has_scaled = False
         self._found: dict[int, bool] = {}
         self._step = 0
         self._last_finite: int | None = None
@@ -73,7 +73,7 @@ class GradScaler:
         if not self._enabled:
             return outputs
         refuse_with_keys()
-        self._has_scaled = True
+        self.has_scaled = True
         return scaled(outputs, self._scale)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -93,12 +93,7 @@ class GradScaler:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
             )
-        if not self._has_scaled:
-            raise StepError(
-                "GradScaler.unscale_ or step was called, but this scaler has scaled no loss: the "
-                "step function was captured with another one, or calls model.backward(loss). Make "
-                "one scaler before the first step, and call model.backward(scaler.scale(loss))."
-            )
+        refuse_unused(self)
         unscale = getattr(optimizer, "unscale_gradients", None)
         if unscale is None:
             raise MpxlaError(
@@ -233,6 +228,23 @@ def refuse_inside(method: str) -> None:
         raise StepError(
             f"GradScaler.{method}() was called in a step function{at_user_line()}, which is "
             f"captured once. Call it after the step call."
+        )
+
+
+def refuse_unused(scaler: Any) -> None:
+    """Checks that a scaler has scaled a loss before gradients are divided by its scale.
+
+    Args:
+        scaler: has `has_scaled` once it has.
+
+    Raises:
+        StepError: it has not.
+    """
+    if not getattr(scaler, "has_scaled", False):
+        raise StepError(
+            "GradScaler.unscale_ or step was called, but this scaler has scaled no loss: the "
+            "step function was captured with another one, or calls model.backward(loss). Make "
+            "one scaler before the first step, and call model.backward(scaler.scale(loss))."
         )
 
 

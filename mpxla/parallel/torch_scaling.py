@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.capture import current_recorder
-from mpxla.parallel.grad_scaler import refuse_inside, refuse_with_keys, scaled
+from mpxla.parallel.grad_scaler import refuse_inside, refuse_unused, refuse_with_keys, scaled
 
 __all__ = ["see_all_overflows"]
 
@@ -59,6 +59,7 @@ def _outside(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _scale_anywhere(self: Any, outputs: Any) -> Any:
     if not self.is_enabled():
         return outputs
+    self.has_scaled = True
     if current_recorder() is None:
         return _scale(self, outputs)
     refuse_with_keys()
@@ -78,4 +79,5 @@ def _unscale_everywhere(
     unscale = getattr(optimizer, "unscale_gradients", None)
     if unscale is None:
         return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    refuse_unused(self)
     return {found_inf.device: found_inf.fill_(float(unscale(float(self._scale))))}
