@@ -160,6 +160,22 @@ def _with_lengths(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return call
 
 
+def _lstm(input: torch.Tensor, hx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """What `nn.LSTM` calls. Taken apart, it has last states of [layers, 1, B, H] (torch 2.9)."""
+    output, *last = torch.lstm(input, hx, *args)
+    first = args[0] if isinstance(hx, torch.Tensor) else hx  # sizes of a packed sequence come first
+    return output, *(a.view_as(b) for a, b in zip(last, first, strict=True))
+
+
+def _refuse_packed(*_: Any) -> Any:
+    """Lengths of sequences would decide the shapes of all that follows."""
+    raise CaptureError(
+        f"pack_padded_sequence was called in a step function{at_user_line()}, whose shapes must "
+        f"not depend on lengths. Run a layer of one direction on the padded batch, and read its "
+        f"outputs at the last position of every sequence: out[torch.arange(len(out)), lengths - 1]."
+    )
+
+
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
@@ -167,6 +183,8 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: _corrcoef,
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
     F.ctc_loss: _with_lengths(F.ctc_loss),
+    torch.lstm: _lstm,
+    torch._pack_padded_sequence: _refuse_packed,  # pyright: ignore[reportPrivateUsage]
     torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.quantile: _quantile,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -131,6 +132,8 @@ def _tensor(value: torch.Tensor) -> str:
     """Shape and dtype, and the numbers of a tensor that has some."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or value.is_sparse:
         raise UnknownValueError(type(value).__name__)
+    if is_functorch_wrapped_tensor(value):
+        raise UnknownValueError("a value inside torch.vmap")
     if not all(type(size) is int for size in value.shape):
         raise UnknownValueError("a size that is no number")
     kind = f"{[*value.shape]} {value.dtype}"

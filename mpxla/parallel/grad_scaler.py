@@ -70,6 +70,7 @@ def _outside(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _scale_anywhere(self: Any, outputs: Any) -> Any:
     if not self.is_enabled():
         return outputs
+    self.has_scaled = True
     if current_recorder() is None:
         return _scale(self, outputs)
     _refuse_with_keys()
@@ -89,6 +90,12 @@ def _unscale_everywhere(
     unscale = getattr(optimizer, "unscale_gradients", None)
     if unscale is None:
         return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    if not getattr(self, "has_scaled", False):
+        raise StepError(
+            "GradScaler.unscale_ or step was called, but this scaler has scaled no loss: the "
+            "step function was captured with another one, or calls model.backward(loss). Make "
+            "one scaler before the first step, and call model.backward(scaler.scale(loss))."
+        )
     return {found_inf.device: found_inf.fill_(float(unscale(float(self._scale))))}
 
 
@@ -117,7 +124,6 @@ class GradScaler(TorchScaler):
         super().__init__("cpu", **given)
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(_CPU)
-        self._has_scaled = False
         self._step = 0
         self._last_finite: int | None = None
 
@@ -129,7 +135,6 @@ class GradScaler(TorchScaler):
         """
         if self._enabled:
             _refuse_with_keys()
-            self._has_scaled = True
         return _scale_anywhere(self, outputs)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -145,12 +150,6 @@ class GradScaler(TorchScaler):
         if not self._enabled:
             return
         _refuse_inside("unscale_")
-        if not self._has_scaled:
-            raise StepError(
-                "GradScaler.unscale_ or step was called, but this scaler has scaled no loss: the "
-                "step function was captured with another one, or calls model.backward(loss). Make "
-                "one scaler before the first step, and call model.backward(scaler.scale(loss))."
-            )
         super().unscale_(optimizer)
 
     def _unscale_grads_(

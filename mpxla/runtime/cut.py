@@ -67,10 +67,10 @@ class CutStep:
         return forward, backward
 
     def parameter_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Pipeline ranks that hold each parameter or buffer that the step reads."""
+        """Pipeline ranks that hold each parameter or buffer that the step reads or changes."""
         holders: dict[str, set[int]] = {}
         for stage in self.stages:
-            for name in (*stage.parameters, *stage.buffers):
+            for name in (*stage.parameters, *stage.buffers, *stage.new_buffers):
                 holders.setdefault(name, set()).add(self.placement[stage.index])
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 

@@ -153,3 +153,16 @@ def test_code_of_the_user_is_not_kept(kept, caplog):
     for _ in range(2):
         capture_step(step, model, [TensorLeaf((5, 4), torch.float32)], names, kept=kept)
     assert (kept.num_found, kept.num_added) == (0, 0)
+
+
+def test_steps_under_vmap_are_not_kept(kept):
+    """Values of their graphs have no bytes to hash."""
+    model = nn.Linear(4, 4)
+    names, leaves = ModelState(model).canonical_names, [TensorLeaf((5, 4), torch.float32)]
+
+    def step(leaves):
+        return torch.vmap(lambda row: model(row).tanh())(leaves[0])
+
+    found, plain = (capture_step(step, model, leaves, names, kept=k) for k in (kept, None))
+    assert (kept.num_found, kept.num_added) == (0, 0)
+    assert rows(found) == rows(plain)

@@ -1,5 +1,7 @@
 """Loss scales by themselves: how they move, what is refused, and their states."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from mpxla import delayed
 from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.compute_dtype import convert, narrowed, widened, with_scaled_gradients
-from mpxla.parallel.grad_scaler import GradScaler
+from mpxla.parallel.grad_scaler import GradScaler, see_all_overflows
 from mpxla.parallel.loss_scale import LossScale
 
 pytestmark = pytest.mark.unit
@@ -101,8 +103,11 @@ def test_a_scaler_that_cannot_help_says_so():
     assert after(scaler, [0, 1]) == [2.0**-39, 2.0**-40]
     with pytest.raises(StepError, match="finite gradients was number 1"):
         after(scaler, [1])
-    with pytest.raises(StepError, match="this scaler has scaled no loss"):
-        scaler.unscale_(None)
+    see_all_overflows()
+    optimizer = SimpleNamespace(unscale_gradients=lambda scale: False)
+    for unused in (scaler, torch.amp.GradScaler("cpu")):
+        with pytest.raises(StepError, match="this scaler has scaled no loss"):
+            unused.unscale_(optimizer)
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.update()
 
