@@ -55,7 +55,9 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     Dropout is among them: written as a product with a mask, it can be computed again from that.
     """
     table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
-    return {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
+    found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
+    # A part of others: of `renorm` in low precision.
+    return {**found, torch.ops.prims.convert_element_type.default: torch.Tensor.to}
 
 
 def is_known(target: object) -> bool:

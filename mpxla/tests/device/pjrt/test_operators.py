@@ -105,6 +105,7 @@ def by_hand() -> list[Call]:
         (attention, heads, heads, heads, None, 0.0, True, {"scale": 0.3}),
         (attention, heads, grouped, grouped, {"is_causal": True, "enable_gqa": True}),
         (aten.unbind_copy.int, whole, 1),
+        (aten.renorm.default, heads.bfloat16(), 2, 1, 0.5),
         (aten.searchsorted.Scalar, torch.tensor([1.0, 2.0, 3.0]), 2.0),
         (aten.special_xlog1py.other_scalar, x, 2.0),
         (aten.special_xlog1py.self_scalar, 2.0, x.abs()),
