@@ -20,7 +20,7 @@ from mpxla.comm.xla import XlaTransport
 from mpxla.comm.xla_programs import GraphProgram, Operand
 from mpxla.graph.collectives import is_collective
 from mpxla.graph.stepgraph import is_random
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import computed_results
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["FusedExecutable", "fuse"]
@@ -29,7 +29,7 @@ __all__ = ["FusedExecutable", "fuse"]
 class FusedExecutable:
     """A program of a group; see `Executable`. Every member calls it, and waits for the results.
 
-    A result has the number of the program's result, or that of an argument as (i,).
+    For `results` see `computed_results`.
     """
 
     is_random = False
@@ -84,7 +84,7 @@ def fuse(
         return None
     if any(is_random(node) for node in graph.nodes):
         return None
-    wanted, results = _results_of(graph)
+    wanted, results = computed_results(graph)
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     copy.graph_copy(graph, copies)
@@ -123,16 +123,3 @@ def _in_mesh(table: Mapping[Any, Callable[..., Any]], target: Any, mesh: Mesh) -
 
     call.__name__ = str(target).rpartition(".")[0].replace(".", "_")
     return call
-
-
-def _results_of(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[int]]]:
-    """Nodes that the program computes, and where each result of the graph is found."""
-    place = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    number: dict[fx.Node, int] = {}
-    results: list[int | tuple[int]] = []
-    for node in outputs_of(graph):
-        if node in place:
-            results.append((place[node],))
-        else:
-            results.append(number.setdefault(node, len(number)))
-    return list(number), results

@@ -12,6 +12,7 @@ from torch import fx
 __all__ = [
     "Function",
     "arguments_of",
+    "computed_results",
     "input_of",
     "named_arguments",
     "outputs_of",
@@ -43,6 +44,24 @@ def input_of(node: fx.Node) -> fx.Node:
 def outputs_of(graph: fx.Graph) -> list[Any]:
     """What a graph returns: nodes, and None in graphs that may give nothing in a place."""
     return list(arguments_of(graph.output_node())[0])
+
+
+def computed_results(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[int]]]:
+    """What a program of a graph computes; arguments that it hands on as they came are not part.
+
+    Returns:
+        The nodes to compute, and for every result of the graph the number of one of them, or that
+        of an argument as (i,).
+    """
+    place = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    number: dict[fx.Node, int] = {}
+    results: list[int | tuple[int]] = []
+    for node in outputs_of(graph):
+        if node in place:
+            results.append((place[node],))
+        else:
+            results.append(number.setdefault(node, len(number)))
+    return list(number), results
 
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema:

@@ -17,7 +17,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,27 @@ class PieceList:
             for i in range(len(self.pieces))
         ]
 
+    def donated(self, arguments: Collection[int]) -> list[tuple[int, ...]]:
+        """For every piece, the positions of inputs that its results may take the memory of.
+
+        Those are donated arguments of the program which nothing reads later, and which a result
+        can replace. A host piece may fail, and its caller goes on with what it has given then: what
+        is read before one is not donated.
+        """
+        hosts = [i for i, piece in enumerate(self.pieces) if isinstance(piece, HostPiece)]
+        found: list[tuple[int, ...]] = []
+        for i, (piece, done) in enumerate(zip(self.pieces, self.last_uses(), strict=True)):
+            takes = isinstance(piece, ComputePiece) and i > max(hosts, default=-1)
+            free = Counter(piece.output_specs if takes else ())
+            positions: list[int] = []
+            for position, spec in enumerate(piece.input_specs):
+                number = piece.inputs[position]
+                if number in arguments and number in done and free[spec]:
+                    free[spec] -= 1
+                    positions.append(position)
+            found.append(tuple(positions))
+        return found
+
     def messages(self, group: str) -> list[str]:
         """What the pieces exchange within a group of ranks, in order, for comparison and messages.
 
@@ -207,9 +228,11 @@ def split_graph(
     order = {node: i for i, node in enumerate(graph.nodes)}
     drafts = [_draft(kind, nodes, order) for kind, nodes in groups]
     number = {node: i for i, node in enumerate(placeholders)}
-    needed = {node for draft in drafts for node in draft.taken} | set(results)
+    # Results come first, in their order: donated memory goes to those at the same place.
+    needed = dict.fromkeys([*results, *(node for draft in drafts for node in draft.taken)])
     for draft in drafts:
-        draft.given = [node for node in draft.nodes if node in needed and node not in number]
+        own = set(draft.nodes)
+        draft.given = [node for node in needed if node in own and node not in number]
         number.update({node: len(number) + i for i, node in enumerate(draft.given)})
     _await_earlier_turns(drafts)
     return PieceList(

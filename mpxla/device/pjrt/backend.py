@@ -158,18 +158,16 @@ class PjrtBackend:
         """
         annotate(graph.graph, inputs, graph)
         if not unknown_nodes(graph.graph):
-            program = self._compile(name, graph, inputs, donated)
-            if not donated or not self._spares:
-                return program
-            return SparingExecutable(program, donated, self._imports, self._device)
+            return self._compile(name, graph, inputs, donated)
         fused = self._fused(name, graph, inputs, groups or {})
         if fused is not None:
             return fused
-        # Between pieces lie values that nobody else has; arguments are not donated to any of them.
         plan = split_graph(graph.graph, functools.partial(_kind_of, name), graph)
         runners = [
-            self._runner_of(f"{name}, piece {i + 1} of {len(plan.pieces)}", piece, groups or {})
-            for i, piece in enumerate(plan.pieces)
+            self._runner_of(f"{name}, piece {i} of {len(plan.pieces)}", piece, taken, groups or {})
+            for i, (piece, taken) in enumerate(
+                zip(plan.pieces, plan.donated(donated), strict=True), 1
+            )
         ]
         return PiecewiseExecutable(name, plan, runners, self.view, self.put)
 
@@ -187,9 +185,12 @@ class PjrtBackend:
         module: fx.GraphModule,
         inputs: Sequence[TensorSpec],
         donated: Collection[int],
-    ) -> PjrtExecutable:
+    ) -> PjrtExecutable | SparingExecutable:
         where = (self._key_kind, self._device, self._started, self._kept)
-        return compile_flat(name, module, inputs, donated, *where)
+        program = compile_flat(name, module, inputs, donated, *where)
+        if not donated or not self._spares:
+            return program
+        return SparingExecutable(program, donated, self._imports, self._device)
 
     def _compile_zeros(self, specs: tuple[TensorSpec, ...]) -> Callable[[], Sequence[jax.Array]]:
         there = jax.sharding.SingleDeviceSharding(self._device)
@@ -201,14 +202,14 @@ class PjrtBackend:
         return jax.jit(program, out_shardings=there).lower().compile()
 
     def _runner_of(
-        self, name: str, piece: Piece, groups: Groups
-    ) -> PjrtExecutable | HostRunner | CollectiveRunner:
+        self, name: str, piece: Piece, donated: Collection[int], groups: Groups
+    ) -> PjrtExecutable | SparingExecutable | HostRunner | CollectiveRunner:
         if isinstance(piece, HostPiece):
             return HostRunner(name, piece, self.view, self.put)
         if isinstance(piece, CollectivePiece):
             put = functools.partial(self.put, owned=True)
             return CollectiveRunner(name, piece, groups, self.view, put)
-        return self._compile(name, piece.module, piece.input_specs, ())
+        return self._compile(name, piece.module, piece.input_specs, donated)
 
     def put(self, tensors: Sequence[Any], owned: bool = False) -> list[jax.Array]:
         """Host tensors as arrays, with memory of their own if others have them; arrays stay."""

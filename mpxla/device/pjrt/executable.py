@@ -23,7 +23,7 @@ from mpxla.device.pjrt.graphs import as_function, is_random_graph
 from mpxla.device.pjrt.memory import explained
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph.fingerprint import UnknownValueError, fingerprint
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import computed_results, outputs_of
 from mpxla.kept import Kept
 from mpxla.stage.spec import TensorSpec
 
@@ -41,7 +41,7 @@ class PjrtExecutable:
     Args:
         name: for messages.
         call: the program, or None where there is nothing to compute.
-        results: for every result, the number of the program's result, or of an argument as (i,).
+        results: see `computed_results`.
         is_random: whether it takes a seed as well.
         device: where it runs.
         started: takes a weak reference to one result of every call, for `PjrtBackend.wait`.
@@ -111,7 +111,9 @@ def compile_flat(
         LoweringError: an operator has no jax function, or XLA refuses the program.
         MpxlaError: the device's memory is full.
     """
-    wanted, results = _results_of(module)
+    nodes, results = computed_results(module.graph)
+    place = {node: i for i, node in enumerate(outputs_of(module.graph))}
+    wanted = [place[node] for node in nodes]
     is_random = is_random_graph(module.graph)
     if not wanted:
         return PjrtExecutable(name, None, results, False, device, started)
@@ -191,20 +193,3 @@ def _products_as_torch(platform: str) -> AbstractContextManager[Any]:
         return nullcontext()
     precision = {"highest": "highest", "high": "high", "medium": "default"}
     return jax.default_matmul_precision(precision[torch.get_float32_matmul_precision()])
-
-
-def _results_of(module: fx.GraphModule) -> tuple[list[int], list[int | tuple[int]]]:
-    """Which results the program computes, and where each of the graph's results is found."""
-    place = {n: i for i, n in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
-    computed: list[int] = []
-    number: dict[fx.Node, int] = {}
-    results: list[int | tuple[int]] = []
-    for i, node in enumerate(outputs_of(module.graph)):
-        if node in place:
-            results.append((place[node],))
-            continue
-        if node not in number:
-            number[node] = len(computed)
-            computed.append(i)
-        results.append(number[node])
-    return computed, results

@@ -43,17 +43,8 @@ assert operators.SUBJECTS, "importing them fills the table"
 
 _aten = torch.ops.aten
 _NOT_CORE = (
-    *(_aten.linalg_solve_triangular, _aten.native_batch_norm, _aten.native_dropout_backward),
-    *(_aten._embedding_bag, _aten.grid_sampler_2d, _aten.rrelu_with_noise_functional),
-    *(_aten.linalg_vector_norm, _aten.nll_loss2d_forward, _aten.nll_loss2d_backward),
-    *(_aten.affine_grid_generator, _aten._fused_dropout, _aten._weight_norm_interface),
-    *(_aten._weight_norm, _aten._euclidean_dist, _aten.binary_cross_entropy, _aten.col2im),
-    *(_aten.huber_loss, _aten.im2col, _aten.logit_backward, _aten.mse_loss, _aten.smooth_l1_loss),
-    *(_aten.multi_margin_loss, _aten.multilabel_margin_loss_forward, _aten.soft_margin_loss),
-    *(_aten._scaled_dot_product_flash_attention_for_cpu, _aten.upsample_bicubic2d, _aten.renorm),
-    *(_aten.unfold_backward, _aten.index_add, _aten.bernoulli, _aten.take, _aten._cdist_forward),
-    *(_aten.baddbmm, _aten.logaddexp, _aten.heaviside, _aten.trace, _aten.special_log_ndtr),
-    *(_aten.native_dropout,),
+    *(_aten.grid_sampler_2d, _aten._fused_dropout, _aten.native_dropout, _aten.upsample_bicubic2d),
+    *(_aten.dist, _aten.narrow_copy, _aten.rrelu_with_noise_backward, _aten.unbind_copy),
 )
 
 
@@ -64,7 +55,9 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     Dropout is among them: written as a product with a mask, it can be computed again from that.
     """
     table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
-    return {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
+    found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
+    # A part of others: of `renorm` in low precision.
+    return {**found, torch.ops.prims.convert_element_type.default: torch.Tensor.to}
 
 
 def is_known(target: object) -> bool:

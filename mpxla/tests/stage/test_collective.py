@@ -92,7 +92,7 @@ def test_one_after_the_other_and_side_by_side():
     runners, _ = runners_of(piece, 2)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda r, v: r([v]), runners, VALUES, timeout=60))
-    for first, second, again in found:  # a piece gives its values in the graph's order
+    for again, second, first in found:  # a piece gives results in the program's order
         assert torch.equal(first, BOTH.sum(0))
         assert torch.equal(again, 2 * BOTH.sum(0))
         assert torch.equal(second, BOTH.amax(0))

@@ -100,6 +100,23 @@ def test_pieces_compute_what_the_graph_does(function, expected):
     torch.testing.assert_close(run(plan, x), function(x))
 
 
+def test_donated_arguments_go_to_the_last_piece_that_reads_them():
+    def update(a, b, c, d):
+        small = aten.sum.default(d)
+        first = aten.digamma.default(aten.add.Tensor(aten.mul.Tensor(a, small), b))
+        return [aten.add.Tensor(first, b), aten.add.Tensor(first, c), a]
+
+    plan = split_graph(traced(update, 4), kind_of)
+    assert kinds(plan) == "CHC"
+    taken = [
+        [piece.inputs[i] for i in positions]
+        for piece, positions in zip(plan.pieces, plan.donated((0, 1, 2, 3)), strict=True)
+    ]
+    # What fails on the host has taken nothing, `a` is a result, and none is left for `d`.
+    assert taken == [[], [], [1, 2]]
+    assert plan.donated((2,))[-1] == (plan.pieces[-1].inputs.index(2),)
+
+
 def test_work_that_is_ready_together_shares_a_piece():
     plan = split_graph(traced(independent), kind_of)
     first, host, last = plan.pieces

@@ -78,11 +78,6 @@ def _threshold_backward(gradient: jax.Array, x: jax.Array, threshold: Any) -> ja
     return jnp.where(x <= cast(threshold, x.dtype), cast(0, gradient.dtype), gradient)
 
 
-@implements("threshold")
-def _threshold(x: jax.Array, threshold: Any, value: Any) -> jax.Array:
-    return jnp.where(x <= cast(threshold, x.dtype), cast(value, x.dtype), x)
-
-
 @implements("elu")
 @_rounded_once
 def _elu(x: jax.Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> jax.Array:
@@ -123,37 +118,7 @@ def _log_sigmoid_backward(gradient: jax.Array, x: jax.Array, _: jax.Array) -> ja
     return gradient * jax.nn.sigmoid(-x)
 
 
-@implements("_prelu_kernel")
-def _prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, x, x * weight)
-
-
-@implements("_prelu_kernel_backward")
-def _prelu_backward(
-    gradient: jax.Array, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return (
-        jnp.where(x > 0, gradient, gradient * weight),
-        jnp.where(x > 0, cast(0, x.dtype), gradient * x),
-    )
-
-
 @implements("hardshrink_backward", "softshrink_backward")
 def _shrink_backward(gradient: jax.Array, x: jax.Array, lambd: Any) -> jax.Array:
     is_inside = (x >= -lambd) & (x <= lambd)
     return jnp.where(is_inside, cast(0, gradient.dtype), gradient)
-
-
-@implements("rrelu_with_noise_backward")
-def _rrelu_backward(
-    gradient: jax.Array,
-    x: jax.Array,
-    noise: jax.Array,
-    lower: Any,
-    upper: Any,
-    training: bool,
-    self_is_result: bool,
-) -> jax.Array:
-    if training and upper - lower > 1e-6:
-        return gradient * noise
-    return jnp.where(x > 0, gradient, gradient * cast((lower + upper) / 2, gradient.dtype))

@@ -86,19 +86,6 @@ def _linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = N
     return jnp.linspace(start, end, steps, dtype=wanted)
 
 
-@implements("logspace")
-def _logspace(
-    start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    powers = jnp.power(base, jnp.linspace(start, end, steps, dtype=np.float64))
-    return powers.astype(dtype_or(dtype))
-
-
-@implements("eye", "eye.m")
-def _eye(count: int, *columns: int, dtype: torch.dtype | None = None) -> jax.Array:
-    return jnp.eye(count, *columns, dtype=dtype_or(dtype))
-
-
 def _window(operator: OpOverload, *args: Any, dtype: torch.dtype | None = None) -> jax.Array:
     """One of PyTorch's windows, as a constant: nothing in it depends on tensors."""
     return from_constant(operator(*args, dtype=dtype))

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from mpxla.device.pjrt.dtypes import as_float, cast, widened
+from mpxla.device.pjrt.dtypes import as_float, widened
 from mpxla.device.pjrt.table import implements
 
 
@@ -53,7 +53,6 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "atanh": jnp.arctanh,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
-    "deg2rad": jnp.deg2rad,
     "digamma": _digamma,
     "erf": lax.erf,
     "erfc": lax.erfc,
@@ -67,14 +66,12 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "log10": lambda x: _logarithm(x, 10.0),
     "log1p": jnp.log1p,
     "log2": lambda x: _logarithm(x, 2.0),
-    "rad2deg": jnp.rad2deg,
     "reciprocal": lambda x: 1 / x,
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
     "sinc": jnp.sinc,
     "sinh": jnp.sinh,
-    "special_entr": special.entr,
     "special_i0e": special.i0e,
     "special_i1": special.i1,
     "special_i1e": special.i1e,
@@ -107,14 +104,11 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "_conj": jnp.conj,
     "_conj_physical": jnp.conj,
     "floor": _unless_integer(jnp.floor),
-    "frac": lambda x: x - jnp.trunc(x),
     "imag": jnp.imag,
     "real": jnp.real,
     "isinf": jnp.isinf,
     "isfinite": jnp.isfinite,
     "isnan": jnp.isnan,
-    "isneginf": lambda x: jnp.isneginf(x) if x.dtype.kind not in "biu" else jnp.zeros_like(x, bool),
-    "isposinf": lambda x: jnp.isposinf(x) if x.dtype.kind not in "biu" else jnp.zeros_like(x, bool),
     "logical_not": jnp.logical_not,
     "neg": jnp.negative,
     "round": _unless_integer(jnp.round),
@@ -148,26 +142,9 @@ def _round_to_decimals(x: jax.Array, *, decimals: int = 0) -> jax.Array:
     return jnp.round(x * scale) / scale if decimals > 0 else jnp.round(x / scale) * scale
 
 
-@implements("nan_to_num")
-def _nan_to_num(
-    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> jax.Array:
-    if x.dtype.kind in "biu":
-        return x
-    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
-
-
 @implements("polar")
 def _polar(length: jax.Array, angle: jax.Array) -> jax.Array:
     return lax.complex(length * jnp.cos(angle), length * jnp.sin(angle))
-
-
-@implements("logit")
-def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
-    x = as_float(x)[0]
-    if eps is not None:
-        x = jnp.clip(x, cast(eps, x.dtype), cast(1 - eps, x.dtype))
-    return jnp.log(x / (1 - x))
 
 
 @implements("polygamma")

@@ -43,13 +43,6 @@ def _sum(
     return jnp.sum(x, axes_of(dims, x.ndim), keepdims=keepdim, dtype=x.dtype)
 
 
-@implements("nansum")
-def _nansum(
-    x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    return _sum(jnp.where(jnp.isnan(x), 0, x).astype(x.dtype), dims, keepdim, dtype=dtype)
-
-
 @implements("mean", "mean.dim")
 def _mean(
     x: jax.Array, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
@@ -77,13 +70,6 @@ def _along(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 _amax = implements("amax")(_along(jnp.max))
 _amin = implements("amin")(_along(jnp.min))
 implements("count_nonzero", "count_nonzero.dim_IntList")(_along(jnp.count_nonzero))
-
-
-@implements("aminmax")
-def _aminmax(
-    x: jax.Array, *, dim: int | None = None, keepdim: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    return _amin(x, dim, keepdim), _amax(x, dim, keepdim)
 
 
 implements("max")(jnp.max)
@@ -170,11 +156,6 @@ def _vector_norm(
     return jnp.power(jnp.sum(jnp.power(size, order), axes, keepdims=keepdim), 1 / order)
 
 
-@implements("dist")
-def _dist(x: jax.Array, y: jax.Array, order: Any = 2) -> jax.Array:
-    return _vector_norm(as_float(x - y)[0], order)
-
-
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
         x = convert(x, _sum_dtype(x, dtype))
@@ -223,25 +204,6 @@ def _softmax(
 
 implements("_softmax")(partial(_softmax, jax.nn.softmax, 1))
 implements("_log_softmax")(partial(_softmax, jax.nn.log_softmax, 0))
-
-
-@implements("_safe_softmax")
-def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> jax.Array:
-    """Rows of which all are masked out are zeros, not NaN."""
-    x = x if dtype is None else convert(x, jax_dtype(dtype))
-    is_masked = jnp.all(x == -jnp.inf, dim, keepdims=True)
-    return jnp.where(is_masked, 0, jax.nn.softmax(x, dim))
-
-
-@implements("_softmax_backward_data")
-def _softmax_backward(
-    gradient: jax.Array, result: jax.Array, dim: int, dtype: torch.dtype
-) -> jax.Array:
-    if not result.ndim:
-        return jnp.zeros_like(result)
-    gradient, result = map(widened, (gradient, result))
-    product = gradient * result
-    return product - result * jnp.sum(product, dim, keepdims=True)
 
 
 @implements("_log_softmax_backward_data")

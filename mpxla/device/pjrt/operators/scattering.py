@@ -138,21 +138,6 @@ def _index_add(
     return x.at[_row(x, dim, index)].add(values)
 
 
-@implements("index_copy")
-def _index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
-    if not x.ndim:
-        return source.reshape(())
-    source = source if source.ndim else source[None]
-    return x.at[_row(x, dim, index)].set(source.astype(x.dtype))
-
-
-@implements("index_fill.int_Scalar", "index_fill.int_Tensor")
-def _index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
-    if not x.ndim:
-        return cast(value, x.dtype)
-    return x.at[_row(x, dim, index)].set(cast(value, x.dtype))
-
-
 @implements("index_reduce")
 def _index_reduce(
     x: jax.Array,

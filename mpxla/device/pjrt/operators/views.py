@@ -2,7 +2,7 @@
 
 import builtins
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,20 +101,6 @@ def _split_with_sizes(x: jax.Array, sizes: Sequence[int], dim: int = 0) -> list[
     ]
 
 
-@implements("split.Tensor")
-def _split(x: jax.Array, size: int, dim: int = 0) -> list[jax.Array]:
-    whole = x.shape[dim]
-    if not whole or not size:
-        return [x]
-    starts = range(0, whole, size)
-    return _split_with_sizes(x, [min(size, whole - s) for s in starts], dim)
-
-
-@implements("unbind.int", "unbind_copy.int")
-def _unbind(x: jax.Array, dim: int = 0) -> list[jax.Array]:
-    return [_select(x, dim, i) for i in range(x.shape[dim])]
-
-
 @implements("cat")
 def _concatenate(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     kept = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch skips those
@@ -146,11 +132,6 @@ def convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-@implements("narrow_copy")
-def _narrow_copy(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
-    return _slice(x, dim, start, start % max(x.shape[dim], 1) + length)
-
-
 @implements("constant_pad_nd")
 def _pad(x: jax.Array, padding: Sequence[int], value: Any = 0) -> jax.Array:
     pairs = [(padding[2 * i], padding[2 * i + 1], 0) for i in range(len(padding) // 2)]
@@ -180,16 +161,6 @@ def _diagonal_scatter(
     columns = jnp.arange(count) + max(offset, 0)
     moved = moved.at[..., rows, columns].set(source.astype(x.dtype))
     return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
-
-
-def _among_zeros(scatter: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The derivative of a view: (gradient, shape, which part) -> the gradient among zeros."""
-    return lambda gradient, shape, *part: scatter(jnp.zeros(shape, gradient.dtype), gradient, *part)
-
-
-implements("slice_backward")(_among_zeros(_slice_scatter))
-implements("select_backward")(_among_zeros(_select_scatter))
-implements("diagonal_backward")(_among_zeros(_diagonal_scatter))
 
 
 @implements("unfold")

@@ -15,14 +15,14 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpxla.device.pjrt.table import FUNCTIONS, RANDOM
+from mpxla.device.pjrt.graphs import is_known
 
 __all__ = ["Call", "operator_samples", "record"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator that the table has, and what PyTorch gave.
+    """One call of an operator that programs may have, and what PyTorch gave.
 
     Attributes:
         operator: the overload.
@@ -46,7 +46,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        calls = self.calls.setdefault(func, []) if func in FUNCTIONS or func in RANDOM else None
+        is_functional = is_known(func) and not func._schema.is_mutable
+        calls = self.calls.setdefault(func, []) if is_functional else None
         if calls is None or len(calls) >= self.most:
             return func(*args, **kwargs)
         before = _copied((args, kwargs))

@@ -1,4 +1,4 @@
-"""Compares functions of the table with what PyTorch gave in recorded calls."""
+"""Compares operators, as programs compute them, with what PyTorch gave in recorded calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
 
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
-from mpxla.device.pjrt.dtypes import jax_dtype
-from mpxla.device.pjrt.table import FUNCTIONS, IGNORED
+from mpxla.device.pjrt.graphs import as_function
 from mpxla.tests.device.pjrt.operator_calls import Call
 
-__all__ = ["differences"]
+__all__ = ["differences", "run"]
 
 _aten = torch.ops.aten
 _WITHOUT_VALUES = ("aten::empty", "aten::new_empty")
@@ -97,14 +97,13 @@ def differences(calls: Sequence[Call]) -> list[str]:
     """Runs calls on jax as one program; what differs from PyTorch, or could not run."""
     runs, found = [], []
     for call in calls:
-        leaves, structure = pytree.tree_flatten(call.arguments)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        arrays = [copy_to_device(leaves[i], jax.devices()[0]) for i in places]
-        runs.append((call, leaves, structure, places, arrays))
+        leaves = pytree.tree_leaves(call.arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        runs.append((call, [copy_to_device(t, jax.devices()[0]) for t in tensors]))
     try:
         results = jax.jit(
-            lambda arrays: [_run(*run[:4], a) for run, a in zip(runs, arrays, strict=True)]
-        )([run[4] for run in runs])
+            lambda arrays: [run(call, a) for call, a in zip(calls, arrays, strict=True)]
+        )([arrays for _, arrays in runs])
     except Exception as error:  # one at a time, then
         if len(calls) > 1:
             return [text for call in calls for text in differences([call])]
@@ -119,14 +118,19 @@ def differences(calls: Sequence[Call]) -> list[str]:
     return found
 
 
-def _run(call: Call, leaves: list[Any], structure: Any, places: list[int], arrays: Any) -> Any:
-    filled = list(leaves)
-    for place, array in zip(places, arrays, strict=True):
-        filled[place] = array
-    args, kwargs = pytree.tree_unflatten(filled, structure)
-    kept = {key: value for key, value in kwargs.items() if key not in IGNORED}
-    given = FUNCTIONS[call.operator](*args, **kept)
-    listed = list(given) if isinstance(given, (tuple, list)) else [given]
-    wanted = call.expected if isinstance(call.expected, (tuple, list)) else [call.expected]
-    pairs = [(g, w) for g, w in zip(listed, wanted, strict=True) if isinstance(w, torch.Tensor)]
-    return [jax.numpy.asarray(g).astype(jax_dtype(w.dtype)) for g, w in pairs if g is not None]
+def run(call: Call, arrays: Sequence[jax.Array]) -> list[Any]:
+    """What a program of one operator gives for the tensors of a call."""
+    graph = fx.Graph()
+
+    def placed(tensor: torch.Tensor) -> fx.Node:
+        node = graph.placeholder(f"argument_{len(graph.nodes)}")
+        node.meta["val"] = tensor
+        return node
+
+    args, keywords = pytree.tree_map_only(torch.Tensor, placed, call.arguments)
+    node = graph.call_function(call.operator, args, keywords)
+    node.meta["val"] = call.expected
+    graph.output([node])
+    found = as_function(call.source, fx.GraphModule(torch.nn.Module(), graph))(None, arrays)
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(call.expected), strict=True)
+    return [value for value, wanted in pairs if isinstance(wanted, torch.Tensor)]

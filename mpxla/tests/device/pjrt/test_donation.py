@@ -1,4 +1,4 @@
-"""The update takes the memory of parameters and state, unless somebody else sees it.
+"""Programs take the memory of what is donated, unless somebody else sees it: above all updates.
 
 On the CPU XLA copies what somebody sees. On CUDA it refuses to run: a backend on the CPU that goes
 the same way must leave nothing to be copied.
@@ -9,11 +9,17 @@ import re
 import jax
 import pytest
 import torch
+from torch import fx
 
+from mpxla.comm.loopback import LoopbackTransport
+from mpxla.comm.transport import Members
 from mpxla.device.pjrt.arrays import copy_to_device
 from mpxla.device.pjrt.backend import PjrtBackend
 from mpxla.device.pjrt.donation import SparingExecutable
 from mpxla.parallel.update import CompiledUpdate
+from mpxla.stage.pieces import CollectivePiece, ComputePiece
+from mpxla.stage.piecewise import PiecewiseExecutable
+from mpxla.stage.spec import TensorSpec
 
 SIZE = 1 << 14
 NUM_STEPS = 5
@@ -132,6 +138,42 @@ def test_what_pytorch_has_made_is_not_taken(backend):
     train(plain, inner, inner.step, lambda: [plain[0].data.add_(1), plain[1].data.fill_(3)])
     for found, wanted in zip(parameters, plain, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_programs_in_pieces_take_the_memory_of_sums_in_their_last_piece(backend):
+    """A backward of a group of ranks: sums, and a value that others' values are added to."""
+    aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+    graph = fx.Graph()
+    first, second, passed, x = (graph.placeholder(name) for name in ("a", "b", "c", "x"))
+    gradient = graph.call_function(aten.add.Tensor, (x, first))
+    reduced = graph.call_function(c10d.all_reduce.default, (gradient, "sum", "group"))
+    arrived = graph.call_function(c10d.wait_tensor.default, (reduced,))
+    new_second = graph.call_function(aten.add.Tensor, (second, arrived))  # not in their order
+    new_first = graph.call_function(aten.add.Tensor, (first, arrived))
+    graph.output((new_first, new_second, passed))
+    module, specs = fx.GraphModule(torch.nn.Module(), graph), [TensorSpec((SIZE,), torch.float32)]
+    groups = {"group": Members((0,), LoopbackTransport())}
+    program = backend.compile("backward", module, specs * 4, (0, 1, 2), groups)
+    assert isinstance(program, PiecewiseExecutable)
+    kinds = [type(piece) for piece in program.plan.pieces]
+    assert kinds == [ComputePiece, CollectivePiece, ComputePiece]
+
+    sums, (x,) = backend.zeros(specs * 3), backend.put([torch.full((SIZE,), 2.0)])
+    pointers = [array.unsafe_buffer_pointer() for array in sums]
+    alive, live = [], live_bytes()
+    program.on_piece = lambda number: alive.append(live_bytes() - live)
+    for _ in range(3):
+        results = program([*sums, x])
+        assert [s.is_deleted() for s in sums[:2]] == [True, True] and results[2] is sums[2]
+        sums = results
+    backend.wait()
+    assert [array.unsafe_buffer_pointer() for array in sums] == pointers
+    assert max(alive) <= 2 * SIZE * 4, "what is added, and no second copy of the sums"
+    plain = torch.zeros(SIZE), torch.zeros(SIZE)
+    for _ in range(3):
+        plain = 2 * plain[0] + 2, plain[1] + plain[0] + 2
+    for found, wanted in zip(sums, (*plain, torch.zeros(SIZE)), strict=True):
+        torch.testing.assert_close(backend.view(found), wanted)
 
 
 def test_accelerators_are_told_the_same():

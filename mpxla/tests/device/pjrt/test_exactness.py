@@ -1,32 +1,26 @@
 """Operators whose results have to be PyTorch's to the last bit, or nearly so in low precision."""
 
+import functools
+
 import jax
 import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from mpxla.device.pjrt import operators
 from mpxla.device.pjrt.arrays import copy_to_device, host_copies
-from mpxla.device.pjrt.dtypes import jax_dtype
-from mpxla.device.pjrt.table import FUNCTIONS
+from mpxla.tests.device.pjrt.operator_calls import Call
+from mpxla.tests.device.pjrt.operator_checks import run
 
-assert operators.SUBJECTS
 aten = torch.ops.aten
 
 
 def both(operator, *args, **keywords):
     """What the compiled function gives, in the dtype of what PyTorch gives; and that."""
     expected = operator(*args, **keywords)
-    leaves, structure = pytree.tree_flatten(args)
-    arrays = [copy_to_device(t, jax.devices()[0]) for t in leaves if isinstance(t, torch.Tensor)]
-
-    def call(arrays):
-        rest = iter(arrays)
-        filled = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        found = FUNCTIONS[operator](*pytree.tree_unflatten(filled, structure), **keywords)
-        return found.astype(jax_dtype(expected.dtype))
-
-    (found,) = host_copies([jax.jit(call)(arrays)])
+    call = Call(operator, "by hand", (args, keywords), expected)
+    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    arrays = [copy_to_device(tensor, jax.devices()[0]) for tensor in tensors]
+    (found,) = host_copies(jax.jit(functools.partial(run, call))(arrays))
     return found, expected
 
 
