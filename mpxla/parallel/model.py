@@ -287,7 +287,12 @@ class DistributedModel(PartitionedModule):
         self._engine.placement.follow_decision(self.label, decision)
 
     def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+        *,
+        assign: bool = False,
     ) -> Any:
         """Loads a full state dict, or the partial ones of all ranks of a replica.
 
@@ -298,10 +303,18 @@ class DistributedModel(PartitionedModule):
             strict: whether missing and unexpected keys are errors.
             same_partition_load: the partial dict is this rank's own of the same partition: no
                 merging.
+            assign: has to be False, see the error.
 
         Raises:
             RuntimeError: keys or shapes do not match (as in torch).
+            MpxlaError: `assign` is set.
         """
+        if assign:
+            raise MpxlaError(
+                "load_state_dict(assign=True) would make the tensors of the dict the parameters; "
+                "those of a smp.DistributedModel live with their stages, and take values. Leave "
+                "assign out, or load into the model before smp.DistributedModel wraps it."
+            )
         values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
         values = without_shards(values, self.shards_of_tensors, self.canonical_names)
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):

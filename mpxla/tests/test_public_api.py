@@ -102,7 +102,7 @@ METHODS = {
         "local_named_modules": "",
         "local_state_dict": "",
         "state_dict": "*args, gather_to_rank0=False, **kwargs",
-        "load_state_dict": "state_dict, strict=True, same_partition_load=False",
+        "load_state_dict": "state_dict, strict=True, same_partition_load=False, assign=False",
         "register_post_partition_hook": "hook",
         "register_post_step_hook": "hook",
         "cpu": "",

@@ -88,6 +88,8 @@ def gather_states():
     everywhere, first = model.state_dict(), model.state_dict(gather_to_rank0=True)
     for parameter in model.local_parameters():
         parameter.data.zero_()
+    with pytest.raises(smp.MpxlaError, match="Leave assign out, or load into the model before"):
+        model.load_state_dict(everywhere, assign=True)
     model.load_state_dict(partial, same_partition_load=True)
     again = model.state_dict()
     inner = optimizer.orig_state_dict()
