@@ -32,6 +32,7 @@ from mpxla.device.pjrt.arrays import (
     is_array_of,
     shared_tensors,
 )
+from mpxla.device.pjrt.cache import program_key, read_program, write_program
 from mpxla.device.pjrt.collectives import COLLECTIVES, WorldRunner
 from mpxla.device.pjrt.donation import SparingExecutable
 from mpxla.device.pjrt.dtypes import jax_dtype, torch_dtype
@@ -43,6 +44,7 @@ from mpxla.device.views import assign, num_holders
 from mpxla.env import read_environment, set_variables
 from mpxla.errors import ConfigError, LoweringError, MpxlaError
 from mpxla.graph.collectives import is_collective
+from mpxla.graph.fingerprint import described
 from mpxla.graph.stepgraph import describe
 from mpxla.kept import Kept, kind_of_processor
 from mpxla.log import get_logger
@@ -198,8 +200,13 @@ class PjrtBackend:
         def program() -> list[jax.Array]:
             return [jnp.zeros(spec.shape, jax_dtype(spec.dtype)) for spec in specs]
 
+        def compile_() -> jax.stages.Compiled:
+            return jax.jit(program, out_shardings=there).lower().compile()
+
         PjrtExecutable.num_compilations += 1
-        return jax.jit(program, out_shardings=there).lower().compile()
+        device = self._device
+        key = program_key(device, "zeros", described(specs)) if self._kept else None
+        return self._kept.recall(key, compile_, write_program, lambda v: read_program(v, device))
 
     def _runner_of(
         self, name: str, piece: Piece, donated: Collection[int], groups: Groups

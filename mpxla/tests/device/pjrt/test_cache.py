@@ -58,6 +58,17 @@ def test_donated_arguments_are_other_programs(backend, tmp_path):
         assert kept.num_found == found
 
 
+def test_programs_of_zeros_are_found(tmp_path):
+    def found():
+        backend = PjrtBackend("cpu")
+        kept = open_kept(str(tmp_path), backend.machine)
+        backend.keep_programs(kept)
+        assert not any(backend.view(array).any() for array in backend.zeros(SPECS))
+        return kept.num_found
+
+    assert (found(), found()) == (0, 1)
+
+
 def test_random_programs_draw_the_same_when_loaded(backend, tmp_path):
     def drawn():
         backend.keep_programs(open_kept(str(tmp_path), backend.machine))
