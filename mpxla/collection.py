@@ -6,10 +6,14 @@ from collections.abc import Generator
 
 __all__ = ["collection_paused"]
 
+_MANY = 1_000_000
+"""New objects, after which there is one search: a trace makes 100,000 to 400,000."""
+_num_unsearched = 0
+
 
 @contextlib.contextmanager
 def collection_paused() -> Generator[None]:
-    """No such search meanwhile, nor at once afterwards.
+    """No such search meanwhile, and afterwards only once in many times.
 
     Imports and traces make so many objects that stay that Python looks through all there are again
     and again, those of torch and jax too: 0.1 s each time.
@@ -20,9 +24,21 @@ def collection_paused() -> Generator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else a script has frozen objects, and they stay so
-                # Makes the new objects old ones. As young ones, all of them would be searched as
-                # soon as another one is made: 0.2 s after a trace.
-                gc.freeze()
-                gc.unfreeze()
+            _make_old()
             gc.enable()
+
+
+def _make_old() -> None:
+    """Takes new objects as old ones: else all are searched as soon as another one is made.
+
+    That takes 0.2 s after a trace. Old ones are hardly ever searched: the graphs of steps that are
+    traced again and again would fill the memory.
+    """
+    global _num_unsearched
+    _num_unsearched += gc.get_count()[0]
+    if _num_unsearched > _MANY:
+        gc.collect()
+        _num_unsearched = 0
+    elif not gc.get_freeze_count():  # else a script has frozen objects, and they stay so
+        gc.freeze()
+        gc.unfreeze()

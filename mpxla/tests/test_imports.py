@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -281,6 +282,21 @@ def test_what_a_script_has_frozen_stays_frozen():
     with collection_paused():
         made = [[] for _ in range(100)]
     assert not gc.get_freeze_count() and gc.isenabled()
+
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+
+def test_garbage_of_many_traces_does_not_pile_up():
+    first = None
+    for _ in range(12):
+        with collection_paused():
+            made = [Cycle() for _ in range(100_000)]
+            first = first or weakref.ref(made[0])
+            del made
+    assert first() is None
 
 
 def test_planning_loads_no_torch():
