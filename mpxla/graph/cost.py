@@ -29,6 +29,7 @@ from mpxla.graph.stepgraph import (
     is_random,
     module_path,
 )
+from mpxla.stage.spec import key_of_call
 
 __all__ = ["MachineModel", "PartitionProblem", "build_problem"]
 
@@ -289,10 +290,9 @@ def _count_flops(step: StepGraph) -> dict[fx.Node, int]:
         for node in step.graph.nodes:
             if node.op != "call_function" or not _may_count(node.target):
                 continue
-            given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            layouts = pytree.tree_map_only(torch.Tensor, _layout, given)
-            key = node.target, repr(layouts)
+            key = key_of_call(node)
             if key not in counts:
+                given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _stand_in, given)
                 with FlopCounterMode(display=False) as counter:
                     cast(Any, node.target)(*args, **kwargs)
@@ -309,10 +309,6 @@ def _may_count(target: object) -> bool:
     key = DispatchKey.CompositeImplicitAutograd
     is_composite = key in target.py_kernels or target.has_kernel_for_dispatch_key(key)
     return is_composite or target.overloadpacket in flop_registry
-
-
-def _layout(value: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(value.shape), value.stride(), value.dtype
 
 
 def _stand_in(value: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ from mpxla.kept import Kept, key_of
 from mpxla.parallel.elementwise import ELEMENTWISE
 from mpxla.parallel.stochastic_rounding import Origin
 from mpxla.parallel.update_python import own_attributes
-from mpxla.parallel.update_slots import Arrangement
-from mpxla.parallel.update_trace import UpdateFunction, python_state
+from mpxla.parallel.update_slots import NOT_CONSTANT, Arrangement
+from mpxla.parallel.update_trace import UpdateFunction, python_state, without_tensors
 from mpxla.stage.program import trace_program
 from mpxla.stage.spec import TensorSpec
 
@@ -84,13 +84,9 @@ def _key(
     code = inspect.unwrap(kind.step).__module__
     if kind not in ELEMENTWISE or origins is not None or not code.startswith("torch."):
         return None
-    skipped = ("params", "lr", "initial_lr", "param_names")
-    groups = [{k: v for k, v in g.items() if k not in skipped} for g in optimizer.param_groups]
-    states = [optimizer.state.get(p, {}) for group in arrangement.trained for p in group]
-    in_python = [
-        {k: None if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        for state in states
-    ]
+    groups = [{k: v for k, v in g.items() if k not in NOT_CONSTANT} for g in optimizer.param_groups]
+    trained = (p for group in arrangement.trained for p in group)
+    in_python = [without_tensors(optimizer.state.get(p, {})) for p in trained]
     facts = (
         *(kind, own_attributes(optimizer), groups, in_python, list(inputs), plain),
         replace(arrangement, trained=()),

@@ -14,7 +14,10 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.parallel.store import release
 from mpxla.parallel.update_python import describe, described
 
-__all__ = ["Arrangement", "Places", "Slots", "constants_of"]
+__all__ = ["NOT_CONSTANT", "Arrangement", "Places", "Slots", "constants_of"]
+
+NOT_CONSTANT = ("params", "lr", "initial_lr", "param_names")
+"""Of a group of parameters, what an update does not hold as constants."""
 
 _Trained = Sequence[Sequence[torch.nn.Parameter]]
 
@@ -306,10 +309,11 @@ def constants_of(optimizer: Any) -> tuple[Any, ...]:
     Raises:
         NotTraceableError: something of it cannot be compared from step to step.
     """
-    skipped = ("params", "lr", "initial_lr", "param_names")
     settings = tuple(
         tuple(
-            (k, describe(v, f"param_groups[{i}][{k!r}]")) for k, v in g.items() if k not in skipped
+            (k, describe(v, f"param_groups[{i}][{k!r}]"))
+            for k, v in g.items()
+            if k not in NOT_CONSTANT
         )
         for i, g in enumerate(optimizer.param_groups)
     )

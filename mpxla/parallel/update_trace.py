@@ -32,7 +32,7 @@ from mpxla.parallel.update_python import (
 )
 from mpxla.parallel.update_slots import Arrangement, constants_of
 
-__all__ = ["UpdateFunction", "clone_optimizer", "python_state", "wide_dtype"]
+__all__ = ["UpdateFunction", "clone_optimizer", "python_state", "wide_dtype", "without_tensors"]
 
 # Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
 # in the first step. Neuron has no such numbers.
@@ -229,9 +229,12 @@ def _python_values(optimizer: Any) -> Any:
 
 def python_state(entry: Any) -> Any:
     """What the state of a parameter holds beside tensors, comparable."""
-    if isinstance(entry, Mapping):
-        entry = {k: None if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
-    return describe(entry, "state")
+    return describe(without_tensors(entry) if isinstance(entry, Mapping) else entry, "state")
+
+
+def without_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state of a parameter, with None in place of tensors."""
+    return {k: None if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 class _TensorScalars(TorchFunctionMode):
