@@ -50,6 +50,7 @@ from mpxla.graph.functional_step import (
     constants_of,
     functional_step,
 )
+from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import Number
@@ -195,6 +196,7 @@ class _StepModule(nn.Module):
                 own_backwards_captured(),
                 checkpoints_noted(),
                 optimizers_refused(),
+                transforms_refused(),
                 assigned_buffers_written(self.model),
             ):
                 returned = self._function(leaves)

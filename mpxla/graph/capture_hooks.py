@@ -26,6 +26,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = [
+    "FREEZES",
     "attributes_kept",
     "has_gradient_hook",
     "optimizers_refused",
@@ -41,7 +42,7 @@ _ADDS_HOOK = (
 )
 _gradient = cast(Any, torch.Tensor.grad)
 _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
-_FREEZES = (torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__)
+FREEZES = (torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__)
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_MODULES = ("_backward_hooks", "_backward_pre_hooks")
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -58,7 +59,7 @@ def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
         CaptureError: it reads or changes the gradient of a tensor, hooks into autograd, or freezes
             a parameter.
     """
-    if func in _FREEZES and isinstance(args[0], nn.Parameter):
+    if func in FREEZES and isinstance(args[0], nn.Parameter):
         raise CaptureError(
             f"requires_grad of a parameter is changed in a step function{at_user_line()}, which is "
             f"captured with what it is before. Change it between step calls, which compiles once "

@@ -25,9 +25,10 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
-from mpxla.graph.capture_hooks import refuse_gradients
+from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
 
@@ -61,10 +62,13 @@ class StepSemantics(TorchFunctionMode):
         self.constants = Constants(tape)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
+        self._gradients = Gradients()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AUTOGRAD and self.of_function == (True, False):
             raise DifferentiatesInsideError
+        if func is torch.autograd.grad and not self.of_function[0]:
+            return self._gradients.grad(*args, **(kwargs or {}))
         if func in _AUTOGRAD and not self.of_function[0]:
             raise CaptureError(
                 f"{func.__name__}() was called in a step function{at_user_line()}. Call "
@@ -78,6 +82,8 @@ class StepSemantics(TorchFunctionMode):
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return _NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
+        if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
+            self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
             pytree.tree_map(_refuse_foreign_parameter, (tuple(args), kwargs or {}))
         args, kwargs = pytree.tree_map(self._to_host, (tuple(args), kwargs or {}))

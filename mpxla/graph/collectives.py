@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.errors import StepError
+from mpxla.errors import CaptureError, StepError
 from mpxla.graph.typed import Function
+from mpxla.graph.user_code import at_user_line
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -213,7 +214,11 @@ def _define(
 
         @staticmethod
         def backward(ctx: Any, *_: torch.Tensor) -> None:
-            raise AssertionError("collectives are replaced before they run")
+            raise CaptureError(
+                f"torch.autograd.grad in a step function{at_user_line()} differentiates a module "
+                f"whose weights are split over ranks, which it cannot. Leave that module whole: "
+                f"smp.set_tensor_parallelism(module, False)."
+            )
 
     def refuse(*_: Any) -> torch.Tensor:
         raise StepError(

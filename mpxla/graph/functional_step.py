@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.gradients import expand_gradients
 from mpxla.graph.normalize import (
     collapse_detaches,
     densify_gradients,
@@ -76,6 +77,7 @@ def functional_step(
     collapse_detaches(graph)
     densify_gradients(graph)
     free_layouts(graph)
+    expand_gradients(graph)
     graph.eliminate_dead_code()
     is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]
     _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)

@@ -105,13 +105,16 @@ def _with_gradient_flags(
         def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
                 results = tuple(operator(inputs))
+            ctx.save_for_backward(*inputs)
             flags = zip(results, function.has_gradient, strict=True)
             ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
             return results
 
         @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-            raise AssertionError("operators of functions are replaced before they run")
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            # For `torch.autograd.grad` in a step, which asks what depends on what.
+            pairs = zip(ctx.saved_tensors, function.is_differentiated, strict=True)
+            return tuple(torch.zeros_like(x) if wanted else None for x, wanted in pairs)
 
     return lambda inputs: list(Flags.apply(*inputs))
 

@@ -1,0 +1,338 @@
+"""`torch.autograd.grad` in a step function: gradients as values that the step goes on with.
+
+Gradient penalties, forces as derivatives of an energy and steps of an inner optimizer need them.
+While a step is captured, one operator stands for a call, since the tracer sees no derivative: it
+works above autograd. In the functional graph the operators of PyTorch's derivative take its place.
+They read what is there already, and repeat what is inside of composite operators. Stages
+differentiate them like all others.
+
+This module must not know about stages.
+"""
+
+import contextlib
+import operator
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunction
+from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpxla.errors import CaptureError
+from mpxla.graph.exchanged import exchanged
+from mpxla.graph.functions import applied
+from mpxla.graph.normalize import free_layouts
+from mpxla.graph.stepgraph import describe, is_random
+from mpxla.graph.typed import Function, arguments_of, input_of, outputs_of, target_of
+from mpxla.graph.user_code import at_user_line, line_of
+
+__all__ = ["Gradients", "expand_gradients", "transforms_refused"]
+
+_aten = torch.ops.aten
+_library = torch.library.Library("mpxla_gradients", "DEF")
+_library.define("leaf(Tensor tensor) -> Tensor")
+_library.define("of(Tensor[] results, Tensor[] leaves, Tensor[] seeds) -> Tensor[]")
+_operators = torch.ops.mpxla_gradients
+_LEAF, _OF = _operators.leaf.default, _operators.of.default
+_COPIED_META = ("nn_module_stack", "stack_trace")
+
+
+def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], __: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(leaf) for leaf in leaves]
+
+
+class _Flags(Function):
+    """Gradients depend on all that is given; while a step is captured they have no values."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: tuple[int, int], *tensors: torch.Tensor) -> Any:
+        first, second = counts[0], sum(counts)
+        ctx.save_for_backward(*tensors)
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return tuple(_OF(tensors[:first], tensors[first:second], tensors[second:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _with_flags(
+    results: list[torch.Tensor], leaves: list[torch.Tensor], seeds: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    counts = len(results), len(leaves)
+    return list(_Flags.apply(counts, *results, *leaves, *seeds))
+
+
+_library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
+_library.impl("of", _like_leaves, "CompositeExplicitAutograd")
+_library.impl("of", _with_flags, "Autograd")
+
+
+class Gradients:
+    """Calls of `torch.autograd.grad` while one step is captured."""
+
+    def __init__(self) -> None:
+        self._leaves: Any = WeakTensorKeyDictionary()
+
+    def becomes_leaf(self, tensor: torch.Tensor) -> None:
+        """Says that what is computed with a tensor depends on it from here on, not before."""
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            self._leaves[tensor] = _LEAF(tensor)
+
+    def grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What `torch.autograd.grad` returns, as values of the captured step.
+
+        Raises:
+            CaptureError: gradients are asked for in batches.
+        """
+        if is_grads_batched:
+            raise CaptureError(
+                f"torch.autograd.grad(is_grads_batched=True) was called in a step function"
+                f"{at_user_line()}. Call it once for each gradient, in a loop."
+            )
+        results, leaves = _tuple(outputs), _tuple(inputs)
+        seeds: Any = (None,) * len(results) if grad_outputs is None else _tuple(grad_outputs)
+        with _disable_current_modes(), DisableTorchFunction():
+            # Torch's own check of the call, and which gradients there are none of.
+            found: Any = torch.autograd.grad(
+                results,
+                leaves,
+                seeds,
+                retain_graph=True,
+                allow_unused=materialize_grads if allow_unused is None else allow_unused,
+            )
+        pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
+        given = [torch.ones_like(r) if s is None else s for r, s in pairs]
+        used = [leaf for leaf, g in zip(leaves, found, strict=True) if g is not None]
+        asked = [self._leaves.get(leaf, leaf) for leaf in used]
+        with torch.set_grad_enabled(create_graph):
+            gradients: list[torch.Tensor | None] = list(_OF([r for r, _ in pairs], asked, given))
+        for place, leaf in enumerate(leaves):
+            if found[place] is None:
+                gradients.insert(place, torch.zeros_like(leaf) if materialize_grads else None)
+        return tuple(gradients)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+@contextlib.contextmanager
+def transforms_refused() -> Generator[None]:
+    """Makes the derivatives of `torch.func` an error: their tensors hide what depends on what.
+
+    Raises:
+        CaptureError: one was taken.
+    """
+
+    def refuse() -> None:
+        raise CaptureError(
+            f"A derivative of torch.func is taken in a step function{at_user_line()}, which a "
+            f"captured step cannot follow. Write it with torch.autograd.grad: "
+            f"x = x.clone().requires_grad_(); "
+            f"(g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)."
+        )
+
+    with exchanged(eager_transforms, grad_increment_nesting=refuse, jvp_increment_nesting=refuse):
+        yield
+
+
+def expand_gradients(graph: fx.Graph) -> None:
+    """Puts the operators of derivatives in the place of calls of `torch.autograd.grad`.
+
+    Args:
+        graph: of a functional step; it is changed in place.
+
+    Raises:
+        CaptureError: PyTorch knows no derivative.
+    """
+    calls = [node for node in graph.nodes if node.target is _OF]
+    for call in calls:
+        _expand(graph, call)
+    for node in [n for n in graph.nodes if n.target is _LEAF]:
+        node.replace_all_uses_with(input_of(node))
+        graph.erase_node(node)
+    free_layouts(graph)
+
+
+def _expand(graph: fx.Graph, call: fx.Node) -> None:
+    results, leaves, seeds = arguments_of(call)
+    since = [_without_detaches(leaf) for leaf in leaves]
+    sources = [input_of(n) if n.target is _LEAF else n for n in since]
+    for node in _path(graph, call, results, since):
+        _open_random(graph, node)
+    path = _path(graph, call, results, since)
+    roots = [n for n in dict.fromkeys(sources) if n not in path]
+    read = [n for node in path for n in node.all_input_nodes] + list(seeds)
+    outside = [n for n in dict.fromkeys(read) if n not in {*path, *roots}]
+
+    def gradients(*values: Any) -> list[Any]:
+        env: dict[Any, Any] = dict(zip([*roots, *outside], values, strict=True))
+        for node in path:
+            args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
+            function = applied(node.target, lambda part: part) or target_of(node)
+            env[node] = function(*args, **kwargs)
+        found: Any = torch.autograd.grad(
+            [env[n] for n in results],
+            [env[n] for n in sources],
+            [env[n] for n in seeds],
+            allow_unused=True,
+        )
+        pairs = zip(sources, found, strict=True)
+        filled = (torch.zeros_like(env[n]) if g is None else g for n, g in pairs)
+        return [*(env[n] for n in tensors), *filled]
+
+    tensors = [n for n in path if isinstance(n.meta["val"], torch.Tensor)]
+    traced = _traced(gradients, [*roots, *outside], len(roots), call)
+    inputs = [n for n in traced.nodes if n.op == "placeholder"]
+    ends = outputs_of(traced)
+    known = dict(zip(inputs, [*roots, *outside], strict=True))
+    for end, node in zip(ends, tensors, strict=False):
+        known.setdefault(end, node)
+        if _is_same_part(end, node):  # the derivative may read others of its parts
+            known.setdefault(input_of(end), input_of(node))
+    found = _copied(graph, call, traced, ends[len(tensors) :], known)
+    for user in list(call.users):
+        user.replace_all_uses_with(found[arguments_of(user)[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _without_detaches(node: fx.Node) -> fx.Node:
+    """A leaf that a region without gradients has handed out."""
+    start = node
+    while start.target in (_aten.detach.default, _aten.alias.default):
+        start = input_of(start)
+    return start if start.target is _LEAF else node
+
+
+def _path(
+    graph: fx.Graph, call: fx.Node, results: Sequence[fx.Node], since: Sequence[fx.Node]
+) -> dict[fx.Node, None]:
+    """Nodes through which results depend on what they are differentiated by, in order."""
+    dependent = {n for n in since if n.target is not _LEAF}
+    nodes: list[fx.Node] = []
+    for node in graph.nodes:
+        if node is call:
+            break
+        if node in since and node.target is _LEAF:
+            dependent.add(input_of(node))
+        elif node.target is not _aten.detach.default and not dependent.isdisjoint(
+            node.all_input_nodes
+        ):
+            dependent.add(node)
+            nodes.append(node)
+    needed = set(results)
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return dict.fromkeys(n for n in nodes if n in needed)
+
+
+def _open_random(graph: fx.Graph, node: fx.Node) -> None:
+    """Divides a node that draws random numbers inside, so that its derivative reads the same."""
+    if not is_random(node) or not isinstance(node.meta["val"], torch.Tensor):
+        return
+    inputs = node.all_input_nodes
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
+        return [target_of(node)(*args, **kwargs)]
+
+    traced = _traced(run, inputs, 0, node)
+    known = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
+    [value] = _copied(graph, node, traced, outputs_of(traced), known, is_inside=True)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.Node) -> fx.Graph:
+    """A function of values like those of some nodes as a graph below autograd."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    specs = [node.meta["val"] for node in inputs]
+    with mode:
+        values = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, requires_grad=i < num_leaves)
+            for i, v in enumerate(specs)
+        ]
+    # Only the plain form of attention has a derivative that has one.
+    with torch.enable_grad(), mode, sdpa_kernel(SDPBackend.MATH):
+        try:
+            module = make_fx(function)(*values)
+            if any(_writes(node) for node in module.graph.nodes):
+                module = make_fx(dispatch_functionalize(function))(*values)
+        except (RuntimeError, NotImplementedError) as error:
+            text = str(error).strip().split("\n")[0]
+            raise CaptureError(
+                f"torch.autograd.grad in a step function{line_of(at)}: PyTorch has no derivative "
+                f"of what is differentiated there ({type(error).__name__}: {text})."
+            ) from error
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]:  # pyright: ignore[reportPrivateUsage]
+        graph.erase_node(node)
+    return graph
+
+
+def _is_same_part(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are the same one of the results of the same operator."""
+    parts = (operator.getitem, operator.getitem)
+    if (one.target, other.target) != parts or one.args[1] != other.args[1]:
+        return False
+    return input_of(one).target is input_of(other).target
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _copied(
+    graph: fx.Graph,
+    before: fx.Node,
+    traced: fx.Graph,
+    ends: Sequence[fx.Node],
+    known: Mapping[fx.Node, fx.Node],
+    is_inside: bool = False,
+) -> list[fx.Node]:
+    """Copies what some nodes need to before a node of another graph, where some are known."""
+    needed = set(ends)
+    for node in reversed(list(traced.nodes)):
+        if node in needed and node not in known:
+            needed.update(node.all_input_nodes)
+    copies = dict(known)
+    meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
+    with graph.inserting_before(before):
+        for node in traced.nodes:
+            if node not in needed or node in copies:
+                continue
+            if node.op != "call_function" or (is_random(node) and not is_inside):
+                raise CaptureError(
+                    f"torch.autograd.grad in a step function{line_of(before)}: {describe(node)} "
+                    f"cannot be part of what is differentiated there."
+                )
+            if node.target is _aten.detach.default:
+                # How autograd reads what it has saved; second derivatives flow through that.
+                copies[node] = copies[input_of(node)]
+                continue
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {**meta, "val": node.meta.get("val")}
+    return [copies[end] for end in ends]
