@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mpxla.collection import give_back_memory
 from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
@@ -150,6 +151,7 @@ class StepEngine:
             StepError: the call cannot be carried out; raised on all ranks of the pipeline.
             PeerFailure: another rank failed during the call.
         """
+        give_back_memory()  # of the last call and of the update after it
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
         self._session.progress.function = rule.function.__qualname__
         try:
