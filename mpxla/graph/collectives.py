@@ -42,6 +42,7 @@ __all__ = [
     "GATHER",
     "JOIN_POSITIONS",
     "OWN_POSITIONS",
+    "REPLICA_GROUP",
     "SUM",
     "SUM_OF_POSITIONS",
     "TENSOR_GROUP",
@@ -50,12 +51,15 @@ __all__ = [
     "gather_parts",
     "is_collective",
     "is_of_group",
+    "join_replicas",
     "look_up",
     "lowered",
     "sum_over",
     "vary",
 ]
 
+REPLICA_GROUP = "replicas"
+"""Name of the group of ranks that hold the same tensors, each with data of its own."""
 TENSOR_GROUP = "tensor"
 """Name of the group of ranks that share the tensors of one partition."""
 
@@ -286,6 +290,14 @@ def sum_over(value: torch.Tensor) -> torch.Tensor:
 def gather_parts(value: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
     """Parts of all `size` members one after the other along a dim, equal on all members."""
     return GATHER(value, dim % value.dim(), size, index, TENSOR_GROUP)
+
+
+def join_replicas(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Values [1, ...] of all `size` replicas, [size, ...]; each has a loss of its own.
+
+    The derivative is the sum over the replicas.
+    """
+    return JOIN_POSITIONS(value, 0, size, 0, REPLICA_GROUP)  # no function of it reads the index
 
 
 def look_up(

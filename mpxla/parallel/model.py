@@ -21,6 +21,7 @@ from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import distribute, exchange_registered, refuse_with_shards, without_shards
+from mpxla.nn.shared_norm import refuse_with_shared_statistics, share_statistics
 from mpxla.parallel.compute_dtype import (
     compute_dtype,
     convert,
@@ -121,6 +122,7 @@ class DistributedModel(PartitionedModule):
         sharing = session.topology.tp_group(session.rank)
         module = exchange_registered(module)
         shards = distribute(module, Members(sharing, session.transport))
+        share_statistics(module, session.topology.rdp_group(session.rank))
         super().__init__(module, session, shards)
         place = session.topology.sdp_group(session.rank).index(session.rank)
         threshold = session.config.sdp_param_persistence_threshold
@@ -502,9 +504,10 @@ class DistributedModel(PartitionedModule):
         "join".)
 
         Raises:
-            ConfigError: with `shard_optimizer_state` or a comm hook.
+            ConfigError: with `shard_optimizer_state`, a comm hook or a SyncBatchNorm.
         """
         refuse_with_divided_gradients("model.join()", self._state)
+        refuse_with_shared_statistics("model.join()", self.module)
         if self._session.topology.rdp_size == 1:
             yield
             return

@@ -11,11 +11,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mpxla.collection import give_back_memory
 from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
-from mpxla.graph.collectives import TENSOR_GROUP
+from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
@@ -77,9 +78,11 @@ class StepEngine:
         self._pp_rank = session.topology.pp_rank(session.rank)
         sharing = session.topology.tp_group(session.rank)
         sharding = session.topology.sdp_group(session.rank)
+        replicas = session.topology.rdp_group(session.rank)
         self._groups = {
             TENSOR_GROUP: Members(sharing, session.transport),
             SHARDING_GROUP: Members(sharding, session.transport),
+            REPLICA_GROUP: Members(replicas, session.transport),
         }
         self._link = link
         self._reducers = reducers
@@ -93,7 +96,7 @@ class StepEngine:
         # Each replica brings a batch to a step, or each of its ranks that share tensors does.
         self._num_batches = 1 if session.config.prescaled_batch else len(sharing)
         config = session.config.for_batches(self._num_batches)
-        num_batches = len(session.topology.rdp_group(session.rank)) * self._num_batches
+        num_batches = len(replicas) * self._num_batches
         self.meter = Meter(backend, transport, num_batches)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
@@ -150,6 +153,7 @@ class StepEngine:
             StepError: the call cannot be carried out; raised on all ranks of the pipeline.
             PeerFailure: another rank failed during the call.
         """
+        give_back_memory()  # of the last call and of the update after it
         name = f"{rule.function.__module__}.{rule.function.__qualname__}"
         self._session.progress.function = rule.function.__qualname__
         try:
@@ -318,12 +322,14 @@ class StepEngine:
 
     def _settle_exchanges(self, plan: StepPlan, gathering: Gathering | None) -> list[str]:
         """What all ranks of the pipeline gather and scatter, compared with other replicas."""
-        if len(self._groups[SHARDING_GROUP].ranks) == 1:
+        if len(self._groups[REPLICA_GROUP].ranks) == 1:
             return []
         once = gathering.names if gathering is not None else ()
         own = [*(f"the begin of the step gathers {name}" for name in once), *plan.exchanges()]
         everyone = self._session.objects.allgather(own, self._group)
         exchanges = [line for lines in everyone for line in lines]
+        if not exchanges and len(self._groups[SHARDING_GROUP].ranks) == 1:
+            return []  # another replica need not compile now
 
         def settle() -> None:
             if self._pp_rank > 0:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpxla.comm.transport import Groups
 from mpxla.device.backend import Backend, Executable, Lowering
+from mpxla.graph.collectives import REPLICA_GROUP
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.stepgraph import is_random
 from mpxla.runtime.activations import PlannedStage, plan_stages, stage_bytes
@@ -54,7 +55,7 @@ class StepPlan:
         return [f"{p.name}: {line}" for p in in_pieces for line in p.plan.messages(group)]
 
     def exchanges(self) -> list[str]:
-        """What this rank's programs gather of parameters and scatter of gradients, in order."""
+        """What this rank's programs gather, scatter and share with other replicas, in order."""
         lines: list[str] = []
         for index, stage in self.programs.items():
             backward = stage.lowered.backward
@@ -63,7 +64,7 @@ class StepPlan:
                 graphs["backward"] = backward.derivative.graph
             for which, graph in graphs.items():
                 lines += [f"stage {index} {which} {line}" for line in exchanges(graph)]
-        return [*lines, *self.messages(SHARDING_GROUP)]
+        return [*lines, *self.messages(SHARDING_GROUP), *self.messages(REPLICA_GROUP)]
 
 
 def compile_stages(
