@@ -29,6 +29,7 @@ from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import arguments_of
+from mpxla.stage.solvers import OF_FACTORS
 
 __all__ = [
     "as_function",
@@ -55,6 +56,7 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     Dropout is among them: written as a product with a mask, it can be computed again from that.
     """
     table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
+    table |= OF_FACTORS
     found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
     # A part of others: of `renorm` in low precision.
     return {**found, torch.ops.prims.convert_element_type.default: torch.Tensor.to}
