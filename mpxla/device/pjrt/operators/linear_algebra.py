@@ -169,12 +169,6 @@ def _eigh(x: jax.Array, part: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
 
 
-@implements("linalg_cross")
-def _cross(left: jax.Array, right: jax.Array, *, dim: int = -1) -> jax.Array:
-    left, right = jnp.broadcast_arrays(left, right)
-    return jnp.cross(left, right, axis=dim)
-
-
 implements("linalg_householder_product")(lax.linalg.householder_product)
 implements("linalg_matrix_exp")(jax.scipy.linalg.expm)
 
