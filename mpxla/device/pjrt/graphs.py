@@ -54,7 +54,8 @@ _WRITTEN_LATE = (
     *("sigmoid_backward", "tanh_backward", "_log_softmax_backward_data", "logsumexp"),
     *("count_nonzero", "linspace", "logaddexp", "logaddexp2", "heaviside"),
     *("sinc", "mvlgamma", "linalg_cross", "slice_scatter", "select_scatter", "max_unpool2d"),
-    *("max_unpool3d", "embedding_dense_backward"),
+    *("max_unpool3d", "embedding_dense_backward", "native_group_norm_backward"),
+    "native_batch_norm_backward",
 )
 """Operators that graphs keep: stages save what these take, and not what they are made of."""
 
