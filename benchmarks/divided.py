@@ -15,15 +15,12 @@ at the same time and take turns; a ratio is taken within a repetition.
 
 import argparse
 import json
-import os
-import platform
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from suite import Benchmark, Run, measure, times
-from timing import spread
+from timing import MEMORY_NOTE, heading, in_turns, spread
 
 AGAINST: dict[str, dict[str, str | None]] = {
     "replicas": {"ddp": None, "mpxla_replicas": "ddp", "mpxla_sharded": "mpxla_replicas"},
@@ -46,19 +43,10 @@ AGAINST: dict[str, dict[str, str | None]] = {
 """The peers of a subject, each with the one that it is compared with."""
 
 
-def report(found: dict[str, Any], options: list[str], args: argparse.Namespace) -> str:
+def report(found: dict[str, Any], args: argparse.Namespace) -> str:
     """A Markdown report."""
-    import jax
-    import torch
-
     lines = [
-        f"# {args.subject}, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python benchmarks/divided.py {' '.join(options)}`",
-        "",
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}. Median "
-        f"(min - max) over {args.repetitions} repetitions in turns.",
+        *heading(f"{args.subject.capitalize()} against PyTorch", in_turns(args.repetitions)),
         "",
         "| run | s/step | ratio | loss | parameters, MiB/rank | with gradients and state | "
         "of training |",
@@ -80,13 +68,7 @@ def report(found: dict[str, Any], options: list[str], args: argparse.Namespace) 
         sizes.append(max(rank["peak_step_bytes"] - rank["before_bytes"] for rank in ranks))
         cells = [str(run), spread(result["times_s"]), ratio, f"{loss:.6f}"]
         lines.append("| " + " | ".join([*cells, *(f"{n / 2**20:.1f}" for n in sizes)]) + " |")
-    lines += [
-        "",
-        "Memory of training is the peak of the resident memory in the timed steps, less what the "
-        "process had before the model was built; compiled programs and the compiler's own memory "
-        "are in it.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", MEMORY_NOTE])
 
 
 def main() -> None:
@@ -106,7 +88,7 @@ def main() -> None:
     found = measure(Benchmark(case, args.microbatches, runs, args.steps), args.repetitions)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-    print(report(found, sys.argv[1:], args))
+    print(report(found, args))
     sys.exit(any(result["error"] for result in found.values()))
 
 
