@@ -10,17 +10,15 @@ repetition. Second starts find their programs in a folder that the first ones ha
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from launch import HERE, run_ranks
 from suite import Benchmark, Run, measure
-from timing import spread
+from timing import MEMORY_NOTE, heading, in_turns, spread
 
 PEERS = ("mpxla_torch_xla", "mpxla")
 RANKS = (1, 2)
@@ -41,18 +39,8 @@ def first_seconds(peer: str, ranks: int, case: str, microbatches: int, repetitio
 
 def report(found: dict[str, Any], starts: dict[str, Any], args: argparse.Namespace) -> str:
     """A Markdown report."""
-    import jax
-    import torch
-
     lines = [
-        f"# Backends, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python benchmarks/backends.py --case {args.case} --microbatches {args.microbatches} "
-        f"--repetitions {args.repetitions} --starts {args.starts}`",
-        "",
-        f"{platform.machine()}, {os.cpu_count()} cores, one per rank; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}. Median "
-        f"(min - max) over {args.repetitions} repetitions in turns.",
+        *heading("Backends", in_turns(args.repetitions)),
         "",
         "| step time, pjrt / torch_xla | value |",
         "|---|---|",
@@ -76,9 +64,7 @@ def report(found: dict[str, Any], starts: dict[str, Any], args: argparse.Namespa
             )
     lines += [
         "",
-        "Memory of training is the peak of the resident memory in the timed steps, less what the "
-        "process had before the model was built; compiled programs and the compiler's own memory "
-        "are in it.",
+        MEMORY_NOTE,
         "",
         f"| first step, s (median of {args.starts}) | first start | second start |",
         "|---|---|---|",

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from models import GPTCase
+from models import GPTCase, language_loss
 from torch import nn
 
 
@@ -22,10 +22,23 @@ class _Logits(nn.Module):
         return self.model(inputs).logits
 
 
+class _Blocks:
+    """A case whose model is a row of blocks, `num_blocks` below `path`."""
+
+    path: ClassVar[str]
+    num_blocks: int
+
+    def cuts(self, num_stages: int) -> list[str]:
+        """Names of the modules before which stages begin."""
+        numbers = [i * self.num_blocks // num_stages for i in range(1, num_stages)]
+        return [f"{self.path}.{number}" for number in numbers]
+
+
 @dataclass(frozen=True)
-class BertCase:
+class BertCase(_Blocks):
     """`BertForSequenceClassification` of transformers, from a small configuration."""
 
+    path: ClassVar[str] = "model.bert.encoder.layer"
     width: int = 192
     num_blocks: int = 4
     length: int = 128
@@ -57,18 +70,14 @@ class BertCase:
         ids = torch.randint(0, self.vocabulary, (count, self.length), generator=generator)
         return ids, torch.randint(0, 4, (count,), generator=generator)
 
-    def cuts(self, num_stages: int) -> list[str]:
-        """Names of the modules before which stages begin."""
-        numbers = [i * self.num_blocks // num_stages for i in range(1, num_stages)]
-        return [f"model.bert.encoder.layer.{number}" for number in numbers]
-
     loss = staticmethod(F.cross_entropy)
 
 
 @dataclass(frozen=True)
-class LlamaCase:
+class LlamaCase(_Blocks):
     """`LlamaForCausalLM` of transformers, from a small configuration; 12 M parameters."""
 
+    path: ClassVar[str] = "model.model.layers"
     width: int = 384
     num_blocks: int = 4
     num_heads: int = 8
@@ -100,21 +109,14 @@ class LlamaCase:
         ids = torch.randint(0, self.vocabulary, shape, generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
-    def cuts(self, num_stages: int) -> list[str]:
-        """Names of the modules before which stages begin."""
-        numbers = [i * self.num_blocks // num_stages for i in range(1, num_stages)]
-        return [f"model.model.layers.{number}" for number in numbers]
-
-    @staticmethod
-    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy over all tokens."""
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    loss = staticmethod(language_loss)
 
 
 @dataclass(frozen=True)
-class VitCase:
+class VitCase(_Blocks):
     """`ViTForImageClassification` of transformers, from a small configuration."""
 
+    path: ClassVar[str] = "model.vit.layers"
     width: int = 192
     num_blocks: int = 4
     side: int = 64
@@ -142,11 +144,6 @@ class VitCase:
         count = num_microbatches * self.microbatch_size
         images = torch.randn(count, 3, self.side, self.side, generator=generator)
         return images, torch.randint(0, 10, (count,), generator=generator)
-
-    def cuts(self, num_stages: int) -> list[str]:
-        """Names of the modules before which stages begin."""
-        numbers = [i * self.num_blocks // num_stages for i in range(1, num_stages)]
-        return [f"model.vit.layers.{number}" for number in numbers]
 
     loss = staticmethod(F.cross_entropy)
 

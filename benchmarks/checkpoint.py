@@ -14,21 +14,19 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from launch import run_ranks
 from models import GPTCase, language_loss
-from timing import spread
+from timing import heading, in_turns, spread
 
 RANKS = 2
 _CASE = '{"width": 1024, "num_blocks": 2, "num_heads": 8, "length": 16, "microbatch_size": 1}'
@@ -231,13 +229,10 @@ def report(runs: list[list[dict[str, Any]]], built: dict[str, list[dict[str, Any
         return spread([a / b for a, b in zip(seconds(other), seconds(key), strict=True)], 2)
 
     lines = [
-        f"# Checkpoints, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        "`python benchmarks/checkpoint.py`",
-        "",
-        f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} ranks; Python "
-        f"{platform.python_version()}, torch {torch.__version__}. {total / 1e6:.0f} MB of model "
-        f"and AdamW state. Median (min - max) over {len(runs)} repetitions.",
+        *heading(
+            "Checkpoints",
+            f"{RANKS} ranks, {total / 1e6:.0f} MB of model and AdamW state. {in_turns(len(runs))}",
+        ),
         "",
         "| | MB/s | speed relative to torch | relative to DCP | memory of a rank, MiB |",
         "|---|---|---|---|---|",

@@ -44,6 +44,11 @@ class GPT(nn.Module):
         return self.head(self.ln(x))
 
 
+def language_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of scores [B, T, V] against ids [B, T]."""
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
 @dataclass(frozen=True)
 class GPTCase:
     """A GPT and its batches.
@@ -74,12 +79,4 @@ class GPTCase:
         """Names of the modules before which stages begin, with equal numbers of blocks."""
         return [f"blocks.{i * self.num_blocks // num_stages}" for i in range(1, num_stages)]
 
-    @staticmethod
-    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of scores [B, T, V] against ids [B, T]."""
-        return language_loss(scores, targets)
-
-
-def language_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of scores [B, T, V] against ids [B, T]."""
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    loss = staticmethod(language_loss)

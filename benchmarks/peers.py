@@ -1,10 +1,10 @@
 """One process of one peer: trains one case and prints its step times as JSON.
 
-Started by `data_parallel.py` once per rank and repetition, by `suite.py` once per rank; one core
-for each.
+Started once per rank by the other benchmarks; one core for each.
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -16,30 +16,20 @@ from dataclasses import replace
 from typing import Any
 
 from cases import CASES
-from replica_peers import (
-    all_reduce,
+from timing import resident_bytes, timed
+from torch_peers import (
+    RANK,
+    WORLD,
     ddp,
+    eager,
     fsdp,
+    inductor,
+    lazy_xla,
     memory_of,
-    mpxla_gradients,
-    mpxla_gradients_torch_xla,
-    mpxla_grid,
-    mpxla_grid_without_overlap,
-    mpxla_parts,
-    mpxla_parts_torch_xla,
-    mpxla_replicas,
-    mpxla_sharded,
-)
-from tensor_peers import (
-    mpxla_tensor,
-    mpxla_tensor_fused,
-    mpxla_tensor_speed,
-    mpxla_tensor_torch_xla,
+    torch_pipelining,
+    torch_pipelining_compiled,
     torch_tensor,
 )
-from timing import resident_bytes, timed
-
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def pin_to_core() -> None:
@@ -70,146 +60,26 @@ def products(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict
     return timed(step, warm_up, steps) | {"flops": flops}
 
 
-def inductor(*args: Any) -> dict[str, Any]:
-    """Plain PyTorch with `torch.compile`, one process."""
-    return eager(*args, compiled=True)
-
-
-def eager(
-    case: Any, num_microbatches: int, warm_up: int, steps: int, compiled: bool = False
-) -> dict[str, Any]:
-    """Plain PyTorch, one process."""
-    import torch
-
-    model = case.model()
-    if compiled:
-        model.compile()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids, targets = case.batch(num_microbatches)
-    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
-
-    def step() -> float:
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in parts:
-            loss = case.loss(model(x), y) / num_microbatches
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        return total
-
-    return timed(step, warm_up, steps) | memory_of(optimizer)
-
-
-def lazy_xla(case: Any, num_microbatches: int, warm_up: int, steps: int) -> dict[str, Any]:
-    """torch_xla as its documents show it: traced anew for every microbatch, one process."""
-    import torch
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    device = torch_xla.device()
-    model = case.model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids, targets = (t.to(device) for t in case.batch(num_microbatches))
-    parts = list(zip(ids.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
-
-    def step() -> float:
-        optimizer.zero_grad()
-        losses = []
-        for x, y in parts:
-            loss = case.loss(model(x), y) / num_microbatches
-            loss.backward()
-            losses.append(loss.detach())
-            torch_xla.sync()
-        optimizer.step()
-        torch_xla.sync()
-        xm.wait_device_ops()
-        return sum(loss.item() for loss in losses)
-
-    return timed(step, warm_up, steps)
-
-
-def torch_pipelining_compiled(*args: Any) -> dict[str, Any]:
-    """The same with stages that `torch.compile` compiles."""
-    return torch_pipelining(*args, compiled=True)
-
-
-def torch_pipelining(
-    case: Any, num_microbatches: int, warm_up: int, steps: int, compiled: bool = False
-) -> dict[str, Any]:
-    """torch.distributed.pipelining with Schedule1F1B over gloo, equal numbers of blocks."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
-
-    dist.init_process_group("gloo")
-    model = case.model()
-    ids, targets = case.batch(num_microbatches)
-    pipe = pipeline(
-        model,
-        (ids[: case.microbatch_size],),
-        split_spec={name: SplitPoint.BEGINNING for name in case.cuts(WORLD)},
-    )
-    stage = pipe.build_stage(RANK, torch.device("cpu"))
-    # torch 2.9 probes its neighbours with mismatched dtypes, which gloo refuses.
-    stage._get_init_p2p_neighbors_ops = lambda: []
-    if compiled:
-        stage.submod.compile()
-    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=case.loss)
-    optimizer = torch.optim.AdamW(stage.submod.parameters())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        losses: list[torch.Tensor] = []
-        if RANK == 0:
-            schedule.step(ids)
-        elif RANK == WORLD - 1:
-            schedule.step(target=targets, losses=losses)
-        else:
-            schedule.step()
-        optimizer.step()
-        dist.barrier()
-        return float(sum(loss.item() for loss in losses)) / num_microbatches
-
-    return timed(step, warm_up, steps)
-
-
-BY_HAND = {
-    "optimize": "speed",
-    "memory_weight": 0.0,
-    "pipeline": "interleaved",
-    "virtual_pipeline_degree": 1,
-}
-"""1F1B, as `torch_pipelining`, and automatic partition by compute."""
-
-
 def mpxla(
-    case: Any,
-    num_microbatches: int,
-    warm_up: int,
-    steps: int,
-    tuning: Mapping[str, Any] = BY_HAND,
-    **keys: Any,
+    keys: Mapping[str, Any], case: Any, num_microbatches: int, warm_up: int, steps: int
 ) -> dict[str, Any]:
-    """This library, tuned by hand."""
+    """This library with a configuration; replicas take their parts of one batch."""
     import torch
     import torch.distributed as dist
 
     import mpxla as smp
     from mpxla.session import current
 
-    smp.init(
-        {
-            "pipeline_parallel_degree": WORLD,
-            "microbatches": num_microbatches,
-            **tuning,
-            **keys,
-        }
-    )
+    smp.init({"microbatches": num_microbatches, **keys})
     before = resident_bytes()
-    model = smp.DistributedModel(case.model())
+    module = case.model()
+    if "tensor_parallel_degree" in keys:
+        smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-    ids, targets = case.batch(num_microbatches)
+    replicas = smp.rdp_size()
+    batch = case.batch(num_microbatches * replicas)
+    ids, targets = (t.chunk(replicas)[smp.rdp_rank()] for t in batch)
 
     @smp.step
     def train_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -236,70 +106,68 @@ def mpxla(
         dispatch.append(run.dispatch_s / run.num_tasks)
         receive.append(run.values.receive_s / run.num_tasks)
         mean = loss.reduce_mean().item()
-        dist.barrier()
+        if smp.pp_size() > 1:
+            dist.barrier()  # as `torch_pipelining`
         return mean
 
-    result = timed(step, warm_up, steps)
+    result = timed(step, warm_up, steps) | memory_of(optimizer, before)
     result["wait_share"] = statistics.median(shares[-steps:])
     result["dispatch_ms"] = statistics.median(dispatch[-steps:]) * 1e3
     result["receive_ms"] = statistics.median(receive[-steps:]) * 1e3
     result["update_ms"] = statistics.median(updates[-steps:]) * 1e3
-    own = list(model.local_parameters())
+    own = [p for p in model.local_parameters() if not p.is_meta]
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    result["held_bytes"] += sum(p.nbytes for p in own if id(p) not in updated)
     result["num_parameters"] = len(own)
     result["compilations"] = smp.metrics()["compilations"]
-    result["parameter_bytes"] = sum(p.nbytes for p in own)
     result["step_bytes"] = result["peak_step_bytes"] - before
     if RANK == 0:
         result["partition"] = model.partition_report()
-    return result | memory_of(optimizer)
+    return result
 
 
-def mpxla_default(*args: Any) -> dict[str, Any]:
-    """The same without tuning keys, as users run it: the plan is chosen by simulation."""
-    return mpxla(*args, tuning={})
-
-
-def mpxla_default_torch_xla(*args: Any) -> dict[str, Any]:
-    """The same on torch_xla."""
-    return mpxla(*args, tuning={"device": "torch_xla"})
-
-
-def mpxla_torch_xla(*args: Any) -> dict[str, Any]:
-    """Tuned by hand, on torch_xla."""
-    return mpxla(*args, device="torch_xla")
-
-
-PEERS = {
-    f.__name__: f
-    for f in (
-        products,
-        eager,
-        inductor,
-        lazy_xla,
-        torch_pipelining,
-        torch_pipelining_compiled,
-        mpxla,
-        mpxla_default,
-        mpxla_default_torch_xla,
-        mpxla_torch_xla,
-        ddp,
-        fsdp,
-        mpxla_parts,
-        mpxla_parts_torch_xla,
-        mpxla_gradients,
-        mpxla_gradients_torch_xla,
-        mpxla_replicas,
-        mpxla_sharded,
-        mpxla_grid,
-        mpxla_grid_without_overlap,
-        all_reduce,
-        torch_tensor,
-        mpxla_tensor,
-        mpxla_tensor_speed,
-        mpxla_tensor_torch_xla,
-        mpxla_tensor_fused,
-    )
+STAGES: dict[str, Any] = {"pipeline_parallel_degree": WORLD}
+"""The plan is chosen by simulation, as users run it."""
+BY_HAND = STAGES | {
+    "optimize": "speed",
+    "memory_weight": 0.0,
+    "pipeline": "interleaved",
+    "virtual_pipeline_degree": 1,
 }
+"""1F1B, as `torch_pipelining`, and automatic partition by compute."""
+PARTS = {
+    "ddp": True,
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 1000,
+    "sdp_gradient_clipping": 1e9,
+}
+GRADIENTS = {"ddp": True, "shard_gradients": True, "sdp_param_persistence_threshold": 1000}
+TENSOR = {"ddp": True, "tensor_parallel_degree": WORLD, "prescaled_batch": True}
+"""All ranks in one group, which shares every batch."""
+
+KEYS: dict[str, dict[str, Any]] = {
+    "mpxla": BY_HAND,
+    "mpxla_default": STAGES,
+    "mpxla_replicas": {"ddp": True},
+    "mpxla_sharded": {"ddp": True, "shard_optimizer_state": True},
+    "mpxla_grid": {"ddp": True, "pipeline_parallel_degree": 2},
+    "mpxla_parts": PARTS,
+    "mpxla_gradients": GRADIENTS,
+    "mpxla_tensor": TENSOR,
+    # With norms and residuals on all ranks, as the peer has them.
+    "mpxla_tensor_speed": TENSOR | {"optimize": "speed"},
+    # With collectives inside the programs.
+    "mpxla_tensor_fused": TENSOR | {"transport": "xla"},
+}
+KEYS |= {
+    f"{name}_torch_xla": KEYS[name] | {"device": "torch_xla"}
+    for name in ("mpxla", "mpxla_default", "mpxla_parts", "mpxla_gradients", "mpxla_tensor")
+}
+"""Configurations of this library, by the name of the peer."""
+
+_OTHERS = (products, eager, inductor, lazy_xla, torch_pipelining, torch_pipelining_compiled)
+PEERS = {f.__name__: f for f in (*_OTHERS, ddp, fsdp, torch_tensor)}
+PEERS |= {name: functools.partial(mpxla, keys) for name, keys in KEYS.items()}
 
 LIBRARIES = {
     "fsdp": "torch.distributed.fsdp",

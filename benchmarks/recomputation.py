@@ -15,8 +15,6 @@ the stage takes in.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +23,7 @@ from typing import Any
 
 from launch import run_ranks
 from models import GPTCase
+from timing import heading, spread
 
 MODES = ("keep", "each", "half way", "75%", "50%", "25%", "recompute")
 
@@ -100,28 +99,20 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def report(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> str:
+def report(found: dict[str, dict[str, Any]]) -> str:
     """A Markdown report."""
-    import torch
-
     kept = found["keep"]
     lines = [
-        f"`python benchmarks/recomputation.py --microbatches {args.microbatches} --steps "
-        f"{args.steps} --repetitions {args.repetitions} --case '{args.case}'`",
-        "",
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; Python "
-        f"{platform.python_version()}, torch {torch.__version__}. Medians of CPU seconds, and of "
-        f"the ratio the range.",
+        *heading("Recomputation", "Medians of CPU seconds, and of the ratio the range."),
         "",
         "| activations | live bytes, MB | of `keep` | s/step | of `keep` | same loss |",
         "|---|---|---|---|---|---|",
     ]
     for mode, one in found.items():
-        ratios = one["ratios"]
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
         lines.append(
             f"| {mode} | {one['bytes'] / 1e6:.2f} | {one['bytes'] / kept['bytes']:.3f} | "
-            f"{statistics.median(one['times_s']):.3f} | {ratio} | {one['loss'] == kept['loss']} |"
+            f"{statistics.median(one['times_s']):.3f} | {spread(one['ratios'], 2)} | "
+            f"{one['loss'] == kept['loss']} |"
         )
     return "\n".join(lines)
 
@@ -142,9 +133,9 @@ def draw(found: dict[str, dict[str, Any]], path: Path, pyplot: Any) -> None:
     )
     for share, mode, times in points:
         middle = statistics.median(times)
-        spread = [[middle - min(times)], [max(times) - middle]]
+        ends = [[middle - min(times)], [max(times) - middle]]
         colour = "#3a8a4d" if mode == "each" else "#3b75af"
-        axis.errorbar(100 * share, middle, yerr=spread, fmt="o", color=colour, capsize=3)
+        axis.errorbar(100 * share, middle, yerr=ends, fmt="o", color=colour, capsize=3)
         text = f"{mode} {middle:.2f}"
         axis.annotate(text, (100 * share, middle), (6, 6), textcoords="offset points", fontsize=8)
     axis.set_xlabel("live bytes of activations, % of keep")
@@ -180,7 +171,7 @@ def main() -> None:
     found = measure(args)
     if args.picture:
         draw(found, args.picture, pyplot)
-    print(report(found, args))
+    print(report(found))
 
 
 if __name__ == "__main__":

@@ -13,18 +13,16 @@ step: two replicas of two stages take twice the microbatches of four replicas.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch import HERE, environment, free_port
-from timing import spread
+from timing import heading, in_turns, spread
 
 
 class Run(NamedTuple):
@@ -289,18 +287,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write all results to this file")
     args = parser.parse_args()
-    import torch
-
-    lines = [
-        f"# Training speed, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python benchmarks/suite.py --repetitions {args.repetitions} --cases "
-        f"{' '.join(args.cases)}`",
-        "",
-        f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, torch "
-        f"{torch.__version__}. Median (min - max) over {args.repetitions} repetitions in turns.",
-    ]
-    print("\n".join(lines), flush=True)
+    print("\n".join(heading("Training speed", in_turns(args.repetitions))), flush=True)
     results = {}
     for benchmark in BENCHMARKS:
         if benchmark.case not in args.cases:

@@ -1,4 +1,4 @@
-"""Timing of a peer's steps: all at once, or whenever the suite asks for some.
+"""Timing of a peer's steps, all at once or whenever the suite asks for some, and its report.
 
 With `BENCHMARK_SERVE` set, a peer says when it is ready and runs as many steps as each line on its
 input asks for. So peers that are all alive take turns, and a ratio compares neighbouring moments.
@@ -6,11 +6,16 @@ input asks for. So peers that are all alive take turns, and a ratio compares nei
 
 import json
 import os
+import platform
 import resource
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -49,6 +54,32 @@ def spread(values: list[float], digits: int = 3) -> str:
     """`median (min - max)`."""
     low, mid, high = min(values), statistics.median(values), max(values)
     return f"{mid:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
+def heading(title: str, note: str, launcher: str = "python") -> list[str]:
+    """The first lines of a report: title, command, machine, and what its numbers are."""
+    command = f"{launcher} benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "jax"))
+    return [
+        f"# {title}, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`{command}`",
+        "",
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores; Python "
+        f"{platform.python_version()}, {versions}. {note}",
+    ]
+
+
+def in_turns(repetitions: int) -> str:
+    """How numbers are given."""
+    return f"Median (min - max) over {repetitions} repetitions in turns."
+
+
+MEMORY_NOTE = (
+    "Memory of training is the peak of the resident memory in the timed steps, less what the "
+    "process had before the model was built; compiled programs and the compiler's own memory are "
+    "in it."
+)
 
 
 def _requests(steps: int) -> Iterator[int]:

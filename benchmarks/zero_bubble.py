@@ -15,14 +15,10 @@ taken within a repetition.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,7 @@ import torch
 import torch.distributed as dist
 from models import GPTCase
 from paced import PacedBackend, pace
-from timing import spread
+from timing import heading, in_turns, spread
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpxla as smp
@@ -161,7 +157,7 @@ def rows_of(found: Mapping[str, Found], microbatches: int, ranks: int) -> list[s
     return lines
 
 
-def head_of(args: argparse.Namespace, options: Sequence[str], device: str) -> list[str]:
+def head_of(args: argparse.Namespace, device: str) -> list[str]:
     """The first lines of the report."""
     speed = (
         "Programs compute on the processor, and their results are ready after the time that they "
@@ -169,17 +165,9 @@ def head_of(args: argparse.Namespace, options: Sequence[str], device: str) -> li
         if args.unit_ms
         else "Programs take what they take, on cores that ranks share."
     )
-    ranks = dist.get_world_size()
-    command = ["torchrun", "--nproc_per_node", str(ranks), "benchmarks/zero_bubble.py", *options]
-    return [
-        f"# Zero-bubble schedules, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`{' '.join(command)}`",
-        "",
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, device: {device}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}. {speed} Median (min - max) over "
-        f"{args.repetitions} repetitions in turns.",
-    ]
+    note = f"Device: {device}. {speed} {in_turns(args.repetitions)}"
+    launcher = f"torchrun --nproc_per_node {dist.get_world_size()}"
+    return heading("Zero-bubble schedules", note, launcher)
 
 
 def main() -> None:
@@ -197,7 +185,7 @@ def main() -> None:
     device = open_backend(read_environment())
     backend = pace(rate_of(ranks, args.unit_ms / 1e3)) if args.unit_ms else None
     if is_first:
-        print("\n".join(head_of(args, sys.argv[1:], device.name)), flush=True)
+        print("\n".join(head_of(args, device.name)), flush=True)
     results: dict[int, dict[str, Found]] = {}
     for microbatches in args.microbatches:
         found = results[microbatches] = {pipeline: Found() for pipeline in SCHEDULES}

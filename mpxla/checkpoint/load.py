@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpxla.checkpoint.commit import check_share, find_partial, partial_tags, read_manifest
 from mpxla.checkpoint.content import model_names
 from mpxla.checkpoint.files import check_zip, load_object
@@ -34,7 +32,7 @@ from mpxla.checkpoint.layout import (
 )
 from mpxla.checkpoint.random_state import set_random_states, set_random_states_of_another_rank
 from mpxla.checkpoint.save import finish_pending
-from mpxla.checkpoint.shards import ShardReader, index_of
+from mpxla.checkpoint.shards import SavedOptimizer, ShardReader, index_of
 from mpxla.checkpoint.together import ObjectExchange, together
 from mpxla.errors import CheckpointError
 from mpxla.log import get_logger
@@ -324,7 +322,7 @@ class _PartialLoader:
                 _copy_into(model, self._names, lambda n, s: self._reader.whole("model", n, "", s))
                 self._load_own_buffers()
             if load_optimizer and optimizer is not None:
-                optimizer.contents.load_entries(_SavedOptimizer(self._reader, self._names))
+                optimizer.contents.load_entries(SavedOptimizer(self._reader, self._names))
             num_bytes = self._reader.num_bytes_read - before
             get_logger().info("read %.1f MiB of %s", num_bytes / 2**20, self._folder)
 
@@ -378,36 +376,3 @@ class _PartialLoader:
         local = {name for name, _ in self._model.local_named_buffers()}
         if own is not None and own["buffers"].keys() <= local:
             self._model.load_values(own["buffers"], strict=False)
-
-
-class _SavedOptimizer:
-    """The optimizer's state in a checkpoint, by the names of this model."""
-
-    def __init__(self, reader: ShardReader, names: Mapping[str, str]):
-        self._reader = reader
-        self._names = names
-
-    def _saved(self, name: str) -> str:
-        return self._names.get(name, name)
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """See `SavedState`."""
-        return self._reader.index.numbers.get(self._saved(name), {})
-
-    def keys(self, name: str) -> Sequence[str]:
-        """See `SavedState`."""
-        return self._reader.index.keys("optimizer", self._saved(name))
-
-    def shape(self, name: str, key: str) -> tuple[int, ...]:
-        """See `SavedState`."""
-        return self._reader.index.shape("optimizer", self._saved(name), key)
-
-    def whole(self, name: str, key: str, shard: Shard | None = None) -> torch.Tensor:
-        """See `SavedState`."""
-        return self._reader.whole("optimizer", self._saved(name), key, shard)
-
-    def flat(
-        self, name: str, key: str, offset: int, count: int, shard: Shard | None = None
-    ) -> torch.Tensor:
-        """See `SavedState`."""
-        return self._reader.flat("optimizer", self._saved(name), key, offset, count, shard)

@@ -121,9 +121,8 @@ class GradScaler(TorchScaler):
         unknown = sorted(set(given) - set(_SETTINGS))
         if unknown or len(args) > len(_SETTINGS):
             raise TypeError(f"GradScaler takes {', '.join(_SETTINGS)}; got {unknown or args}")
+        see_all_overflows()  # the methods that are not here are torch's, exchanged
         super().__init__("cpu", **given)
-        if self._enabled and self._scale is None:
-            self._lazy_init_scale_growth_tracker(_CPU)
         self._step = 0
         self._last_finite: int | None = None
 
@@ -136,21 +135,6 @@ class GradScaler(TorchScaler):
         if self._enabled:
             _refuse_with_keys()
         return _scale_anywhere(self, outputs)
-
-    def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients of an optimizer by the scale. All ranks must call it.
-
-        Args:
-            optimizer: a `DistributedOptimizer`.
-
-        Raises:
-            RuntimeError: they are divided already.
-            StepError: no step function has used this scaler.
-        """
-        if not self._enabled:
-            return
-        _refuse_inside("unscale_")
-        super().unscale_(optimizer)
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -187,16 +171,6 @@ class GradScaler(TorchScaler):
             self._last_finite = self._step
         elif scale <= _SMALLEST:
             raise StepError(overflow_text(scale, self._step, self._last_finite))
-
-    def get_scale(self) -> float:
-        """The scale; 1.0 where it is not enabled.
-
-        Raises:
-            StepError: called in a step function, which would keep the number of its capture.
-        """
-        if self._enabled:
-            _refuse_inside("get_scale")
-        return super().get_scale()
 
 
 def _refuse_inside(method: str) -> None:

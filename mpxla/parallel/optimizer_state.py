@@ -21,7 +21,6 @@ from mpxla.parallel.pieces import SHARD_KEY, OptimizerPieces
 from mpxla.parallel.state_dicts import (
     HELD_KEY,
     PARTIAL_KEY,
-    SavedState,
     StatePiece,
     pick_optimizer_state,
     to_host,
@@ -29,6 +28,7 @@ from mpxla.parallel.state_dicts import (
 from mpxla.parallel.stochastic_rounding import Origin
 
 if TYPE_CHECKING:
+    from mpxla.checkpoint.shards import SavedOptimizer
     from mpxla.parallel.model import DistributedModel
 
 __all__ = ["MASTER_KEY", "Numbers", "OptimizerState", "parameters_of"]
@@ -276,7 +276,7 @@ class OptimizerState:
                 else:
                     yield StatePiece(name, key, value)
 
-    def load_entries(self, saved: SavedState) -> None:
+    def load_entries(self, saved: "SavedOptimizer") -> None:
         """Loads the state of this rank's parameters. After partitioning."""
         names, shards = self._names(), self.shards()
 

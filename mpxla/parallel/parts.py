@@ -16,7 +16,7 @@ from torch import nn
 from mpxla.comm.transport import Group, Transport
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.update_copy import UpdateCopy, renewal, rounding
+from mpxla.parallel.update_copy import Copies, UpdateCopy, rounding
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
@@ -85,15 +85,11 @@ def _joined(shards: Sequence[FlatShard], flat: torch.Tensor) -> list[torch.Tenso
     return [shard.join(part).clone() for shard, part in zip(shards, columns, strict=True)]
 
 
-class Pieces:
+class Pieces(Copies):
     """This rank's pieces of some parameters that are whole on every rank.
 
     The parameters are compute copies, of one type as far as they have shards. The group is in the
     order of the shards.
-
-    Attributes:
-        names: of the parameters.
-        copies: the pieces, by name of the parameter.
     """
 
     def __init__(
@@ -105,30 +101,16 @@ class Pieces:
         group: Group,
         programs: Programs,
     ):
-        self.names = tuple(shards)
         self._shards = tuple(shards.values())
-        self._parameters = [parameters[name] for name in shards]
-        self._extents = [shard.extent for shard in self._shards]
-        self._dtype = dtype
-        self._transport, self._group, self._programs = transport, group, programs
-        values = programs.backend.publish(self._renewed(()))
-        self.copies = {
-            name: UpdateCopy(name, shard.whole, shard.extent, nn.Parameter(value))
-            for (name, shard), value in zip(shards.items(), values, strict=True)
-        }
-
-    def _renewed(self, copies: Sequence[UpdateCopy]) -> list[Buffer]:
-        return renewal(self._programs, self._parameters, self._extents, self._dtype, copies)
-
-    def renew(self) -> list[Buffer]:
-        """New values of the pieces, in their order."""
-        return self._renewed(list(self.copies.values()))
+        self._transport, self._group = transport, group
+        extents = [shard.extent for shard in self._shards]
+        super().__init__({name: parameters[name] for name in shards}, extents, dtype, programs)
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts gathering the pieces of all ranks; the result gives the compute copies."""
         backend, dtype = self._programs.backend, self._parameters[0].dtype
-        pieces = backend.adopt([copy.parameter for copy in self.copies.values()])
         settings = tuple(shard.length for shard in self._shards), dtype
+        pieces = backend.adopt(self._held)
         (flat,) = self._programs.run("pieces of parameters", _travelling, settings, pieces)
         handle = self._transport.all_gather(flat, self._group)
 

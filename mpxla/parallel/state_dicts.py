@@ -6,7 +6,7 @@ the plain single-process model or optimizer would give. Values are host tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,7 +19,6 @@ from mpxla.nn.shards import Shard
 __all__ = [
     "HELD_KEY",
     "PARTIAL_KEY",
-    "SavedState",
     "StatePiece",
     "gather_full",
     "gather_on_first",
@@ -52,32 +51,6 @@ class StatePiece(NamedTuple):
     """Position of the first element of a part in the flattened tensor."""
     shard: Shard | None = None
     """Which part of a split tensor `shape` and `offset` are about, if it is split."""
-
-
-class SavedState(Protocol):
-    """State of an optimizer in a checkpoint, whatever the topology it was saved under."""
-
-    def numbers(self, name: str) -> Mapping[str, Any]:
-        """Values of a parameter that are no tensors, by state key."""
-        ...
-
-    def keys(self, name: str) -> Sequence[str]:
-        """State keys of the tensors of a parameter."""
-        ...
-
-    def shape(self, name: str, key: str) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
-        ...
-
-    def whole(self, name: str, key: str, shard: Shard | None = None) -> torch.Tensor:
-        """A tensor or a part of it, on the host; to be copied, not to be written to."""
-        ...
-
-    def flat(
-        self, name: str, key: str, offset: int, count: int, shard: Shard | None = None
-    ) -> torch.Tensor:
-        """Some elements of the flattened tensor, or of a part of it, likewise."""
-        ...
 
 
 def to_host(values: Any, backend: Backend) -> Any:

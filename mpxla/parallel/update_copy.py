@@ -20,7 +20,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.programs import Programs
 
-__all__ = ["Masters", "Range", "UpdateCopy", "renewal", "renewed", "rounding"]
+__all__ = ["Copies", "Masters", "Range", "UpdateCopy", "renewed", "rounding"]
 
 Range = tuple[int, int]
 """First element and end of a piece, in its flattened parameter."""
@@ -75,61 +75,66 @@ def rounding(dtypes: Sequence[torch.dtype], *masters: torch.Tensor) -> list[torc
     return [m.to(dtype) for m, dtype in zip(masters, dtypes, strict=True)]
 
 
-def renewal(
-    programs: Programs,
-    parameters: Sequence[nn.Parameter],
-    extents: Sequence[Range | None],
-    dtype: torch.dtype,
-    copies: Sequence[UpdateCopy] = (),
-) -> list[Buffer]:
-    """Values of update copies.
-
-    Args:
-        programs: compiles and runs.
-        parameters: the compute copies.
-        extents: which part of each.
-        dtype: of the update copies.
-        copies: the copies so far, if there are some.
-    """
-    backend = programs.backend
-    # Copies of the same type have nothing that their parameters lack.
-    wide = [c.parameter for c in copies if any(p.dtype != dtype for p in parameters)]
-    arguments = backend.adopt([*parameters, *wide])
-    return programs.run("renewal of update copies", _renewal, (tuple(extents), dtype), arguments)
-
-
-class Masters:
-    """Wide copies of whole parameters, updated alike on every replica.
+class Copies:
+    """Update copies of parameters, of one type: the whole, or a part of each.
 
     Args:
         parameters: the compute copies, by name.
-        dtype: of the masters.
+        extents: of each, which elements; None for all.
+        dtype: of the update copies.
         programs: compiles and runs.
+
+    Attributes:
+        names: of the parameters.
+        copies: by name of the parameter.
     """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        extents: Sequence[Range | None],
+        dtype: torch.dtype,
+        programs: Programs,
+    ):
+        self.names = tuple(parameters)
+        self.copies: dict[str, UpdateCopy] = {}
+        self._parameters = list(parameters.values())
+        self._settings = tuple(extents), dtype
+        self._programs = programs
+        values = programs.backend.publish(self.renew())
+        self.copies = {
+            name: UpdateCopy(name, tuple(parameter.shape), extent, nn.Parameter(value))
+            for (name, parameter), extent, value in zip(
+                parameters.items(), extents, values, strict=True
+            )
+        }
+
+    @property
+    def _held(self) -> list[nn.Parameter]:
+        return [copy.parameter for copy in self.copies.values()]
+
+    def renew(self) -> list[Buffer]:
+        """New values of the copies, in their order."""
+        if not self._parameters:
+            return []
+        # Copies of the same type have nothing that their parameters lack.
+        is_wide = any(p.dtype != self._settings[1] for p in self._parameters)
+        arguments = [*self._parameters, *(self._held if is_wide else ())]
+        adopted = self._programs.backend.adopt(arguments)
+        return self._programs.run("renewal of update copies", _renewal, self._settings, adopted)
+
+
+class Masters(Copies):
+    """Wide copies of whole parameters, updated alike on every replica."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, programs: Programs
     ):
-        self.names = tuple(parameters)
-        self._parameters = list(parameters.values())
-        self._dtype = dtype
-        self._programs = programs
-        self._extents = [None] * len(parameters)
-        values = programs.backend.publish(renewal(programs, self._parameters, self._extents, dtype))
-        self.copies = {
-            name: UpdateCopy(name, tuple(value.shape), None, nn.Parameter(value))
-            for name, value in zip(parameters, values, strict=True)
-        }
-
-    def renew(self) -> list[Buffer]:
-        """New values of the copies, in their order."""
-        held = list(self.copies.values())
-        return renewal(self._programs, self._parameters, self._extents, self._dtype, held)
+        super().__init__(parameters, [None] * len(parameters), dtype, programs)
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts rounding; the result gives the compute copies of `names`."""
-        held = [copy.parameter for copy in self.copies.values()]
         dtypes = tuple(parameter.dtype for parameter in self._parameters)
-        arguments = self._programs.backend.adopt(held)
+        arguments = self._programs.backend.adopt(self._held)
         values = self._programs.run("rounding of masters", rounding, (dtypes,), arguments)
         return lambda: values

@@ -27,7 +27,7 @@ from mpxla.device.backend import Buffer
 from mpxla.parallel.buckets import Bucket, Packer
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.sums import GradientPrograms
-from mpxla.parallel.update_copy import Range, UpdateCopy, renewal
+from mpxla.parallel.update_copy import Copies, Range
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Shard", "ranges_of"]
@@ -47,15 +47,11 @@ def ranges_of(bucket: Bucket, index: int) -> dict[str, Range]:
     return ranges
 
 
-class Shard:
+class Shard(Copies):
     """The share of this replica in one bucket, and the ways there and back.
 
     The bucket has the specs of gradients; the parameters are compute copies, those of the bucket
-    among them; the group is that of the same parameters, by dp_rank.
-
-    Attributes:
-        names: of the bucket's parameters.
-        copies: this replica's pieces, by name of the parameter.
+    among them; the group is that of the same parameters, by dp_rank. `names` are the bucket's.
     """
 
     def __init__(
@@ -68,48 +64,31 @@ class Shard:
         programs: Programs,
     ):
         self.bucket = bucket
-        self.names = bucket.names
         self._length = bucket.num_elements // bucket.parts
         self._transport = transport
         self._group = group
-        self._programs = programs
         self._gradients = GradientPrograms(programs)
         self._dtype, self._piece_dtype = parameters[bucket.names[0]].dtype, dtype
-        ranges = ranges_of(bucket, group.index(transport.rank))
-        self._extents = list(ranges.values())
-        self._parameters = [parameters[name] for name in ranges]
-        self._packer = self._make_packer(ranges)
-        values = programs.backend.publish(self._renewed(()))
-        self.copies = {
-            name: UpdateCopy(name, tuple(parameters[name].shape), extent, nn.Parameter(value))
-            for (name, extent), value in zip(ranges.items(), values, strict=True)
-        }
+        self._ranges = ranges_of(bucket, group.index(transport.rank))
+        held = {name: parameters[name] for name in self._ranges}
+        super().__init__(held, list(self._ranges.values()), dtype, programs)
+        self.names = bucket.names
+        self._packer = self._make_packer()
 
-    def _make_packer(self, ranges: Mapping[str, Range]) -> Packer | None:
-        if not ranges:
+    def _make_packer(self) -> Packer | None:
+        if not self._ranges:
             return None  # the last shards of a bucket of few elements are padding
-        names, bucket = tuple(ranges), self.bucket
-        pieces = tuple(TensorSpec((b - a,), self._piece_dtype) for a, b in ranges.values())
+        names, bucket = tuple(self._ranges), self.bucket
+        pieces = tuple(TensorSpec((b - a,), self._piece_dtype) for a, b in self._ranges.values())
         flat = Bucket(names, pieces, bucket.holders, self._length)
         return Packer(flat, names, self._dtype, self._programs.backend)
-
-    def _renewed(self, copies: Sequence[UpdateCopy]) -> list[Buffer]:
-        if not self._extents:
-            return []
-        dtype = self._piece_dtype
-        return renewal(self._programs, self._parameters, self._extents, dtype, copies)
-
-    def renew(self) -> list[Buffer]:
-        """New values of the pieces, in their order."""
-        return self._renewed(list(self.copies.values()))
 
     def publish(self) -> Callable[[], Sequence[Buffer]]:
         """Starts gathering the shards of all replicas; the result gives the compute copies."""
         if self._packer is None:
             flat = torch.zeros(self._length, dtype=self._dtype)
         else:
-            values = [copy.parameter for copy in self.copies.values()]
-            flat = self._packer(self._programs.backend.adopt(values), 1.0)
+            flat = self._packer(self._programs.backend.adopt(self._held), 1.0)
         handle = self._transport.all_gather(flat, self._group)
         return lambda: self._gradients.parts(handle.result(), self.bucket.cuts, self._dtype)
 
@@ -124,7 +103,7 @@ class Shard:
         """
         start = 0
         parameters, cuts = [], []
-        for name, (first, end) in zip(self.copies, self._extents, strict=True):
+        for name, (first, end) in self._ranges.items():
             if name in trained:
                 parameters.append(self.copies[name].parameter)
                 cuts.append((start, (end - first,)))

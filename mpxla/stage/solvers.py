@@ -11,7 +11,7 @@ import torch
 
 from mpxla.graph.typed import Function
 
-__all__ = ["SOLVERS"]
+__all__ = ["OF_FACTORS", "SOLVERS"]
 
 _aten = torch.ops.aten
 
@@ -139,3 +139,48 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
 for _name, _function in (("qr", _qr), ("svd", _svd)):
     if hasattr(_aten, _name):  # PyTorch 2.15 has them no more
         SOLVERS[getattr(_aten, _name).default] = _function
+
+
+def _cholesky_solve(b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """X of L L^H X = B."""
+    lower = factor.mH if upper else factor
+    half = _aten.linalg_solve_triangular.default(lower, b, upper=False)
+    return _aten.linalg_solve_triangular.default(lower.mH, half, upper=True)
+
+
+def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    unit = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return _cholesky_solve(unit, factor, upper)
+
+
+def _pinv(
+    a: torch.Tensor,
+    *,
+    atol: torch.Tensor | None = None,
+    rtol: torch.Tensor | None = None,
+    hermitian: bool = False,
+) -> torch.Tensor:
+    """Singular values up to max(atol, rtol * the largest) count as zeros."""
+    if hermitian:  # only the lower triangle counts
+        a = a.tril() + a.tril(-1).mH
+    left, values, right = _aten._linalg_svd.default(a, False, True)
+    if rtol is None:
+        usual = max(a.shape[-2:]) * torch.finfo(a.dtype).eps
+        rtol = torch.full(values.shape[:-1], usual, dtype=values.dtype, device=a.device)
+        rtol = rtol if atol is None else torch.where(atol > 0, 0.0, rtol)
+    smallest = values[..., :1] * rtol[..., None]
+    if atol is not None:
+        smallest = torch.maximum(smallest, atol[..., None])
+    counts = values > smallest
+    inverted = torch.where(counts, 1 / torch.where(counts, values, 1), 0)
+    # Not `mH`: graphs would forget the mark by which it conjugates lazily.
+    right, left = right.mT.conj_physical(), left.mT.conj_physical()
+    return (right * inverted[..., None, :]) @ left
+
+
+OF_FACTORS: dict[Any, Callable[..., Any]] = {
+    _aten.cholesky_inverse.default: _cholesky_inverse,
+    _aten.cholesky_solve.default: _cholesky_solve,
+    _aten.linalg_pinv.atol_rtol_tensor: _pinv,
+}
+"""Replaced while graphs are traced, in derivatives as well."""

@@ -29,6 +29,7 @@ from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import arguments_of
+from mpxla.stage.solvers import OF_FACTORS
 
 __all__ = [
     "as_function",
@@ -36,6 +37,7 @@ __all__ = [
     "inline_functions",
     "is_known",
     "is_random_graph",
+    "traced_decompositions",
     "unknown_nodes",
 ]
 
@@ -46,6 +48,16 @@ _NOT_CORE = (
     *(_aten.grid_sampler_2d, _aten._fused_dropout, _aten.native_dropout, _aten.upsample_bicubic2d),
     *(_aten.dist, _aten.narrow_copy, _aten.rrelu_with_noise_backward, _aten.unbind_copy),
 )
+_WRITTEN_LATE = (
+    *("gelu", "gelu_backward", "relu", "silu", "silu_backward", "elu", "leaky_relu", "hardtanh"),
+    *("softplus", "log_sigmoid_forward", "log_sigmoid_backward", "threshold_backward"),
+    *("sigmoid_backward", "tanh_backward", "_log_softmax_backward_data", "logsumexp"),
+    *("count_nonzero", "linspace", "logaddexp", "logaddexp2", "heaviside"),
+    *("sinc", "mvlgamma", "linalg_cross", "slice_scatter", "select_scatter", "max_unpool2d"),
+    *("max_unpool3d", "embedding_dense_backward", "native_group_norm_backward"),
+    "native_batch_norm_backward",
+)
+"""Operators that graphs keep: stages save what these take, and not what they are made of."""
 
 
 @functools.cache
@@ -55,9 +67,17 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     Dropout is among them: written as a product with a mask, it can be computed again from that.
     """
     table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
+    table |= {**OF_FACTORS, **get_decompositions([getattr(_aten, name) for name in _WRITTEN_LATE])}
     found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
     # A part of others: of `renorm` in low precision.
     return {**found, torch.ops.prims.convert_element_type.default: torch.Tensor.to}
+
+
+@functools.cache
+def traced_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    """Those that stages are traced with."""
+    late = {getattr(_aten, name) for name in _WRITTEN_LATE}
+    return {op: f for op, f in decompositions().items() if op.overloadpacket not in late}
 
 
 def is_known(target: object) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpxla.device.backend import Lowering
 from mpxla.device.convolution import expand_convolutions
-from mpxla.device.pjrt.graphs import decompositions, inline_functions
+from mpxla.device.pjrt.graphs import inline_functions, traced_decompositions
 from mpxla.stage.replacements import SHARED, strided_places
 
 __all__ = ["make_lowering"]
@@ -23,7 +23,7 @@ def make_lowering(is_host: bool) -> Lowering:
     """
     return Lowering(
         device=torch.device("cpu"),
-        decompositions=decompositions,
+        decompositions=traced_decompositions,
         replacements={**SHARED, torch.ops.aten.as_strided.default: _as_strided},
         dispatched=_plain_operators,
         expand=_expand_for_host if is_host else _as_it_is,

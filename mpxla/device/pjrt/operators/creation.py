@@ -75,17 +75,6 @@ def _range(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = N
     return (start + step * jnp.arange(count, dtype=np.float64)).astype(wanted)
 
 
-@implements("linspace")
-def _linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None) -> jax.Array:
-    wanted = dtype_or(dtype)
-    if wanted.kind in "iu":
-        step = (end - start) / (steps - 1) if steps > 1 else 0.0
-        places = jnp.arange(steps)
-        up, down = start + step * places, end - step * (steps - places - 1)
-        return jnp.trunc(jnp.where(places < max(1, steps // 2), up, down)).astype(wanted)
-    return jnp.linspace(start, end, steps, dtype=wanted)
-
-
 def _window(operator: OpOverload, *args: Any, dtype: torch.dtype | None = None) -> jax.Array:
     """One of PyTorch's windows, as a constant: nothing in it depends on tensors."""
     return from_constant(operator(*args, dtype=dtype))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,6 @@ _OF_FLOATS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "rsqrt": lax.rsqrt,
     "sigmoid": jax.nn.sigmoid,
     "sin": jnp.sin,
-    "sinc": jnp.sinc,
     "sinh": jnp.sinh,
     "special_i0e": special.i0e,
     "special_i1": special.i1,
@@ -173,10 +171,3 @@ def _higher_polygamma(order: int, x: jax.Array) -> jax.Array:
     total, q = jax.lax.while_loop(lambda state: is_low(state[1]).any(), shifted, start)
     found = total + special.zeta(jnp.asarray(order + 1, np.float64), q)
     return ((-1) ** (order + 1) * math.factorial(order) * found).astype(x.dtype)
-
-
-@implements("mvlgamma")
-def _multivariate_lgamma(x: jax.Array, p: int) -> jax.Array:
-    x = as_float(x)[0]
-    total: Any = sum(special.gammaln(x - i / 2) for i in range(p))
-    return total + p * (p - 1) / 4 * math.log(math.pi)

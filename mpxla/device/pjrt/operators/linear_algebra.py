@@ -6,8 +6,6 @@ a matrix lies in memory, so the lowering writes them with other operators (of `_
 takes the first two results only).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,20 +64,6 @@ def _triangular_solve(
     is_upper = upper != transpose
     solution = _solve_triangular(turned, right, upper=is_upper, unitriangular=unitriangular)
     return solution, jnp.broadcast_to(matrix, (*solution.shape[:-2], *matrix.shape[-2:]))
-
-
-@implements("cholesky_solve")
-def _cholesky_solve(right: jax.Array, factor: jax.Array, upper: bool = False) -> jax.Array:
-    lower = _adjoint(factor) if upper else factor
-    half = _solve_triangular(lower, right, upper=False)
-    return _solve_triangular(_adjoint(lower), half, upper=True)
-
-
-@implements("cholesky_inverse")
-def _cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
-    return _cholesky_solve(
-        jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape), factor, upper
-    )
 
 
 @implements("linalg_inv_ex")
@@ -183,37 +167,6 @@ def _svd(
 def _eigh(x: jax.Array, part: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
     values, vectors = jnp.linalg.eigh(x, UPLO=part.upper(), symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros((0,), x.dtype)
-
-
-@implements("linalg_pinv.atol_rtol_tensor")
-def _pinv(
-    x: jax.Array,
-    *,
-    atol: jax.Array | None = None,
-    rtol: jax.Array | None = None,
-    hermitian: bool = False,
-) -> jax.Array:
-    """Singular values up to max(atol, rtol * the largest) count as zeros."""
-    if hermitian:
-        values, left = jnp.linalg.eigh(x, symmetrize_input=False)
-        right = _adjoint(left)
-    else:
-        left, values, right = jnp.linalg.svd(x, full_matrices=False)
-    sizes = jnp.abs(values)
-    least: Any = 0.0 if atol is None else atol[..., None]
-    usual = max(x.shape[-2:]) * jnp.finfo(sizes.dtype).eps
-    share: Any = usual if rtol is None else rtol[..., None]
-    if rtol is None and atol is not None:
-        share = jnp.where(least > 0, 0.0, usual)
-    bound = jnp.maximum(least, share * sizes.max(-1, keepdims=True, initial=0))
-    inverse = jnp.where(sizes > bound, 1 / jnp.where(values == 0, 1, values), 0).astype(x.dtype)
-    return (_adjoint(right) * inverse[..., None, :]) @ _adjoint(left)
-
-
-@implements("linalg_cross")
-def _cross(left: jax.Array, right: jax.Array, *, dim: int = -1) -> jax.Array:
-    left, right = jnp.broadcast_arrays(left, right)
-    return jnp.cross(left, right, axis=dim)
 
 
 implements("linalg_householder_product")(lax.linalg.householder_product)

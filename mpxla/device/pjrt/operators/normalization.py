@@ -125,34 +125,6 @@ def _group_norm(
     return result.reshape(x.shape).astype(x.dtype), mean[..., 0], scale[..., 0]
 
 
-@implements("native_group_norm_backward")
-def _group_norm_backward(
-    gradient: jax.Array,
-    x: jax.Array,
-    mean: jax.Array,
-    scale: jax.Array,
-    weight: jax.Array | None,
-    batch: int,
-    channels: int,
-    places: int,
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Three:
-    wide = widened(gradient).reshape(batch, channels, places)
-    grouped = (batch, groups, -1)
-    normalized = (widened(x).reshape(grouped) - mean[..., None]) * scale[..., None]
-    of_x = of_weight = of_bias = None
-    if output_mask[0]:
-        of_normalized = wide if weight is None else wide * weight.reshape(1, channels, 1)
-        centered = _centered(of_normalized.reshape(grouped), normalized, (2,))
-        of_x = (centered * scale[..., None]).reshape(x.shape)
-    if output_mask[1]:
-        of_weight = jnp.sum(wide * normalized.reshape(wide.shape), (0, 2))
-    if output_mask[2]:
-        of_bias = jnp.sum(wide, (0, 2))
-    return of_x, of_weight, of_bias
-
-
 def _by_channel(values: jax.Array, x: jax.Array) -> jax.Array:
     """[C] to go with [B, C, ...]."""
     return values.reshape(1, -1, *[1] * (x.ndim - 2))
@@ -225,36 +197,3 @@ implements("_native_batch_norm_legit.no_stats")(
         x, weight, bias, None, None, True, momentum, eps
     )[:3]
 )
-
-
-@implements("native_batch_norm_backward")
-def _batch_norm_backward(
-    gradient: jax.Array,
-    x: jax.Array,
-    weight: jax.Array | None,
-    running_mean: jax.Array | None,
-    running_var: jax.Array | None,
-    saved_mean: jax.Array | None,
-    saved_scale: jax.Array | None,
-    training: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-) -> Three:
-    axes = (0, *range(2, x.ndim))
-    wide = widened(gradient)
-    mean, scale = saved_mean, saved_scale
-    if not training:
-        assert running_mean is not None and running_var is not None
-        mean, scale = widened(running_mean), lax.rsqrt(widened(running_var) + eps)
-    assert mean is not None and scale is not None
-    scale = _by_channel(scale, x)
-    normalized = (widened(x) - _by_channel(mean, x)) * scale
-    of_x = of_weight = of_bias = None
-    if output_mask[0]:
-        factor = scale if weight is None else scale * _by_channel(weight, x)
-        of_x = (_centered(wide, normalized, axes) if training else wide) * factor
-    if output_mask[1]:
-        of_weight = jnp.sum(wide * normalized, axes)
-    if output_mask[2]:
-        of_bias = jnp.sum(wide, axes)
-    return of_x, of_weight, of_bias

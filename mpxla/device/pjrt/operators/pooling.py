@@ -221,15 +221,6 @@ def _adaptive_max(rank: int, x: jax.Array, output_size: Sizes) -> tuple[jax.Arra
     return jnp.stack(values, -1).reshape(result), jnp.stack(places, -1).reshape(result)
 
 
-def _max_unpool(
-    rank: int, x: jax.Array, indices: jax.Array, output_size: Sequence[int], *_: Any
-) -> jax.Array:
-    rows, row, places = _rows_of(x.shape, rank, indices)
-    flat = jnp.zeros((rows, math.prod(output_size)), x.dtype)
-    found = flat.at[row, places].set(x.reshape(rows, -1))
-    return found.reshape(*x.shape[:-rank], *output_size)
-
-
 implements("avg_pool1d")(partial(_avg_pool, 1))
 for _rank in (2, 3):
     for _name, _function in (
@@ -241,6 +232,5 @@ for _rank in (2, 3):
         ("_adaptive_avg_pool{}d_backward", _adaptive_average_backward),
         ("adaptive_max_pool{}d", _adaptive_max),
         ("adaptive_max_pool{}d_backward", _max_backward),
-        ("max_unpool{}d", _max_unpool),
     ):
         implements(_name.format(_rank))(partial(_function, _rank))

@@ -69,7 +69,6 @@ def _along(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 _amax = implements("amax")(_along(jnp.max))
 _amin = implements("amin")(_along(jnp.min))
-implements("count_nonzero", "count_nonzero.dim_IntList")(_along(jnp.count_nonzero))
 
 
 implements("max")(jnp.max)
@@ -124,12 +123,6 @@ def _deviation(x: jax.Array, *dims: Dims, **options: Any) -> tuple[jax.Array, ja
 
 implements("var.correction")(lambda x, *dims, **options: _variance(x, *dims, **options)[0])
 implements("std.correction")(lambda x, *dims, **options: _deviation(x, *dims, **options)[0])
-
-
-@implements("logsumexp")
-def _logsumexp(x: jax.Array, dims: Dims, keepdim: bool = False) -> jax.Array:
-    x = as_float(x)[0]
-    return jax.scipy.special.logsumexp(x, axes_of(dims, x.ndim), keepdims=keepdim)
 
 
 @implements("linalg_vector_norm")
@@ -204,13 +197,3 @@ def _softmax(
 
 implements("_softmax")(partial(_softmax, jax.nn.softmax, 1))
 implements("_log_softmax")(partial(_softmax, jax.nn.log_softmax, 0))
-
-
-@implements("_log_softmax_backward_data")
-def _log_softmax_backward(
-    gradient: jax.Array, result: jax.Array, dim: int, dtype: torch.dtype
-) -> jax.Array:
-    if not result.ndim:
-        return jnp.zeros_like(result)
-    gradient, result = map(widened, (gradient, result))
-    return gradient - jnp.exp(result) * jnp.sum(gradient, dim, keepdims=True)

@@ -182,21 +182,3 @@ def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = F
     flat, source = x.reshape(-1), source.reshape(index.shape)
     found = add_at(flat, (index,), source) if accumulate else flat.at[index].set(source)
     return found.reshape(x.shape)
-
-
-@implements("embedding_dense_backward")
-def _embedding_backward(
-    gradient: jax.Array,
-    index: jax.Array,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> jax.Array:
-    """[..., D] at [...] -> [num_weights, D]."""
-    index, gradient = index.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-    if scale_grad_by_freq:
-        counts = jnp.zeros(num_weights, gradient.dtype).at[index].add(1)
-        gradient = gradient / counts[index][:, None]
-    if padding_idx >= 0:
-        gradient = jnp.where((index == padding_idx)[:, None], 0, gradient)
-    return jnp.zeros((num_weights, gradient.shape[-1]), gradient.dtype).at[index].add(gradient)

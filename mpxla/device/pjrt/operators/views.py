@@ -67,30 +67,9 @@ def _slice(
     return lax.slice_in_dim(x, first, max(first, last), step, dim % x.ndim)
 
 
-def _place(rank: int, dim: int, index: Any) -> tuple[Any, ...]:
-    return (*(builtins.slice(None),) * (dim % rank), index)
-
-
-@implements("slice_scatter")
-def _slice_scatter(
-    x: jax.Array,
-    source: jax.Array,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> jax.Array:
-    return x.at[_place(x.ndim, dim, builtins.slice(start, end, step))].set(source.astype(x.dtype))
-
-
 @implements("select.int", "select_copy.int")
 def _select(x: jax.Array, dim: int, index: int) -> jax.Array:
     return lax.index_in_dim(x, index % x.shape[dim], dim % x.ndim, keepdims=False)
-
-
-@implements("select_scatter")
-def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
-    return x.at[_place(x.ndim, dim, index)].set(source.astype(x.dtype))
 
 
 @implements("split_with_sizes", "split_with_sizes_copy")

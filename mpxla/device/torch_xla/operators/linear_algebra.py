@@ -14,6 +14,7 @@ from torch import fx
 
 from mpxla.graph.typed import input_of
 from mpxla.stage.cleanup import replace_call
+from mpxla.stage.solvers import OF_FACTORS
 
 __all__ = ["FACTORIZATIONS", "correct_factorizations"]
 
@@ -89,51 +90,15 @@ def _cholesky(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
     return found if found is NotImplemented else found[0]
 
 
-def _cholesky_solve(b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    """X of L L^T X = B."""
-    lower = factor.mT if upper else factor
-    return _solve_triangular(lower.mT, _solve_triangular(lower, b, upper=False), upper=True)
-
-
-def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    size = factor.shape[-1]
-    unit = torch.eye(size, dtype=factor.dtype, device=factor.device)
-    return _cholesky_solve(unit, factor, upper)
-
-
-def _pinv(
-    a: torch.Tensor,
-    *,
-    atol: torch.Tensor | None = None,
-    rtol: torch.Tensor | None = None,
-    hermitian: bool = False,
-) -> torch.Tensor:
-    if hermitian:  # only the lower triangle counts
-        a = a.tril() + a.tril(-1).mT
-    left, values, right = _aten._linalg_svd.default(a, False, True)
-    largest = values[..., :1]
-    if rtol is None:
-        rtol = torch.full_like(largest[..., 0], max(a.shape[-2:]) * torch.finfo(a.dtype).eps)
-        rtol = rtol if atol is None else torch.where(atol > 0, 0.0, rtol)
-    smallest = largest * rtol[..., None]
-    if atol is not None:
-        smallest = torch.maximum(smallest, atol[..., None])
-    counts = values > smallest
-    inverted = torch.where(counts, 1 / torch.where(counts, values, 1), 0)
-    return (right.mT * inverted[..., None, :]) @ left.mT
-
-
 def _checked(*_: Any, **__: Any) -> None:
     """Singular matrices give infinities: a compiled step has no branch that could raise."""
 
 
 FACTORIZATIONS: dict[Any, Callable[..., Any]] = {
+    **OF_FACTORS,
     _aten._linalg_check_errors.default: _checked,
     _aten.cholesky.default: _cholesky,
-    _aten.cholesky_inverse.default: _cholesky_inverse,
-    _aten.cholesky_solve.default: _cholesky_solve,
     _aten.linalg_cholesky_ex.default: _cholesky_ex,
-    _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     _aten.linalg_solve_triangular.default: _solve_triangular,
 }
 """Replaced while graphs are traced, in derivatives as well."""

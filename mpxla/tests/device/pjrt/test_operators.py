@@ -11,7 +11,7 @@ from mpxla.device.pjrt import operators
 from mpxla.device.pjrt.graphs import decompositions
 from mpxla.device.pjrt.table import FUNCTIONS, RANDOM, implements, operator_of
 from mpxla.tests.device.pjrt.operator_calls import Call, record
-from mpxla.tests.device.pjrt.operator_checks import differences
+from mpxla.tests.device.pjrt.operator_checks import differences, run
 
 assert operators.SUBJECTS
 aten = torch.ops.aten
@@ -173,11 +173,10 @@ def test_overloads_without_samples():
 def test_activations_of_low_precision_are_rounded_once(operator, rest, keywords, dtype):
     x = torch.linspace(-8, 8, 2001, dtype=torch.float64).to(dtype)
     inputs = [*[torch.full_like(x, value) for value in rest], x]
-    expected = operator(*inputs, **keywords)
+    call = Call(operator, "activations", (tuple(inputs), keywords), operator(*inputs, **keywords))
     arrays = [jax.numpy.asarray(t.float().numpy()).astype(str(dtype)[6:]) for t in inputs]
-    found = FUNCTIONS[operator](*arrays, **keywords)
-    if isinstance(found, tuple):
-        expected, found = expected[0], found[0]
+    found, expected = run(call, arrays)[0], call.expected
+    expected = expected[0] if isinstance(expected, tuple) else expected
     rounded = torch.tensor(jax.device_get(found.astype("float32"))).to(dtype).float()
     off = (rounded - expected.float()).abs()
     assert (off <= 1.01 * torch.finfo(dtype).eps * expected.float().abs() + 1e-5).all()
