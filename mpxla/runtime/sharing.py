@@ -42,11 +42,18 @@ class Sharing:
         self._ranks = ranks
         self._backend = backend
 
-    def compare(self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any) -> None:
+    def compare(
+        self,
+        text: str,
+        plan: int | None,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        signature: Any,
+    ) -> None:
         """Checks that all ranks make one call, with one batch. All of them call it.
 
         Args:
             text: the call, or the error that it ended in.
+            plan: number of the plan that runs it; None if it is to be captured.
             tensors: tensor leaves of every microbatch.
             signature: what else has to be equal.
 
@@ -54,7 +61,7 @@ class Sharing:
             RankMismatch: another rank has another call or other values; on all of them.
         """
         if len(self._ranks) > 1:
-            own = _with_shapes(text, tensors), self._digest(tensors, str(signature))
+            own = _with_shapes(text, tensors), self._digest(tensors, str(signature)), plan, text
             agreed(self._objects, self._ranks, own, self._problem)
 
     def gather(
@@ -80,8 +87,15 @@ class Sharing:
         return found
 
     def _problem(self, others: list[int], first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-        """The error of ranks with different (text, digest)."""
+        """The error of ranks with different (text, digest, number of the plan, call)."""
         ranks = self._ranks[0], others[0]
+        if first[:2] == other[:2]:
+            return (
+                f"the ranks {list(self._ranks)} share the tensors of a model, and {first[-1]} is "
+                f"another step on rank {ranks[1]} than on rank {ranks[0]}: something that it reads "
+                f"outside of its arguments (an attribute of the model, a global) has changed on "
+                f"one of them only. Change it on all of them alike, or pass it as an argument."
+            )
         what = f"rank {ranks[0]} came with {first[0]}, and rank {ranks[1]} with {other[0]}"
         if first[0] == other[0]:
             what = (

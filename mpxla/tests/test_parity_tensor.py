@@ -301,6 +301,47 @@ def test_own_batches_have_one_shape():
         assert "Give every rank as many samples" in text
 
 
+def other_steps(differs, is_prescaled):
+    """Runs on every rank; what the step function reads outside differs in a group."""
+    import mpxla as smp
+
+    smp.init(Case("llama", 2, prescaled=is_prescaled).config())
+    raw = build("llama", 1)
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+    raw.factor = 1.0 + smp.rank() * (differs == "number")
+    values = torch.full((WORDS,), 1.0 + smp.rank() * (differs == "tensor"))
+
+    @smp.step
+    def step(model, ids):
+        scores = model(input_ids=ids).logits * raw.factor * values
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+        model.backward(loss)
+        return loss
+
+    try:
+        step(model, batch_of(0, 1))
+        raw.factor += smp.rank() == 1
+        step(model, batch_of(0, 1))
+    except smp.RankMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("differs", "is_prescaled", "words"),
+    [
+        ("number", True, "captured another step than rank 0:\n  aten::mul in the step function"),
+        ("tensor", True, "of shape [32], which the step function found outside, with values"),
+        ("later", True, "is another step on rank 1 than on rank 0: something that it reads"),
+        ("later", False, "is another step on rank 1 than on rank 0: something that it reads"),
+    ],
+)
+def test_other_steps_in_a_group_are_noticed(differs, is_prescaled, words):
+    for text in run_ranks(other_steps, 2, differs, is_prescaled):
+        assert words in text
+
+
 def refused():
     """Runs on every rank: texts of what does not go with tensor parallelism yet."""
     import mpxla as smp
