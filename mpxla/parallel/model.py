@@ -148,7 +148,8 @@ class DistributedModel(PartitionedModule):
         self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)
-        member = Member(self._state, pins, self._when_placed, trace_execution_times, set(shards))
+        places = {name: shard.place for name, shard in shards.items()}
+        member = Member(self._state, pins, self._when_placed, trace_execution_times, places)
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
         see_all_overflows()

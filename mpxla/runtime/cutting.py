@@ -17,6 +17,7 @@ from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.sequence import divide_sequences
+from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
@@ -122,7 +123,9 @@ class StepCutter:
         step = self._without_other_models(step)
         if len(self._sharing) > 1:
             place = self._sharing.index(self._session.rank), len(self._sharing)
-            step = mark_varying(divide_losses(step), self._split_names(), *place)
+            parts = self._parts()
+            check_split_dims(step, {n: (dim, blocks) for n, (dim, _, _, blocks) in parts.items()})
+            step = mark_varying(divide_losses(step), parts, *place)
             if self._given.optimize == "memory":
                 step = divide_sequences(step, *place)
         if self._given.check_indices == "all":
@@ -186,12 +189,11 @@ class StepCutter:
 
     # --- of the models --------------------------------------------------------------------------
 
-    def _split_names(self) -> set[str]:
-        """Parameters and buffers of which this rank has a shard."""
-        found: set[str] = set()
+    def _parts(self) -> dict[str, tuple[int, ...]]:
+        """Parameters and buffers of which this rank has a part, with its place."""
+        found: dict[str, tuple[int, ...]] = {}
         for label, member in self._members.items():
-            ranks = dict.fromkeys(member.split, (0,))
-            found.update(self._states.from_own_names(label, ranks))
+            found.update(self._states.from_own_names(label, member.split))
         return found
 
     def _pins(self) -> dict[str, int]:
