@@ -33,7 +33,10 @@ _STYLES = {
     "moe_tp_experts": Style.EXPERTS,
 }
 """Transformers' names of styles (versions 4.5x and 5)."""
-_WITHOUT_EFFECT = ("replicated", "replicated_with_grad_allreduce", "sequence_parallel")
+_WITHOUT_EFFECT = (
+    *("replicated", "replicated_with_grad_allreduce", "sequence_parallel"),
+    "local_params",  # of modules whose parameters are in the plan by themselves
+)
 """Styles of layers that stay whole: their gradients become whole by themselves."""
 
 _ENDS = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
@@ -121,7 +124,7 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
         units: dict[str, Unit] = {}
         for inner, module in base.named_modules() if patterns else ():
             path = _joined(base_path, inner)
-            style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
+            style = patterns.get(_pattern(inner))
             if style is None or path in planned:  # outer plans repeat those of inner models
                 continue
             planned.add(path)
@@ -134,7 +137,17 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
                 unit.problem = f"mpxla does not know the style {style!r} of {path}"
             else:
                 unit.entries.append(Entry(path, module, known))
+        for inner, _ in base.named_parameters() if patterns else ():
+            path = _joined(base_path, inner)
+            unit = units.get(path.rpartition(".")[0])
+            if unit is not None and _pattern(inner) in patterns:  # a number of every head, say
+                unit.problem = f"mpxla does not split {path}, which is no part of a layer"
         yield from units.values()
+
+
+def _pattern(path: str) -> str:
+    """A path as plans write it, with a star for the number of a block."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _has(module: nn.Module, name: str) -> bool:

@@ -238,6 +238,8 @@ def test_every_rank_keeps_its_part_of_the_values():
     fused = ranks[0].shards["transformer.h.0.attn.c_attn.weight"]
     assert (fused.dim, fused.blocks, fused.shape) == (1, 3, (16, 24))
     assert ranks[0].model.transformer.h[0].attn.split_size == 8
+    assert ranks[0].model.transformer.h[0].mlp.c_fc.nf == 32
+    assert ranks[0].model.lm_head.out_features == WORDS, "it gives the scores of all words"
 
 
 def test_ranks_take_the_values_of_the_first():
@@ -260,6 +262,19 @@ def test_heads_and_words_that_do_not_divide():
     assert "the 1 heads of model.layers.0.self_attn.k_proj do not divide by 2" in str(found)
     found = problems(gpt2(vocab_size=33), 2)
     assert "its 33 do not divide by 2; pad to 34" in found["transformer.wte"]
+
+
+def test_parameters_of_heads_that_a_plan_splits():
+    class Attention(nn.Module):
+        _tp_plan = {"q": "colwise", "o": "rowwise", "sinks": "colwise"}
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.sinks = nn.Parameter(torch.zeros(2))
+
+    found = problems(nn.Sequential(Attention()), 2)
+    assert found == {"0": "mpxla does not split 0.sinks, which is no part of a layer"}
 
 
 def test_tied_ends_are_split_alike_or_not_at_all():
