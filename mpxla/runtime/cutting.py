@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.config import Config
+from mpxla.errors import MpxlaError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
@@ -48,6 +49,11 @@ from mpxla.stage.timing import measure_operators
 __all__ = ["StepCutter"]
 
 _T = TypeVar("_T")
+_PART_OF_LAYERS = (
+    "mpxla: tensor_parallel_degree: {} gives this rank a part of the heads or columns of some "
+    "layers. If this line needs all of them, leave the module whole: "
+    "smp.set_tensor_parallelism(module, False) before smp.DistributedModel."
+)
 
 
 class StepCutter:
@@ -118,6 +124,10 @@ class StepCutter:
                 lambda: self._values(call),
                 self._session.kept,
             )
+        except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
+            if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):
+                error.add_note(_PART_OF_LAYERS.format(len(self._sharing)))
+            raise
         finally:
             self.is_tracing = False
         step = self._without_other_models(step)

@@ -342,6 +342,32 @@ def test_other_steps_in_a_group_are_noticed(differs, is_prescaled, words):
         assert words in text
 
 
+def meet_whole():
+    """Runs on every rank; a hook gives a whole value to a part of the columns."""
+    import mpxla as smp
+
+    smp.init(Case("llama", 2).config())
+    raw = build("llama", 1)
+    columns = torch.ones(32)
+    raw.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: args[2] * columns)
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+
+    @smp.step
+    def step(model, ids):
+        return model(input_ids=ids, labels=ids).loss
+
+    with pytest.raises(smp.CaptureError) as caught:
+        step(model, batch_of(0, 1))
+    return str(caught.value), caught.value.__notes__
+
+
+def test_code_that_needs_whole_layers_is_told_of_the_parts():
+    for text, notes in run_ranks(meet_whole, 2):
+        assert "captured at" in text and "* columns" in text
+        assert "leave the module whole: smp.set_tensor_parallelism(module, False)" in str(notes)
+
+
 def refused():
     """Runs on every rank: texts of what does not go with tensor parallelism yet."""
     import mpxla as smp
