@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import mpxla as smp
@@ -262,6 +263,14 @@ def test_heads_and_words_that_do_not_divide():
     assert "the 1 heads of model.layers.0.self_attn.k_proj do not divide by 2" in str(found)
     found = problems(gpt2(vocab_size=33), 2)
     assert "its 33 do not divide by 2; pad to 34" in found["transformer.wte"]
+
+
+def test_layers_whose_weight_is_computed_stay_whole():
+    model = llama()
+    nn.utils.prune.identity(model.model.layers[0].mlp.up_proj, "weight")
+    found = problems(model, 2)
+    assert set(found) == {"model.layers.0.mlp"}
+    assert "a Linear cannot be split by column" in str(found)
 
 
 def test_parameters_of_heads_that_a_plan_splits():
