@@ -265,6 +265,12 @@ def test_heads_and_words_that_do_not_divide():
     assert "its 33 do not divide by 2; pad to 34" in found["transformer.wte"]
 
 
+def test_layers_that_have_the_name_of_known_ones_are_others():
+    own = type("BertLayer", (nn.Module,), {})()
+    own.dense = nn.Linear(4, 4)
+    assert units_of(nn.Sequential(own), 2) == []
+
+
 def test_layers_whose_weight_is_computed_stay_whole():
     model = llama()
     nn.utils.prune.identity(model.model.layers[0].mlp.up_proj, "weight")
