@@ -170,7 +170,7 @@ def _plans_of(kind: type) -> Mapping[str, _Layers]:
     """Plans for a class, unless somebody else's has its name only."""
     name = kind.__name__
     homes = [base.__module__ for base in kind.__mro__ if base.__name__ == name]
-    is_known = any(home.startswith(("transformers.", "mpxla.")) for home in homes)
+    is_known = any(home.startswith(("transformers.", "mpxla.nn.")) for home in homes)
     return _PLANS.get(name, {}) if is_known else {}
 
 
