@@ -191,7 +191,11 @@ class Calls:
         self._sharded.settle(exchanges)
 
     def _compare(
-        self, text: str, plan: Plan | None, tensors: Sequence[Sequence[torch.Tensor]], signature: Any
+        self,
+        text: str,
+        plan: Plan | None,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        signature: Any,
     ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ.
 
