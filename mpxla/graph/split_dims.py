@@ -22,7 +22,7 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import InputKind, StepGraph, describe
-from mpxla.graph.typed import input_of, named_arguments
+from mpxla.graph.typed import arguments_of, input_of, named_arguments
 
 __all__ = ["check_split_dims"]
 
@@ -133,19 +133,19 @@ def _of_operands(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | Non
 def _of_layer(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
     """Of a product with a weight: by outputs, or of a sum that is not complete."""
     is_linear = node.target is _aten.linear.default
-    arguments = list(node.args)
+    arguments = arguments_of(node)
     value, weight = arguments[1:3] if node.target is _aten.addmm.default else arguments[:2]
-    of_weight = known.get(weight)  # type: ignore[arg-type]
+    of_weight = known.get(weight)
     if of_weight is not None:
         outputs = -2 if is_linear else -1
         return _Along(-1, of_weight.blocks) if of_weight.dim == outputs else None
-    along = known.get(value)  # type: ignore[arg-type]
+    along = known.get(value)
     return along if along is not None and along.dim != -1 else None
 
 
 def _of_product(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
     """Of matrices: of each of many, or of the rows or columns of the result."""
-    operands: Sequence[Any] = node.args[:2]
+    operands = arguments_of(node)[:2]
     if any(operand.meta["val"].dim() < 2 for operand in operands):
         return None
     one, other = (known.get(operand) for operand in operands)
@@ -257,8 +257,8 @@ def _piece(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     is_removed = node.target in (_aten.select.int, _aten.unbind.int)
     if dim != along.dim:
         return _Along(along.dim + (is_removed and dim > along.dim), along.blocks)
-    result = node.meta.get("val")
-    pieces = list(result) if isinstance(result, (tuple, list)) else [result]
+    result: Any = node.meta["val"]
+    pieces: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
     if len(pieces) == 1 and not is_removed and pieces[0].shape == value.shape:
         return along
     if along.blocks == 1:

@@ -60,7 +60,8 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
     """Parameter -> the dim that is split; nothing where the layer cannot be split like that."""
     if "forward" in vars(module):
         return {}
-    if style is not Style.EXPERTS and module._parameters.get("weight") is None:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if style is not Style.EXPERTS and "weight" not in own:
         return {}  # hooks compute it, as of weight_norm and of pruning
     if style is Style.ITSELF:
         return {"weight": 1}  # input channels, or columns
