@@ -195,7 +195,7 @@ class Calls:
         text: str,
         plan: Plan | None,
         tensors: Sequence[Sequence[torch.Tensor]],
-        signature: Any,
+        signature: Signature | None,
     ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ.
 

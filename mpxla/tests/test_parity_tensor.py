@@ -277,12 +277,21 @@ def other_batches(differs, is_prescaled):
         model.backward(loss)
         return loss
 
-    number, size = (smp.rank(), 8) if differs == "values" else (0, 8 - 2 * smp.rank())
+    number = smp.rank() * (differs == "values")
+    size = 8 - 2 * smp.rank() * (differs == "shapes")
+    model.train(smp.rank() == 0 or differs != "modes")
     try:
         step(model, batch_of(number, 1)[:, :size])
     except smp.RankMismatch as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("is_prescaled", [True, False])
+def test_other_modes_in_a_group_are_noticed(is_prescaled):
+    for text in run_ranks(other_batches, 2, "modes", is_prescaled):
+        assert "call the step function alike: the modes of the model's modules (train or" in text
+        assert "differ on ranks 0 and 1" in text
 
 
 @pytest.mark.parametrize("differs", ["values", "shapes"])
@@ -357,15 +366,20 @@ def meet_whole():
     def step(model, ids):
         return model(input_ids=ids, labels=ids).loss
 
-    with pytest.raises(smp.CaptureError) as caught:
+    try:
         step(model, batch_of(0, 1))
-    return str(caught.value), caught.value.__notes__
+    except smp.CaptureError as error:
+        return str(error), str(error.__notes__)
+    except smp.PeerFailure:  # of a rank that was faster
+        return None
 
 
 def test_code_that_needs_whole_layers_is_told_of_the_parts():
-    for text, notes in run_ranks(meet_whole, 2):
+    found = [texts for texts in run_ranks(meet_whole, 2) if texts is not None]
+    assert found
+    for text, notes in found:
         assert "captured at" in text and "* columns" in text
-        assert "leave the module whole: smp.set_tensor_parallelism(module, False)" in str(notes)
+        assert "leave the module whole: smp.set_tensor_parallelism(module, False)" in notes
 
 
 def refused():
