@@ -26,6 +26,7 @@ from torch import nn
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture import capture_step, current_recorder
 from mpxla.graph.sequence import divide_sequences
+from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import ValueNeededError
 from mpxla.graph.varying import mark_varying
@@ -151,5 +152,7 @@ def capture_part(
             f"--tp {size}: nothing of the model can be split (the lines above say why). Give it a "
             f"_tp_plan, or build it of layers of smp.nn."
         )
-    step = divide_losses(capture_factory(model, inputs, function))
+    step = capture_factory(model, inputs, function)
+    check_split_dims(step, {name: (shard.dim, shard.blocks) for name, shard in shards.items()})
+    step = divide_losses(step)
     return divide_sequences(mark_varying(step, set(shards), 0, size), 0, size)

@@ -28,6 +28,7 @@ from mpxla.nn.shards import Shard
 from mpxla.nn.transformer import DistributedTransformerLayer, DistributedTransformerLMHead
 
 __all__ = [
+    "check_wholes",
     "distribute",
     "exchange_registered",
     "first_part",
@@ -216,6 +217,32 @@ def without_shards(
         if shard is not None and tuple(value.shape) == shard.whole:
             found[name] = shard.take(value)
     return found
+
+
+def check_wholes(
+    values: Mapping[str, Any], shards: Mapping[str, Shard], names: Mapping[str, str]
+) -> None:
+    """Checks that a state dict has whole tensors: a part of one may be that of a smaller model.
+
+    Args:
+        values: by any name.
+        shards: by canonical name.
+        names: any name -> canonical name.
+
+    Raises:
+        RuntimeError: a tensor has another shape; in the words of torch.
+    """
+    wrong = [
+        f"\n\tsize mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {torch.Size(shard.whole)}, of which each of {shard.size} "
+        f"ranks has a part."
+        for name, value in values.items()
+        if (shard := shards.get(names.get(name, name))) is not None
+        and isinstance(value, torch.Tensor)
+        and tuple(value.shape) != shard.whole
+    ]
+    if wrong:
+        raise RuntimeError(f"Error(s) in loading state_dict:{''.join(wrong)}")
 
 
 def refuse_with_shards(what: str, size: int) -> None:

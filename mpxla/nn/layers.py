@@ -60,6 +60,9 @@ def _shard_dims(module: nn.Module, style: Style) -> dict[str, int]:
     """Parameter -> the dim that is split; nothing where the layer cannot be split like that."""
     if "forward" in vars(module):
         return {}
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if style is not Style.EXPERTS and "weight" not in own:
+        return {}  # hooks compute it, as of weight_norm and of pruning
     if style is Style.ITSELF:
         return {"weight": 1}  # input channels, or columns
     if style is Style.EXPERTS:
@@ -169,8 +172,9 @@ def _tell_sizes(module: Any, style: Style, size: int) -> None:
     """What the layer says of itself, for those who print it or ask."""
     if style in (Style.VOCABULARY, Style.EXPERTS):
         return  # the number of words stays what the rest of the model means by it
-    outputs = style is not Style.ROW
-    names = ("out_features", "nf") if outputs else ("in_features", "nx")
+    names = ("in_features", "nx") if style is Style.ROW else ("out_features", "nf")
+    if style is Style.WHOLE_COLUMN:
+        names = names[1:]  # it gives all outputs, and scripts reshape scores by `out_features`
     for name in names:
         if name in vars(module):
             divide_size(module, name, size)

@@ -33,7 +33,10 @@ _STYLES = {
     "moe_tp_experts": Style.EXPERTS,
 }
 """Transformers' names of styles (versions 4.5x and 5)."""
-_WITHOUT_EFFECT = ("replicated", "replicated_with_grad_allreduce", "sequence_parallel")
+_WITHOUT_EFFECT = (
+    *("replicated", "replicated_with_grad_allreduce", "sequence_parallel"),
+    "local_params",  # of modules whose parameters are in the plan by themselves
+)
 """Styles of layers that stay whole: their gradients become whole by themselves."""
 
 _ENDS = {"get_input_embeddings": Style.VOCABULARY, "get_output_embeddings": Style.WHOLE_COLUMN}
@@ -121,7 +124,7 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
         units: dict[str, Unit] = {}
         for inner, module in base.named_modules() if patterns else ():
             path = _joined(base_path, inner)
-            style = patterns.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
+            style = patterns.get(_pattern(inner))
             if style is None or path in planned:  # outer plans repeat those of inner models
                 continue
             planned.add(path)
@@ -134,7 +137,17 @@ def _by_plan(model: nn.Module) -> Iterator[Unit]:
                 unit.problem = f"mpxla does not know the style {style!r} of {path}"
             else:
                 unit.entries.append(Entry(path, module, known))
+        for inner, _ in base.named_parameters() if patterns else ():
+            path = _joined(base_path, inner)
+            unit = units.get(path.rpartition(".")[0])
+            if unit is not None and _pattern(inner) in patterns:  # a number of every head, say
+                unit.problem = f"mpxla does not split {path}, which is no part of a layer"
         yield from units.values()
+
+
+def _pattern(path: str) -> str:
+    """A path as plans write it, with a star for the number of a block."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -144,13 +157,21 @@ def _has(module: nn.Module, name: str) -> bool:
 
 def _by_table(model: nn.Module) -> Iterator[Unit]:
     for path, module in model.named_modules():
-        for inner, layers in _PLANS.get(type(module).__name__, {}).items():
+        for inner, layers in _plans_of(type(module)).items():
             unit = Unit(_joined(path, inner) if inner else f"{path} (MLP)")
             unit.is_asked_for = isinstance(module, DistributedModule)
             for name, (style, blocks) in layers.items():
                 layer = _joined(_joined(path, inner), name)
                 unit.entries.append(Entry(layer, model.get_submodule(layer), style, blocks))
             yield unit
+
+
+def _plans_of(kind: type) -> Mapping[str, _Layers]:
+    """Plans for a class, unless somebody else's has its name only."""
+    name = kind.__name__
+    homes = [base.__module__ for base in kind.__mro__ if base.__name__ == name]
+    is_known = any(home.startswith(("transformers.", "mpxla.nn.")) for home in homes)
+    return _PLANS.get(name, {}) if is_known else {}
 
 
 def _ends(model: nn.Module) -> Iterator[Unit]:

@@ -26,7 +26,7 @@ from mpxla.delayed import is_delayed
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
-from mpxla.nn.distribute import without_shards
+from mpxla.nn.distribute import check_wholes, without_shards
 from mpxla.parallel.contents import PartitionedModule
 from mpxla.parallel.sharded import refuse_with_parts
 from mpxla.runtime.state import load_into
@@ -125,6 +125,7 @@ class DistributedCopy(PartitionedModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads a full state dict of the plain model."""
+        check_wholes(state_dict, self.shards_of_tensors, self.canonical_names)
         parts = without_shards(state_dict, self.shards_of_tensors, self.canonical_names)
         self._backend.forget(self.parameters())  # torch may swap them
         result = load_into(self.module, parts, strict)

@@ -20,7 +20,13 @@ from mpxla.delayed import accept_changes, delay_all_models, is_delayed
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
-from mpxla.nn.distribute import distribute, exchange_registered, refuse_with_shards, without_shards
+from mpxla.nn.distribute import (
+    check_wholes,
+    distribute,
+    exchange_registered,
+    refuse_with_shards,
+    without_shards,
+)
 from mpxla.nn.shared_norm import refuse_with_shared_statistics, share_statistics
 from mpxla.parallel.compute_dtype import (
     compute_dtype,
@@ -150,7 +156,8 @@ class DistributedModel(PartitionedModule):
         self._engine = self._models.engine
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)
-        member = Member(self._state, pins, self._when_placed, trace_execution_times, set(shards))
+        places = {name: shard.place for name, shard in shards.items()}
+        member = Member(self._state, pins, self._when_placed, trace_execution_times, places)
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
         see_all_overflows()
@@ -318,6 +325,8 @@ class DistributedModel(PartitionedModule):
                 "assign out, or load into the model before smp.DistributedModel wraps it."
             )
         values = {k: v for k, v in state_dict.items() if k != PARTIAL_KEY}
+        if PARTIAL_KEY not in state_dict:
+            check_wholes(values, self.shards_of_tensors, self.canonical_names)
         values = without_shards(values, self.shards_of_tensors, self.canonical_names)
         if PARTIAL_KEY in state_dict and not (same_partition_load and self.partitioned):
             session = self._session
@@ -328,6 +337,9 @@ class DistributedModel(PartitionedModule):
                 values = gather_full(session.state_objects, group, values, names)
         elif PARTIAL_KEY in state_dict:
             strict = False
+        return self._load_parts(values, strict)
+
+    def _load_parts(self, values: Mapping[str, Any], strict: bool) -> Any:
         with self._loading():
             return self.load_values(values, strict)
 
@@ -351,7 +363,7 @@ class DistributedModel(PartitionedModule):
         self._state.forget_writes()
         is_later = self._awaits_values or any(is_delayed(p) for p in self.module.parameters())
         if not self.partitioned and is_later:
-            self.register_post_partition_hook(lambda model, _: model.load_state_dict(values, False))
+            self.register_post_partition_hook(lambda model, _: model._load_parts(values, False))
         self._backend.flush()
         return result
 

@@ -150,9 +150,9 @@ class Calls:
             self._compare(f"{name}, which fails: {error}", None, (), None)
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
-        # Where ranks that share tensors have samples of their own, they have been compared.
-        shared = (call.tensors, portable(call.signature)) if self._sharing.is_prescaled else ()
-        self._compare(name, call.plan, *shared)
+        # Where ranks that share tensors have samples of their own, all of them have those of all.
+        shared = call.tensors if self._sharing.is_prescaled else ()
+        self._compare(name, call.plan, shared, portable(call.signature))
         if call.plan is None:
             self.control.announce(("new", name, portable(call.signature)))
             return call
@@ -190,18 +190,25 @@ class Calls:
         """
         self._sharded.settle(exchanges)
 
-    def _compare(self, text: str, plan: Plan | None, *shared: Any) -> None:
+    def _compare(
+        self,
+        text: str,
+        plan: Plan | None,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        signature: Signature | None,
+    ) -> None:
         """Raises, on all ranks of this and of the neighbouring pipelines, if calls differ.
 
         Args:
             text: the call, or the error that it ended in.
             plan: what runs it, if there is one.
-            *shared: tensors and signature, if ranks that share tensors are to compare theirs.
+            tensors: what ranks that share tensors compare.
+            signature: likewise.
         """
         try:
             self._sharded.compare(text, plan)
-            if shared:
-                self._sharing.compare(text, *shared)
+            number = None if plan is None else plan.number
+            self._sharing.compare(text, number, tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))
             raise as_announced(error) from None

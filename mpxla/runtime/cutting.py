@@ -11,12 +11,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.config import Config
+from mpxla.errors import MpxlaError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.cost import MachineModel
 from mpxla.graph.indices import with_extremes
 from mpxla.graph.partition import SavedTensor
 from mpxla.graph.placement import check_placement
 from mpxla.graph.sequence import divide_sequences
+from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph, without_inputs
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
@@ -47,6 +49,11 @@ from mpxla.stage.timing import measure_operators
 __all__ = ["StepCutter"]
 
 _T = TypeVar("_T")
+_PART_OF_LAYERS = (
+    "mpxla: tensor_parallel_degree: {} gives this rank a part of the heads or columns of some "
+    "layers. If this line needs all of them, leave the module whole: "
+    "smp.set_tensor_parallelism(module, False) before smp.DistributedModel."
+)
 
 
 class StepCutter:
@@ -117,12 +124,18 @@ class StepCutter:
                 lambda: self._values(call),
                 self._session.kept,
             )
+        except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
+            if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):
+                error.add_note(_PART_OF_LAYERS.format(len(self._sharing)))
+            raise
         finally:
             self.is_tracing = False
         step = self._without_other_models(step)
         if len(self._sharing) > 1:
             place = self._sharing.index(self._session.rank), len(self._sharing)
-            step = mark_varying(divide_losses(step), self._split_names(), *place)
+            parts = self._parts()
+            check_split_dims(step, {n: (dim, blocks) for n, (dim, _, _, blocks) in parts.items()})
+            step = mark_varying(divide_losses(step), parts, *place)
             if self._given.optimize == "memory":
                 step = divide_sequences(step, *place)
         if self._given.check_indices == "all":
@@ -186,12 +199,11 @@ class StepCutter:
 
     # --- of the models --------------------------------------------------------------------------
 
-    def _split_names(self) -> set[str]:
-        """Parameters and buffers of which this rank has a shard."""
-        found: set[str] = set()
+    def _parts(self) -> dict[str, tuple[int, ...]]:
+        """Parameters and buffers of which this rank has a part, with its place."""
+        found: dict[str, tuple[int, ...]] = {}
         for label, member in self._members.items():
-            ranks = dict.fromkeys(member.split, (0,))
-            found.update(self._states.from_own_names(label, ranks))
+            found.update(self._states.from_own_names(label, member.split))
         return found
 
     def _pins(self) -> dict[str, int]:

@@ -15,8 +15,10 @@ from mpxla.collection import give_back_memory
 from mpxla.comm.agreement import check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
+from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
+from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
@@ -48,6 +50,11 @@ __all__ = ["StepEngine"]
 
 
 _T = TypeVar("_T")
+_SAME_STEP = (
+    "What the step function reads outside of its arguments (tensors, random numbers of Python, the "
+    "rank) has to be equal on all ranks that share tensors: make it from one seed, or pass it as "
+    "an argument."
+)
 
 
 class StepEngine:
@@ -254,6 +261,7 @@ class StepEngine:
             cut = self._follow_first_replica(cut, signature.function, new)
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
+        self._compare_captured(cut.step)
         if new:
             self._settle(self.placement.of_new(cut, new), new)
         if not self.first_cuts:
@@ -310,6 +318,13 @@ class StepEngine:
             sum(len(p.programs) for p in plan.programs.values()),
         )
         return self.calls.keep(signature, reads, runner, exchanges)
+
+    def _compare_captured(self, step: StepGraph) -> None:
+        """Checks that ranks which share tensors have captured the same step."""
+        ranks = self._groups[TENSOR_GROUP].ranks
+        if len(ranks) > 1:
+            what = "share the tensors of a model, and captured another step"
+            check_agreement(self._session.objects, ranks, lines_of(step), what, _SAME_STEP)
 
     def _compare_messages(self, plan: StepPlan) -> None:
         """Checks that ranks which share tensors exchange the same in their programs.

@@ -1,7 +1,7 @@
 """A model, as the engine knows it."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from mpxla.runtime.state import ModelState
 
@@ -17,12 +17,12 @@ class Member:
         pins: given where its module is, module path -> pipeline rank at the time of partitioning.
         on_placed: called once its parameters are on their ranks.
         measures_times: whether operators are timed before a step that uses it is partitioned.
-        split: names of the parameters and buffers of which each rank of a tensor-parallel group
-            has a shard.
+        split: parameters and buffers of which each rank of a tensor-parallel group has a part,
+            by name, with the place of the part (see `Shard.place`).
     """
 
     state: ModelState
     pins: Callable[[str], Mapping[str, int]]
     on_placed: Callable[[], None]
     measures_times: bool = False
-    split: Collection[str] = ()
+    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

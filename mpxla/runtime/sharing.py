@@ -22,6 +22,7 @@ from mpxla.comm.objects import Objects
 from mpxla.comm.packing import as_memory
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Backend
+from mpxla.runtime.signature import Signature
 
 __all__ = ["Sharing"]
 
@@ -42,11 +43,18 @@ class Sharing:
         self._ranks = ranks
         self._backend = backend
 
-    def compare(self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any) -> None:
+    def compare(
+        self,
+        text: str,
+        plan: int | None,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        signature: Signature | None,
+    ) -> None:
         """Checks that all ranks make one call, with one batch. All of them call it.
 
         Args:
             text: the call, or the error that it ended in.
+            plan: number of the plan that runs it; None if it is to be captured.
             tensors: tensor leaves of every microbatch.
             signature: what else has to be equal.
 
@@ -54,11 +62,12 @@ class Sharing:
             RankMismatch: another rank has another call or other values; on all of them.
         """
         if len(self._ranks) > 1:
-            own = _with_shapes(text, tensors), self._digest(tensors, str(signature))
+            values = self._digest(tensors)
+            own = _with_shapes(text, tensors), _facts(signature), values, plan, text
             agreed(self._objects, self._ranks, own, self._problem)
 
     def gather(
-        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Any
+        self, text: str, tensors: Sequence[Sequence[torch.Tensor]], signature: Signature
     ) -> list[list[torch.Tensor]]:
         """The microbatches of all ranks, one rank after the other. All of them call it.
 
@@ -71,7 +80,7 @@ class Sharing:
             RankMismatch: another rank has another call or other shapes; on all of them.
         """
         flat = self._backend.get([t for leaves in tensors for t in leaves])
-        own = _with_shapes(text, tensors), self._digest((), str(signature)), flat
+        own = _with_shapes(text, tensors), _facts(signature), flat
         everyone = agreed(self._objects, self._ranks, own, self._problem, lambda call: call[:2])
         found: list[list[torch.Tensor]] = []
         for _, _, values in everyone:
@@ -80,8 +89,23 @@ class Sharing:
         return found
 
     def _problem(self, others: list[int], first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-        """The error of ranks with different (text, digest)."""
+        """The error of ranks with different (text, facts, values, number of the plan, call)."""
         ranks = self._ranks[0], others[0]
+        if first[0] == other[0] and first[1] != other[1]:
+            pairs = zip(first[1], other[1], strict=True)
+            names = [name for (name, own), (_, others_own) in pairs if own != others_own]
+            return (
+                f"the ranks {list(self._ranks)} share the tensors of a model, and have to call the "
+                f"step function alike: {' and '.join(names)} differ on ranks {ranks[0]} and "
+                f"{ranks[1]}, in {first[0]}. Make them equal on all of these ranks."
+            )
+        if first[:3] == other[:3]:
+            return (
+                f"the ranks {list(self._ranks)} share the tensors of a model, and {first[-1]} is "
+                f"another step on rank {ranks[1]} than on rank {ranks[0]}: something that it reads "
+                f"outside of its arguments (an attribute of the model, a global) has changed on "
+                f"one of them only. Change it on all of them alike, or pass it as an argument."
+            )
         what = f"rank {ranks[0]} came with {first[0]}, and rank {ranks[1]} with {other[0]}"
         if first[0] == other[0]:
             what = (
@@ -107,11 +131,29 @@ class Sharing:
             return own
         return self._objects.allgather(own, self._ranks)[0]
 
-    def _digest(self, tensors: Sequence[Sequence[torch.Tensor]], text: str) -> str:
-        digest = hashlib.blake2b(text.encode(), digest_size=16)
+    def _digest(self, tensors: Sequence[Sequence[torch.Tensor]]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
         for value in self._backend.get([t for leaves in tensors for t in leaves]):
             digest.update(as_memory(value.contiguous()))
         return digest.hexdigest()
+
+
+def _facts(signature: Signature | None) -> tuple[tuple[str, str], ...]:
+    """What a call is, beside the values of its tensors: (name for messages, digest)."""
+    if signature is None:
+        return ()
+    facts = {
+        "the arguments that are no tensors": (signature.structure, signature.leaves),
+        "the modes of the model's modules (train or eval, activation checkpointing)": (
+            signature.modes
+        ),
+        "requires_grad of the model's parameters": signature.trainable,
+        "the modes of PyTorch (gradients, autocast)": (signature.grad_enabled, signature.autocast),
+    }
+    return tuple(
+        (name, hashlib.blake2b(str(fact).encode(), digest_size=16).hexdigest())
+        for name, fact in facts.items()
+    )
 
 
 def _with_shapes(text: str, tensors: Sequence[Sequence[torch.Tensor]]) -> str:

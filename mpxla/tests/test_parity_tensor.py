@@ -277,12 +277,21 @@ def other_batches(differs, is_prescaled):
         model.backward(loss)
         return loss
 
-    number, size = (smp.rank(), 8) if differs == "values" else (0, 8 - 2 * smp.rank())
+    number = smp.rank() * (differs == "values")
+    size = 8 - 2 * smp.rank() * (differs == "shapes")
+    model.train(smp.rank() == 0 or differs != "modes")
     try:
         step(model, batch_of(number, 1)[:, :size])
     except smp.RankMismatch as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("is_prescaled", [True, False])
+def test_other_modes_in_a_group_are_noticed(is_prescaled):
+    for text in run_ranks(other_batches, 2, "modes", is_prescaled):
+        assert "call the step function alike: the modes of the model's modules (train or" in text
+        assert "differ on ranks 0 and 1" in text
 
 
 @pytest.mark.parametrize("differs", ["values", "shapes"])
@@ -299,6 +308,78 @@ def test_own_batches_have_one_shape():
         assert "rank 0 came with" in text and "and rank 1 with" in text and "[2, 6]" in text
         assert "with batches of one shape" in text
         assert "Give every rank as many samples" in text
+
+
+def other_steps(differs, is_prescaled):
+    """Runs on every rank; what the step function reads outside differs in a group."""
+    import mpxla as smp
+
+    smp.init(Case("llama", 2, prescaled=is_prescaled).config())
+    raw = build("llama", 1)
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+    raw.factor = 1.0 + smp.rank() * (differs == "number")
+    values = torch.full((WORDS,), 1.0 + smp.rank() * (differs == "tensor"))
+
+    @smp.step
+    def step(model, ids):
+        scores = model(input_ids=ids).logits * raw.factor * values
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+        model.backward(loss)
+        return loss
+
+    try:
+        step(model, batch_of(0, 1))
+        raw.factor += smp.rank() == 1
+        step(model, batch_of(0, 1))
+    except smp.RankMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("differs", "is_prescaled", "words"),
+    [
+        ("number", True, "captured another step than rank 0:\n  aten::mul in the step function"),
+        ("tensor", True, "of shape [32], which the step function found outside, with values"),
+        ("later", True, "is another step on rank 1 than on rank 0: something that it reads"),
+        ("later", False, "is another step on rank 1 than on rank 0: something that it reads"),
+    ],
+)
+def test_other_steps_in_a_group_are_noticed(differs, is_prescaled, words):
+    for text in run_ranks(other_steps, 2, differs, is_prescaled):
+        assert words in text
+
+
+def meet_whole():
+    """Runs on every rank; a hook gives a whole value to a part of the columns."""
+    import mpxla as smp
+
+    smp.init(Case("llama", 2).config())
+    raw = build("llama", 1)
+    columns = torch.ones(32)
+    raw.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: args[2] * columns)
+    smp.set_tensor_parallelism(raw)
+    model = smp.DistributedModel(raw)
+
+    @smp.step
+    def step(model, ids):
+        return model(input_ids=ids, labels=ids).loss
+
+    try:
+        step(model, batch_of(0, 1))
+    except smp.CaptureError as error:
+        return str(error), str(error.__notes__)
+    except smp.PeerFailure:  # of a rank that was faster
+        return None
+
+
+def test_code_that_needs_whole_layers_is_told_of_the_parts():
+    found = [texts for texts in run_ranks(meet_whole, 2) if texts is not None]
+    assert found
+    for text, notes in found:
+        assert "captured at" in text and "* columns" in text
+        assert "leave the module whole: smp.set_tensor_parallelism(module, False)" in notes
 
 
 def refused():

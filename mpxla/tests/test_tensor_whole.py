@@ -71,6 +71,10 @@ def train(path):
     early = copy.deepcopy(model)
     early.load_state_dict(raw().state_dict())
     of_early = evaluate(early, batch(9)).reduce_mean().item()
+    smaller = {**raw().state_dict(), "first.weight": torch.zeros(16, 8)}  # the shape of a part
+    for target in (model, early):
+        with pytest.raises(RuntimeError, match=r"size mismatch for first.weight: .*\[32, 8\]"):
+            target.load_state_dict(smaller)
     split = sorted(model.shards_of_tensors)
     named = dict(model.module.named_parameters())
     assert [n for n, p in named.items() if model.is_distributed_parameter(p)] == [

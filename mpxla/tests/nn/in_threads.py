@@ -18,6 +18,7 @@ from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.collectives import TENSOR_GROUP, is_collective
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split import split_stages
+from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph, is_random
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
@@ -84,7 +85,9 @@ def lower(
     names = ModelState(rank.model).canonical_names
     ranks, transport = rank.group
     place = ranks.index(transport.rank), len(ranks)
-    captured = divide_losses(capture_step(step, rank.model, leaves, names))
+    captured = capture_step(step, rank.model, leaves, names)
+    check_split_dims(captured, {n: (s.dim, s.blocks) for n, s in rank.shards.items()})
+    captured = divide_losses(captured)
     captured = mark_varying(captured, rank.shards, *place)
     if divides_sequences:
         captured = divide_sequences(captured, *place)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import mpxla as smp
@@ -238,6 +239,8 @@ def test_every_rank_keeps_its_part_of_the_values():
     fused = ranks[0].shards["transformer.h.0.attn.c_attn.weight"]
     assert (fused.dim, fused.blocks, fused.shape) == (1, 3, (16, 24))
     assert ranks[0].model.transformer.h[0].attn.split_size == 8
+    assert ranks[0].model.transformer.h[0].mlp.c_fc.nf == 32
+    assert ranks[0].model.lm_head.out_features == WORDS, "it gives the scores of all words"
 
 
 def test_ranks_take_the_values_of_the_first():
@@ -260,6 +263,33 @@ def test_heads_and_words_that_do_not_divide():
     assert "the 1 heads of model.layers.0.self_attn.k_proj do not divide by 2" in str(found)
     found = problems(gpt2(vocab_size=33), 2)
     assert "its 33 do not divide by 2; pad to 34" in found["transformer.wte"]
+
+
+def test_layers_that_have_the_name_of_known_ones_are_others():
+    own = type("BertLayer", (nn.Module,), {})()
+    own.dense = nn.Linear(4, 4)
+    assert units_of(nn.Sequential(own), 2) == []
+
+
+def test_layers_whose_weight_is_computed_stay_whole():
+    model = llama()
+    nn.utils.prune.identity(model.model.layers[0].mlp.up_proj, "weight")
+    found = problems(model, 2)
+    assert set(found) == {"model.layers.0.mlp"}
+    assert "a Linear cannot be split by column" in str(found)
+
+
+def test_parameters_of_heads_that_a_plan_splits():
+    class Attention(nn.Module):
+        _tp_plan = {"q": "colwise", "o": "rowwise", "sinks": "colwise"}
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.sinks = nn.Parameter(torch.zeros(2))
+
+    found = problems(nn.Sequential(Attention()), 2)
+    assert found == {"0": "mpxla does not split 0.sinks, which is no part of a layer"}
 
 
 def test_tied_ends_are_split_alike_or_not_at_all():
@@ -368,7 +398,8 @@ def test_what_differs_between_ranks_is_not_returned():
     ranks = distributed(lambda: built("llama"), 2)
 
     def inside(model, ids):
-        return model.model.layers[0].mlp.gate_proj(model.model.embed_tokens(ids)).sum()
+        part = model.model.layers[0].mlp.gate_proj(model.model.embed_tokens(ids))
+        return (part @ torch.ones(16, 1)).sum()
 
     with pytest.raises(CaptureError, match="differs between the ranks of a tensor-parallel group"):
         lower(ranks[0], inside, [words()])

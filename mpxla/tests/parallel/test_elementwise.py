@@ -35,6 +35,16 @@ class NormedDescent(SignDescent):
                 p.sub_(group["lr"] * p.grad / p.grad.norm())
 
 
+class ClippingDescent(SignDescent):
+    """Clips the gradient of each parameter by its norm, which only large ones reach."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * (10.0 / p.grad.norm()).clamp(max=1.0))
+
+
 class Lamb(SignDescent):
     """Scales every update by the norm of its parameter."""
 
@@ -67,7 +77,10 @@ def test_elementwise_optimizers_pass(kind):
     check_elementwise(kind(parameters(), lr=0.1), "shard_gradients")
 
 
-@pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, optim.Muon, NormedDescent])
+@pytest.mark.parametrize(
+    "kind",
+    [optim.LBFGS, optim.Adafactor, optim.Muon, NormedDescent, ClippingDescent, ClippingLamb],
+)
 def test_others_are_refused(kind):
     text = rf"^shard_gradients divides .* {kind.__name__} needs whole tensors: .* SGD, or"
     with pytest.raises(ConfigError, match=text):
