@@ -129,8 +129,11 @@ def _output_roles(
             raise _changed_argument(program, spec.target or "")
         elif spec.kind is not ExportOutput.USER_OUTPUT:
             raise CaptureError(
-                f"The step function changes {spec.target} in place ({spec.kind.name.lower()}). "
-                f"Assign a new tensor instead, or make it a registered buffer of the model."
+                f"The step function changes the parameter or constant {_name(spec.target)} in place"
+                f"{_line_of_change(program, spec.target)}, which one step only reads. Change "
+                f"parameters between step calls, under torch.no_grad() (instead of "
+                f"nn.Embedding(max_norm=...): weight.renorm_(2, 0, max_norm)); make it a buffer of "
+                f"the model if it is no parameter."
             )
         else:
             index, num_values = num_values, num_values + 1
@@ -158,13 +161,19 @@ def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:
 def _changed_argument(program: ExportedProgram, name: str) -> CaptureError:
     nodes = {node.name: node for node in program.graph.nodes}
     value = nodes[name].meta["val"]
-    changed = (s for s in program.graph_signature.output_specs if s.target == name)
-    at = next((line_of(nodes[spec.arg.name]) for spec in changed), "")
+    at = _line_of_change(program, name)
     dtype = str(value.dtype).removeprefix("torch.")
     return CaptureError(
         f"The step function changes one of its arguments in place{at}, the tensor {dtype}"
         f"{list(value.shape)} (the shape of one microbatch). Change a copy: x = x.clone()."
     )
+
+
+def _line_of_change(program: ExportedProgram, target: str | None) -> str:
+    """The user's line that gives an input its new value."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    changed = (s for s in program.graph_signature.output_specs if s.target == target)
+    return next((line_of(nodes[spec.arg.name]) for spec in changed), "")
 
 
 def _annotate(

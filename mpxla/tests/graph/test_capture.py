@@ -256,6 +256,12 @@ def change_argument(leaves, model):
     return model(leaves[0])
 
 
+def change_parameter(leaves, model):
+    with torch.no_grad():
+        model.weight.clamp_(-1, 1)
+    return model(leaves[0])
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor = tensor
@@ -283,6 +289,10 @@ def hidden_tensor(leaves, model):
             r"in place at .*test_capture.py:\d+: leaves\[0\]\[.* = 0, the tensor",
         ),
         (change_argument, r"arguments in place .*, the tensor float32\[4, 6\] .*x\.clone"),
+        (
+            change_parameter,
+            r"constant weight in place at .*: model\.weight\.clamp_.*between step calls",
+        ),
         (hidden_tensor, r"object of type Holder that holds tensors \(tensor\)"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
