@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpxla.errors import StepError
+from mpxla.runtime.valueless import Valueless
 
 __all__ = ["DividedParameter", "check_no_gradient"]
 
@@ -35,7 +36,7 @@ def check_no_gradient(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-class DividedParameter(nn.Parameter):
+class DividedParameter(Valueless, nn.Parameter):
     """Stands in a module for a parameter that is divided over ranks."""
 
     @property

@@ -19,6 +19,7 @@ from mpxla.delayed import forget, materialize
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.runtime.divided import DividedParameter
+from mpxla.runtime.valueless import AbsentParameter
 from mpxla.stage.flat import FlatShard
 
 __all__ = ["ModelState", "load_into"]
@@ -191,7 +192,10 @@ class ModelState:
                     continue  # it goes to the device part by part, once replicas have equal values
                 if is_local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
-                _exchange(name, parameter, device if is_local else torch.device("meta"))
+                there = (
+                    (device, nn.Parameter) if is_local else (torch.device("meta"), AbsentParameter)
+                )
+                _exchange(name, parameter, *there)
         for name, buffer in self.buffers.items():
             is_local = name in self.local_names
             self.set_buffer(
@@ -298,7 +302,7 @@ def _exchange(
     name: str,
     parameter: nn.Parameter,
     device: torch.device,
-    kind: type[nn.Parameter] = nn.Parameter,
+    kind: type[nn.Parameter],
 ) -> None:
     if parameter.device == device and isinstance(parameter, kind):
         return

@@ -1,0 +1,66 @@
+"""Parameters without values do not get into tensors with values."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from mpxla.errors import StepError
+from mpxla.runtime.divided import DividedParameter
+from mpxla.runtime.valueless import AbsentParameter
+
+
+def absent(kind=AbsentParameter):
+    return kind(torch.empty(3, device="meta"))
+
+
+WRITES = {
+    "add": lambda own, other: own.add_(other, alpha=0.1),
+    "data": lambda own, other: own.data.add_(other.data),
+    "computed": lambda own, other: own.lerp_((other * 2)[:], 0.5),
+    "operator": lambda own, other: own.__iadd__(other.detach()),
+    "out": lambda own, other: torch.add(other, other, out=own),
+    "where": lambda own, other: own.masked_fill_(other > 0, 0.0),
+    "each": lambda own, other: torch._foreach_add_([own, own], [torch.ones(3), other]),
+    "average": lambda own, other: get_ema_multi_avg_fn(0.9)([own], [other], 1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("kind", [AbsentParameter, DividedParameter])
+def test_writes_from_what_has_no_values_are_refused(kind, write):
+    own = torch.ones(3)
+    with torch.no_grad(), pytest.raises(StepError, match=r"no values here at .*valueless.py:.*"):
+        write(own, absent(kind))
+    assert own.tolist() == [1, 1, 1]
+
+
+def test_what_sets_start_values_of_all_parameters_goes_on():
+    parameter, own = absent(), torch.ones(3)
+    with torch.no_grad():
+        parameter.copy_(own)
+        parameter.data.copy_(own)
+        parameter.mul_(0.9).add_(own)
+        nn.init.normal_(parameter)
+        torch._foreach_add_([own, parameter], [torch.ones(3), own])
+    assert own.tolist() == [2, 2, 2]
+    assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
+    assert parameter.device.type == "meta" and list(parameter.shape) == [3]
+
+
+def test_copies_have_no_values_either():
+    found = copy.deepcopy(absent())
+    assert isinstance(found, nn.Parameter)
+    with torch.no_grad(), pytest.raises(StepError, match=re.escape("model.state_dict()")):
+        torch.ones(3).add_(found)
+
+
+def test_modules_take_other_dtypes():
+    module = nn.Linear(2, 3)
+    module.bias = absent()
+    module.to(torch.float64)
+    assert module.bias.dtype == torch.float64
+    assert isinstance(module.bias, nn.Parameter)
