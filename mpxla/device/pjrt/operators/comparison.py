@@ -36,6 +36,12 @@ def _masked_fill(value: jax.Array, mask: jax.Array, fill: Any) -> jax.Array:
     return jnp.where(mask, cast(fill, value.dtype), value)
 
 
+@implements("hardshrink_backward", "softshrink_backward")
+def _shrink_backward(gradient: jax.Array, x: jax.Array, lambd: Any) -> jax.Array:
+    is_inside = (x >= -lambd) & (x <= lambd)
+    return jnp.where(is_inside, cast(0, gradient.dtype), gradient)
+
+
 implements("equal")(jnp.array_equal)
 
 
