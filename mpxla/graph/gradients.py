@@ -38,13 +38,15 @@ __all__ = ["Gradients", "expand_gradients", "transforms_refused"]
 _aten = torch.ops.aten
 _library = torch.library.Library("mpxla_gradients", "DEF")
 _library.define("leaf(Tensor tensor) -> Tensor")
-_library.define("of(Tensor[] results, Tensor[] leaves, Tensor[] seeds) -> Tensor[]")
+_library.define(
+    "of(Tensor[] results, Tensor[] leaves, Tensor[] seeds, bool create_graph) -> Tensor[]"
+)
 _operators = torch.ops.mpxla_gradients
 _LEAF, _OF = _operators.leaf.default, _operators.of.default
 _COPIED_META = ("nn_module_stack", "stack_trace")
 
 
-def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], __: Any) -> list[torch.Tensor]:
+def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], *__: Any) -> list[torch.Tensor]:
     return [torch.empty_like(leaf) for leaf in leaves]
 
 
@@ -56,7 +58,7 @@ class _Flags(Function):
         first, second = counts[0], sum(counts)
         ctx.save_for_backward(*tensors)
         with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-            return tuple(_OF(tensors[:first], tensors[first:second], tensors[second:]))
+            return tuple(_OF(tensors[:first], tensors[first:second], tensors[second:], True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -64,8 +66,14 @@ class _Flags(Function):
 
 
 def _with_flags(
-    results: list[torch.Tensor], leaves: list[torch.Tensor], seeds: list[torch.Tensor]
+    results: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+    create_graph: bool,
 ) -> list[torch.Tensor]:
+    if not create_graph:
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return _OF(results, leaves, seeds, False)
     counts = len(results), len(leaves)
     return list(_Flags.apply(counts, *results, *leaves, *seeds))
 
@@ -124,7 +132,9 @@ class Gradients:
         used = [leaf for leaf, g in zip(leaves, found, strict=True) if g is not None]
         asked = [self._leaves.get(leaf, leaf) for leaf in used]
         with torch.set_grad_enabled(create_graph):
-            gradients: list[torch.Tensor | None] = list(_OF([r for r, _ in pairs], asked, given))
+            gradients: list[torch.Tensor | None] = list(
+                _OF([r for r, _ in pairs], asked, given, create_graph)
+            )
         for place, leaf in enumerate(leaves):
             if found[place] is None:
                 gradients.insert(place, torch.zeros_like(leaf) if materialize_grads else None)
@@ -174,7 +184,7 @@ def expand_gradients(graph: fx.Graph) -> None:
 
 
 def _expand(graph: fx.Graph, call: fx.Node) -> None:
-    results, leaves, seeds = arguments_of(call)
+    results, leaves, seeds, create_graph = arguments_of(call)
     since = [_without_detaches(leaf) for leaf in leaves]
     sources = [input_of(n) if n.target is _LEAF else n for n in since]
     for node in _path(graph, call, results, since):
@@ -194,6 +204,7 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
             [env[n] for n in results],
             [env[n] for n in sources],
             [env[n] for n in seeds],
+            create_graph=create_graph,  # some derivatives then have another form, which has one
             allow_unused=True,
         )
         pairs = zip(sources, found, strict=True)
@@ -259,6 +270,8 @@ def _open_random(graph: fx.Graph, node: fx.Node) -> None:
         return [target_of(node)(*args, **kwargs)]
 
     traced = _traced(run, inputs, 0, node)
+    if not any(is_random(n) for n in traced.nodes):
+        return  # attention without dropout, say, which is one operator then
     known = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
     [value] = _copied(graph, node, traced, outputs_of(traced), known, is_inside=True)
     node.replace_all_uses_with(value)
@@ -274,8 +287,9 @@ def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.No
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, requires_grad=i < num_leaves)
             for i, v in enumerate(specs)
         ]
-    # Only the plain form of attention has a derivative that has one.
-    with torch.enable_grad(), mode, sdpa_kernel(SDPBackend.MATH):
+    # Only the plain forms of attention and recurrent layers have a derivative that has one.
+    plain = sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False)
+    with torch.enable_grad(), mode, plain[0], plain[1]:
         try:
             module = make_fx(function)(*values)
             if any(_writes(node) for node in module.graph.nodes):

@@ -68,6 +68,17 @@ class Convolving(nn.Module):
         return self.leave(F.max_pool1d(hidden, 2).flatten(1))
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(4, 8, batch_first=True)
+        self.norm, self.leave = nn.GroupNorm(2, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        states, _ = self.layer(x.unsqueeze(1) * torch.arange(1, 4).view(1, 3, 1))
+        return self.leave(self.norm(states.mean(1)))
+
+
 def penalized(model, x):
     """The penalty of WGAN-GP (arXiv:1704.00028)."""
     x = x.detach().clone().requires_grad_(True)
@@ -145,6 +156,7 @@ CASES = {
     "jacobian": (lambda: Net(2), whole_jacobian),
     "own": (WithOwn, penalized),
     "attention": (Attending, penalized),
+    "recurrent": (Recurrent, penalized),
     "convolution": (Convolving, penalized),
 }
 QUICK = ("leaf", "adapted", "own")

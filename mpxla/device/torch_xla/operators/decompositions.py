@@ -160,6 +160,8 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.instance_norm.default: instance_norm,
     _aten.layer_norm.default: layer_norm,
     _aten.multinomial.default: _multinomial,
+    # Torch's derivative on this device takes mean and deviation for constants.
+    **get_decompositions([_aten.native_group_norm.default]),
     _aten.selu.default: _selu,
     _aten.std.default: _std,
     _aten.std.dim: _std,

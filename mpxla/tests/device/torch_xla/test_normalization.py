@@ -68,3 +68,28 @@ def test_a_norm_before_a_product_keeps_no_normalized_input():
     large = [shape for shape in shapes if math.prod(shape) == 32 * 4 * 16]
     assert len(large) == 1, "the product's factor; the norm's input is an argument of the stage"
     assert sum(map(math.prod, shapes)) == 32 * 4 * (16 + 2), "and mean and deviation"
+
+
+class Statistics(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = torch.nn.Linear(4, 8)
+
+    def forward(self, x):
+        norms, means, rstds = torch.native_group_norm(
+            self.enter(x), None, None, 4, 8, 1, 2, eps=1e-5
+        )
+        return (norms * torch.arange(8)).square().sum() + (means * rstds).sum()
+
+
+def statistics_differ():
+    from mpxla.tests.stages_by_hand import differences, run_in_stages, run_plainly
+
+    torch.manual_seed(0)
+    step = Statistics(), lambda model, batch: model(batch["x"]), {"x": torch.randn(4, 4)}
+    return differences(run_plainly(*step), run_in_stages(*step, num_stages=1))
+
+
+@pytest.mark.ranks
+def test_statistics_of_group_norm_have_derivatives():
+    assert run_ranks(statistics_differ, 1) == [""]
