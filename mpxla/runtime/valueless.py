@@ -24,29 +24,24 @@ __all__ = ["AbsentParameter", "Valueless"]
 class Valueless(torch.Tensor):
     """A parameter of other ranks, or what is computed from one."""
 
+    # Attributes are read in loops over all parameters: they are as quick as those of any tensor.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+
     @classmethod
-    def __torch_function__(
+    def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls torch; see the module."""
+        """Calls an operator; see the module."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        is_write = name.endswith("_") and not name.endswith("__")
-        if "out" in kwargs:
-            others = (value for key, value in kwargs.items() if key != "out")
-            _check_write(name, kwargs["out"], (*args, *others))
-        elif args and (is_write or name in _OPERATORS_IN_PLACE):
-            _check_write(name, args[0], (*args[1:], *kwargs.values()))
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        if func._schema.is_mutable:
+            _check_writes(func, args, kwargs)
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
             result = func(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, _marked, result)
+            return pytree.tree_map_only(torch.Tensor, _marked, result)
 
 
 class AbsentParameter(Valueless, nn.Parameter):
     """Stands in a module for a parameter of another pipeline rank."""
-
-
-_OPERATORS_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv".split())
 
 
 def _marked(result: torch.Tensor) -> torch.Tensor:
@@ -55,16 +50,28 @@ def _marked(result: torch.Tensor) -> torch.Tensor:
     return result.as_subclass(Valueless)
 
 
-def _check_write(name: str, targets: Any, sources: Sequence[Any]) -> None:
+def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raises where a tensor with values would be written from one without."""
-    if isinstance(targets, (list, tuple)):
-        # `torch._foreach_add_(targets, others)` writes to each from its own.
-        for place, target in enumerate(targets):
-            own = [s[place] if isinstance(s, (list, tuple)) else s for s in sources]
-            _check_write(name, target, own)
-        return
-    is_lost = isinstance(targets, torch.Tensor) and targets.device.type != "meta"
-    if is_lost and any(isinstance(s, Valueless) for s in pytree.tree_leaves(sources)):
+    written: list[Any] = []
+    sources: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        (written if argument.is_write else sources).append(value)
+    for target in written:
+        if isinstance(target, (list, tuple)):
+            # `torch._foreach_add_(targets, others)` writes to each from its own.
+            for i, one in enumerate(target):
+                own = [s[i] if isinstance(s, (list, tuple)) else s for s in sources]
+                _check_write(func, one, own)
+        else:
+            _check_write(func, target, sources)
+
+
+def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> None:
+    if target.device.type != "meta" and any(
+        isinstance(source, Valueless) for source in pytree.tree_leaves(sources)
+    ):
+        name = func._schema.name.removeprefix("aten::")
         raise StepError(
             f"{name} writes to a tensor of this rank from a parameter that has no values here "
             f"at {at_script_line()}: they are on another pipeline rank, or divided over ranks, and "
