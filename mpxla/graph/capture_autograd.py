@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from mpxla.errors import CaptureError
 from mpxla.graph.functions import TracedFunction, operator_of
+from mpxla.graph.normalize import has_writes
 from mpxla.graph.split import copy_nodes
 from mpxla.graph.stepgraph import is_random
 from mpxla.graph.typed import outputs_of
@@ -73,7 +74,7 @@ class _Traced:
             module = self._trace(stand_ins, self._joint, is_composed=True)
         except DifferentiatesInsideError:
             module = self._trace(stand_ins, self._joint, is_composed=False)
-        if _has_writes(module.graph):
+        if has_writes(module.graph):
             functional = dispatch_functionalize(self._joint)
             module = self._trace(stand_ins, functional, is_composed=False)
         self.graph = module.graph
@@ -237,11 +238,6 @@ def _outer_modes_off(allows_autograd: bool = False) -> Generator[None]:
             stack._pop_mode()
         for mode in reversed(modes):
             stack._push_mode(mode)
-
-
-def _has_writes(graph: fx.Graph) -> bool:
-    schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
-    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import applied
-from mpxla.graph.normalize import free_layouts
+from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import Function, arguments_of, input_of, outputs_of, target_of
 from mpxla.graph.user_code import at_user_line, line_of
@@ -54,11 +54,13 @@ class _Flags(Function):
     """Gradients depend on all that is given; while a step is captured they have no values."""
 
     @staticmethod
-    def forward(ctx: Any, counts: tuple[int, int], *tensors: torch.Tensor) -> Any:
-        first, second = counts[0], sum(counts)
+    def forward(ctx: Any, settings: tuple[int, int, bool], *tensors: torch.Tensor) -> Any:
+        num_results, num_leaves, create_graph = settings
         ctx.save_for_backward(*tensors)
         with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-            return tuple(_OF(tensors[:first], tensors[first:second], tensors[second:], True))
+            end = num_results + num_leaves
+            lists = tensors[:num_results], tensors[num_results:end], tensors[end:]
+            return tuple(_OF(*lists, create_graph))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -71,11 +73,8 @@ def _with_flags(
     seeds: list[torch.Tensor],
     create_graph: bool,
 ) -> list[torch.Tensor]:
-    if not create_graph:
-        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-            return _OF(results, leaves, seeds, False)
-    counts = len(results), len(leaves)
-    return list(_Flags.apply(counts, *results, *leaves, *seeds))
+    settings = len(results), len(leaves), create_graph
+    return list(_Flags.apply(settings, *results, *leaves, *seeds))
 
 
 _library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
@@ -292,7 +291,7 @@ def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.No
     with torch.enable_grad(), mode, plain[0], plain[1]:
         try:
             module = make_fx(function)(*values)
-            if any(_writes(node) for node in module.graph.nodes):
+            if has_writes(module.graph):
                 module = make_fx(dispatch_functionalize(function))(*values)
         except (RuntimeError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
@@ -300,10 +299,7 @@ def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.No
                 f"torch.autograd.grad in a step function{line_of(at)}: PyTorch has no derivative "
                 f"of what is differentiated there ({type(error).__name__}: {text})."
             ) from error
-    graph = module.graph
-    for node in [n for n in graph.nodes if n.target is torch._C._set_grad_enabled]:  # pyright: ignore[reportPrivateUsage]
-        graph.erase_node(node)
-    return graph
+    return module.graph
 
 
 def _is_same_part(one: fx.Node, other: fx.Node) -> bool:
@@ -312,11 +308,6 @@ def _is_same_part(one: fx.Node, other: fx.Node) -> bool:
     if (one.target, other.target) != parts or one.args[1] != other.args[1]:
         return False
     return input_of(one).target is input_of(other).target
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _copied(

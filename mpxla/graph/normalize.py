@@ -18,6 +18,7 @@ __all__ = [
     "densify_gradients",
     "drop_runtime_checks",
     "free_layouts",
+    "has_writes",
     "keep_gradient_barriers",
     "refuse_collectives",
     "refuse_hidden_updates",
@@ -74,6 +75,12 @@ def _detach_outputs(body: fx.GraphModule) -> None:
 
     output.args = fx.map_arg(output.args, detach)
     body.recompile()
+
+
+def has_writes(graph: fx.Graph) -> bool:
+    """Whether an operator changes a tensor in place."""
+    schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def refuse_hidden_updates(graph: fx.Graph) -> None:

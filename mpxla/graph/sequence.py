@@ -29,7 +29,7 @@ from mpxla.graph.collectives import (
     TENSOR_GROUP,
     VARY,
 )
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import CASTS, VIEWS, StepGraph
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 from mpxla.graph.varying import VARYING
 
@@ -38,12 +38,8 @@ __all__ = ["divide_sequences"]
 _aten = torch.ops.aten
 _POSITIONS = 1
 """Dim of the positions in streams [samples, positions, width]."""
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _ALONG_WIDTH = (_aten.layer_norm.default, _aten.dropout.default)
-_PLAIN = (
-    *(_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.alias.default),
-    *(_aten.contiguous.default, _aten.detach.default, _aten.to.dtype_layout),
-)
+_PLAIN = (*CASTS, _aten.detach.default)
 
 
 def divide_sequences(step: StepGraph, index: int, size: int) -> StepGraph:
@@ -70,7 +66,7 @@ def _is_stream(node: fx.Node, size: int) -> bool:
 def _move_crossings(graph: fx.Graph) -> None:
     """Views of [samples, positions, width] as rows come after crossings, not before them."""
     for node in list(graph.nodes):
-        while node.target is VARY and input_of(node).target in _VIEWS:
+        while node.target is VARY and input_of(node).target in VIEWS:
             view = input_of(node)
             source = input_of(view)
             with graph.inserting_before(node):
@@ -96,7 +92,7 @@ def _move_sums(graph: fx.Graph) -> None:
         if node.target is not SUM or len(node.users) != 1:
             continue
         (view,) = node.users
-        if view.target not in _VIEWS or view.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
+        if view.target not in VIEWS or view.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
             continue
         part = input_of(node)
         with graph.inserting_before(view):

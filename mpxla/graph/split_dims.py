@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
-from mpxla.graph.stepgraph import InputKind, StepGraph, describe
+from mpxla.graph.stepgraph import CASTS, VIEWS, InputKind, StepGraph, describe
 from mpxla.graph.typed import arguments_of, input_of, named_arguments
 
 __all__ = ["check_split_dims"]
@@ -36,12 +36,7 @@ class _Along(NamedTuple):
     blocks: int
 
 
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
-_SAME = (
-    *(_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.alias.default),
-    *(_aten.contiguous.default, _aten.detach.default, _aten.to.dtype_layout),
-    _aten.dropout.default,
-)
+_SAME = (*CASTS, _aten.detach.default, _aten.dropout.default)
 _ALONG_DIMS = (
     *(_aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int, _aten._log_softmax.default),
     *(_aten.layer_norm.default, _aten.rms_norm.default, _aten.glu.default, _aten.topk.default),
@@ -275,7 +270,7 @@ def _item(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 _RULES: Mapping[Any, Callable[[fx.Node, fx.Node, _Along], _Along | None]] = {
     **dict.fromkeys(_SAME, _kept),
     **dict.fromkeys((_aten.expand.default, _aten.repeat_interleave.self_int), _repeated),
-    **dict.fromkeys(_VIEWS, _viewed),
+    **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(_ALONG_DIMS, _along_dims),
     **dict.fromkeys(_PIECES, _piece),
     **dict.fromkeys(

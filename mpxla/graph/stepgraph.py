@@ -18,6 +18,8 @@ from mpxla.graph.decisions import Decisions
 from mpxla.graph.typed import outputs_of
 
 __all__ = [
+    "CASTS",
+    "VIEWS",
     "InputKind",
     "InputRole",
     "OutputKind",
@@ -31,6 +33,15 @@ __all__ = [
     "without_inputs",
 ]
 
+
+_aten = torch.ops.aten
+VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+"""Operators that give the same elements in another shape."""
+CASTS = (
+    *(_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.alias.default),
+    *(_aten.contiguous.default, _aten.to.dtype_layout),
+)
+"""Operators that give the same elements in the same shape, with their gradients."""
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)')
 _OWN = "/mpxla/graph/capture.py"

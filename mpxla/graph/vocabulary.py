@@ -16,17 +16,12 @@ import torch
 from torch import fx
 
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
-from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.stepgraph import CASTS, VIEWS, StepGraph
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["divide_losses"]
 
 _aten = torch.ops.aten
-_SHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
-_CASTS = (
-    *(_aten._to_copy.default, _aten.to.dtype, _aten.clone.default, _aten.contiguous.default),
-    *(_aten.to.dtype_layout, _aten.alias.default),
-)
 
 
 def divide_losses(step: StepGraph) -> StepGraph:
@@ -65,7 +60,7 @@ def _way_from_gather(node: Any) -> list[fx.Node] | None:
     chain = [node]
     while chain[0].target is not GATHER:
         node = chain[0]
-        if node.target not in (*_SHAPES, *_CASTS, _aten.slice.Tensor):
+        if node.target not in (*VIEWS, *CASTS, _aten.slice.Tensor):
             return None
         source = node.all_input_nodes[0]
         before, after = source.meta["val"], node.meta["val"]
@@ -85,7 +80,7 @@ def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
     own = part.meta["val"].shape[-1]
     for node in chain[1:]:
         args = (part, *arguments_of(node)[1:])
-        if node.target in _SHAPES:
+        if node.target in VIEWS:
             args = (part, [*arguments_of(node)[1][:-1], own])
         copy = graph.call_function(target_of(node), args, dict(node.kwargs))
         copy.meta = dict(node.meta)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import ConfigError
 from mpxla.graph.collectives import join_replicas
@@ -25,28 +25,23 @@ class _SharedBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalizes [samples, channels, ...] of one microbatch of this replica."""
+        if not (self.training and self.num_replicas > 1):
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        is_tracking = self.training and self.track_running_stats
-        if is_tracking and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if not self.training and self.running_mean is not None:
-            means, variances = self.running_mean, self.running_var
-            return F.batch_norm(input, means, variances, self.weight, self.bias, eps=self.eps)
         dims = [d for d in range(input.dim()) if d != 1]
         wide = input.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
         count = torch.full((1,), input.numel() // input.shape[1], dtype=mean.dtype)
-        if self.training and self.num_replicas > 1:
-            own = torch.cat([mean, variance, count]).unsqueeze(0)
-            means, variances, counts = join_replicas(own, self.num_replicas).split(
-                [len(mean), len(mean), 1], 1
-            )
-            count = counts.sum(0)
-            share = counts / count  # a replica may have fewer samples than others
-            mean = (share * means).sum(0)
-            variance = (share * (variances + (means - mean).square())).sum(0)
-        if is_tracking:
+        own = torch.cat([mean, variance, count]).unsqueeze(0)
+        means, variances, counts = join_replicas(own, self.num_replicas).split(
+            [len(mean), len(mean), 1], 1
+        )
+        count = counts.sum(0)
+        share = counts / count  # a replica may have fewer samples than others
+        mean = (share * means).sum(0)
+        variance = (share * (variances + (means - mean).square())).sum(0)
+        if self.track_running_stats:
             self._track(mean.detach(), variance.detach() * (count / (count - 1).clamp_min(1)))
         shape = [1, -1, *(1 for _ in dims[1:])]
         result = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
@@ -55,9 +50,9 @@ class _SharedBatchNorm(nn.SyncBatchNorm):
         return result.to(input.dtype)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        factor: Any = self.momentum
-        if factor is None:
-            factor = 1 / cast(torch.Tensor, self.num_batches_tracked)
+        tracked = cast(torch.Tensor, self.num_batches_tracked)
+        tracked.add_(1)
+        factor: Any = 1 / tracked if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             running = cast(torch.Tensor, running)
             running.copy_(running + (new - running) * factor)

@@ -192,10 +192,10 @@ class ModelState:
                     continue  # it goes to the device part by part, once replicas have equal values
                 if is_local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
-                there = (
-                    (device, nn.Parameter) if is_local else (torch.device("meta"), AbsentParameter)
-                )
-                _exchange(name, parameter, *there)
+                if is_local:
+                    _exchange(name, parameter, device, nn.Parameter)
+                else:
+                    _exchange(name, parameter, torch.device("meta"), AbsentParameter)
         for name, buffer in self.buffers.items():
             is_local = name in self.local_names
             self.set_buffer(
