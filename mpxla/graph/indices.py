@@ -61,7 +61,7 @@ class IndexUse:
         """Least and greatest of some indices that count, shape [2]."""
         if self.ignored != _NO_INDEX:
             indices = torch.where(indices == self.ignored, self.low, indices)
-        return torch.stack([indices.min(), indices.max()])
+        return torch.stack(torch.aminmax(indices))
 
 
 @dataclass(frozen=True)

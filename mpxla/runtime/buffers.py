@@ -36,7 +36,6 @@ class LiveValues:
         host_bytes: bytes of saved values that are on the host instead.
         peak_host_bytes: most of them at a time.
         wait_s: seconds spent waiting for messages.
-        receive_s: CPU seconds of the calling thread for messages: to wake up and to take them in.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,6 @@ class LiveValues:
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.wait_s = 0.0
-        self.receive_s = 0.0
 
     def put(self, name: str, stage: int, microbatch: int, value: torch.Tensor) -> None:
         """Stores a value for a stage that will read it."""
@@ -69,10 +67,9 @@ class LiveValues:
         key = (name, stage, microbatch)
         if key in self._arrivals:
             arrival, names = self._arrivals[key]
-            started, cpu_before = time.perf_counter(), time.thread_time()
+            started = time.perf_counter()
             values = arrival()
             self.wait_s += time.perf_counter() - started
-            self.receive_s += time.thread_time() - cpu_before
             for other, value in zip(names, values, strict=True):
                 del self._arrivals[other, stage, microbatch]
                 self._values[other, stage, microbatch] = value

@@ -76,10 +76,7 @@ class StepRun:
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
         prepared: transposed weights, by stage.
-        dispatch_s: CPU seconds of the dispatching thread for forwards and backwards, without taking
-            in messages (`values.receive_s`). (Wall time would count the device's work where both
-            share a core.)
-        num_tasks: how many of them were started.
+        num_tasks: how many forwards and backwards were started.
         copies: moves saved values to the host and back, if the schedule says so.
         recorder: notes what runs when, while a profile is taken.
         progress: knows the running action, for the case that nothing moves any more.
@@ -94,7 +91,6 @@ class StepRun:
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     prepared: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     values: LiveValues = field(default_factory=LiveValues)
-    dispatch_s: float = 0.0
     num_tasks: int = 0
     copies: HostCopies | None = None
     recorder: Recorder | None = None
@@ -187,12 +183,10 @@ class Executor:
                     _copies(step).complete(current)
                 current = action
                 if step.recorder is not None:
-                    handler = functools.partial(self._handlers[action.op], action, step)
+                    handler = functools.partial(self.run_action, action, step)
                     step.recorder.run(action, handler, step.values)
-                elif action.op.is_compute:
-                    self._run_timed(action, step)
                 else:
-                    self._handlers[action.op](action, step)
+                    self.run_action(action, step)
             except MpxlaError as error:
                 error.add_note(_where(current))
                 raise
@@ -200,11 +194,10 @@ class Executor:
                 raise MpxlaError(f"{error}\n{_where(current)}") from error
         step.progress.end()
 
-    def _run_timed(self, action: Action, step: StepRun) -> None:
-        started = time.thread_time() - step.values.receive_s
+    def run_action(self, action: Action, step: StepRun) -> None:
+        """Runs one action, or starts its program."""
         self._handlers[action.op](action, step)
-        step.dispatch_s += time.thread_time() - step.values.receive_s - started
-        step.num_tasks += 1
+        step.num_tasks += action.op.is_compute
 
     def _run_forward(self, action: Action, step: StepRun) -> None:
         stage, microbatch = self._stages[action.stage], microbatch_of(action)
