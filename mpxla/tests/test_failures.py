@@ -38,15 +38,15 @@ def in_the_middle_of_a_step(model, action):
     """Lets `action` happen when this rank has done its second task of the next step."""
     from mpxla.runtime.executor import Executor
 
-    original, done = Executor._run_timed, []
+    original, done = Executor.run_action, []
 
     def run(self, task, step):
         original(self, task, step)
-        done.append(task)
+        done.extend([task] * task.op.is_compute)
         if len(done) == 2:
             action()
 
-    Executor._run_timed = run
+    Executor.run_action = run
     train(model, torch.ones(8, 4))
 
 
