@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch._C import DisableTorchFunction
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
@@ -101,6 +102,8 @@ class Constants:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
+        if is_functorch_wrapped_tensor(tensor):  # a row of it, in `torch.vmap`
+            return False
         if not isinstance(tensor, FakeTensor):
             is_constant = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
             return is_constant and tensor.numel() <= LARGEST_CONSTANT

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._higher_order_ops.flex_attention import math_attention
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace as torch_exporter
 from torch.fx import graph
+from torch.nn.attention import flex_attention
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
@@ -37,6 +40,7 @@ __all__ = [
     "assigned_buffers_written",
     "attributes_named_by_keywords",
     "fake_state",
+    "flexible_attention_by_scores",
     "numbers_explained",
     "quiet_export",
     "registration_hooks_kept",
@@ -78,6 +82,11 @@ class StepSemantics(TorchFunctionMode):
             raise CaptureError(
                 f"{func.__name__} is a collective inside a step function{at_user_line()}. "
                 f"{COLLECTIVES_OUTSIDE}"
+            )
+        if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
+            raise CaptureError(
+                f"torch's operator {func.name()!r} was called in a step function{at_user_line()}; "
+                f"compiled stages have no control flow. {_CONTROL_FLOW[func.name()]}"
             )
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return _NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
@@ -132,6 +141,11 @@ def _refuse_foreign_parameter(value: Any) -> None:
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_CONTROL_FLOW = {
+    "cond": "Compute both branches and choose with torch.where.",
+    "while_loop": "Write a Python loop with a fixed number of turns, and choose with torch.where.",
+    **dict.fromkeys(("scan", "map_impl"), "Write a Python loop, which is captured turn by turn."),
+}
 _VERDICTS: dict[Any, Any] = {
     **dict.fromkeys((torch.equal, torch.Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, torch.Tensor.allclose), torch.isclose),
@@ -301,6 +315,32 @@ def attributes_named_by_keywords() -> Generator[None]:
         return base
 
     with exchanged(graph, _format_target=format_target):
+        yield
+
+
+_COMPILING = (
+    "_temp_remove_metadata_torch_function_mode",
+    "_temp_remove_pre_dispatch_torch_function_mode",
+    "setup_compilation_env",
+)
+"""What `flex_attention` compiles in, in torch 2.9 and in 2.13."""
+
+
+@contextlib.contextmanager
+def flexible_attention_by_scores() -> Generator[None]:
+    """`flex_attention` computes all scores by plain operators, as it does when it is not compiled.
+
+    Else it compiles its own operator, whose functions cannot be captured, and takes export's modes
+    away for that; `torch.vmap` would leave its values in the graph.
+    """
+    kept = {name: contextlib.nullcontext for name in _COMPILING if hasattr(flex_attention, name)}
+    with exchanged(
+        flex_attention,
+        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
+        flex_attention_hop=math_attention,
+        _validate_device=lambda *_: None,  # torch 2.13 has no derivative on the host
+        **kept,
+    ):
         yield
 
 

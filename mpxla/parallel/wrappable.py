@@ -19,8 +19,8 @@ def check_module(module: Any) -> None:
     """Checks that a model is made of plain modules.
 
     Raises:
-        MpxlaError: it is none, is wrapped by another library part, compiled or scripted, or has
-            parameters without a shape.
+        MpxlaError: it is none, is wrapped by another library part, scripted, or has parameters
+            without a shape.
     """
     if not isinstance(module, nn.Module):
         raise MpxlaError(
@@ -38,23 +38,12 @@ def check_module(module: Any) -> None:
                 f"{where} is scripted (torch.jit), so that it cannot be cut into stages; give "
                 f"smp.DistributedModel the plain module."
             )
-        if _is_compiled(part):
-            raise MpxlaError(
-                f"{where} is compiled by torch.compile; give smp.DistributedModel the plain "
-                f"module, whose stages it compiles for XLA."
-            )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise MpxlaError(
                 f"parameter {name} has no shape yet (a lazy module); call the model once on a "
                 f"batch before smp.DistributedModel."
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By `torch.compile(module)`, which wraps it, or `module.compile()`, which marks it."""
-    is_wrapper = type(module).__name__ == "OptimizedModule"  # importing its class loads dynamo
-    return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def check_options(

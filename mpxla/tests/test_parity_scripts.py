@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import mpxla as smp
-from mpxla.graph.capture_modes import torchs_recurrences
+from mpxla.graph.capture_modes import flexible_attention_by_scores, torchs_recurrences
 from mpxla.tests.parity import Plain
 from mpxla.tests.parity_checks import merge
 from mpxla.tests.ranks.run import run_ranks
@@ -223,6 +224,47 @@ def compete(model, x, y):
     return loss
 
 
+def partly_compiled():
+    model = mlp()
+    model[2] = torch.compile(model[2], backend="eager")  # the default one takes long to import
+    model[3].compile(backend="eager")
+    return torch.compile(model, backend="eager")
+
+
+def smoothed(logits, y):
+    return F.cross_entropy(logits, y, label_smoothing=0.1)
+
+
+def classify_compiled(model, x, y):
+    loss = torch.compile(smoothed, backend="eager")(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+class FlexibleAttention(nn.Module):
+    """Scores with a trained bias; the mask is made of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.head = nn.Linear(4, 24), nn.Linear(8, 3)
+        self.slopes = nn.Parameter(torch.tensor([0.5, -0.2]))
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        query, key, value = self.project(x).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        ends = (x[:, :, 0] > 0).sum(1) + 1
+
+        def allowed(b, h, i, j):
+            return (i >= j) & (j < ends[b])
+
+        def biased(score, b, h, i, j):
+            return score + self.slopes[h] * (i - j)
+
+        mask = create_block_mask(allowed, batch, None, length, length, device="cpu")
+        found = flex_attention(query, key, value, score_mod=biased, block_mask=mask)
+        return self.head(found.transpose(1, 2).flatten(2).mean(1))
+
+
 def thaw_first_layer(model, number):
     model.module[0].requires_grad_(number == 1)
 
@@ -245,6 +287,8 @@ SCRIPTS = {
     "teacher": Script(mlp, learn_from_a_teacher),
     "penalty": Script(mlp, penalize_weights),
     "adversaries": Script(Adversaries, compete),
+    "compiled": Script(partly_compiled, classify_compiled),
+    "flexible": Script(FlexibleAttention, classify, (5, 4)),
     "thawing": Script(mlp, classify, before=thaw_first_layer),
     "clamping": Script(mlp, classify, before=clamp_weights),
 }
@@ -252,7 +296,11 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trains_as_plain_torch(name):
-    with torchs_recurrences():  # where an earlier test has imported torch_xla
+    with (
+        torchs_recurrences(),  # where an earlier test has imported torch_xla
+        torch.compiler.set_stance("force_eager"),
+        flexible_attention_by_scores(),  # else it is compiled for the processor, in a minute
+    ):
         losses, gradients, state = train_plainly(SCRIPTS[name])
     results = run_ranks(train, 2, name)
     for found, _, _ in results:

@@ -10,17 +10,6 @@ from mpxla.parallel.wrappable import check_module
 pytestmark = pytest.mark.unit
 
 
-def compiled_in_place():
-    layer = nn.Linear(2, 2)
-    layer.compile()
-    return nn.Sequential(nn.ReLU(), layer)
-
-
-# How torch makes one loads half of it, and warns.
-class OptimizedModule(nn.Module):
-    pass
-
-
 class Scripted(torch.jit.ScriptModule):
     pass
 
@@ -31,8 +20,6 @@ class Scripted(torch.jit.ScriptModule):
         (lambda: len, r"wraps a torch\.nn\.Module, not builtin_function_or_method"),
         (Scripted, r"^the model is scripted \(torch\.jit\)"),
         (lambda: nn.Sequential(Scripted()), r"^0 of the model is scripted"),
-        (OptimizedModule, r"^the model is compiled by torch\.compile; .* the plain module"),
-        (compiled_in_place, r"^1 of the model is compiled by torch\.compile"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"^parameter 0\.weight has no shape yet .*once"),
     ],
 )
