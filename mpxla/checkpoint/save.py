@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
 
 from mpxla.checkpoint.commit import Written, abandon, prepare, write_partial
 from mpxla.checkpoint.content import Inventory, local_inventory, model_names
@@ -31,7 +28,7 @@ from mpxla.checkpoint.layout import (
 )
 from mpxla.checkpoint.random_state import get_random_states
 from mpxla.checkpoint.shards import Slot, assign_writers
-from mpxla.checkpoint.together import Exchange, ObjectExchange, StoreExchange, together
+from mpxla.checkpoint.together import BackgroundExchange, Exchange, ObjectExchange, together
 from mpxla.comm.handle import FailureWatch
 from mpxla.errors import CheckpointError
 from mpxla.parallel.model import DistributedModel
@@ -199,7 +196,7 @@ def save_checkpoint(
     if not asynchronous:
         write(exchange)
         return None
-    exchange = _background_exchange(session, token)
+    exchange = _background_exchange(session)
     session.pending_checkpoint = PendingCheckpoint(lambda: write(exchange), session.lifeline)
     return session.pending_checkpoint
 
@@ -212,18 +209,10 @@ def finish_pending(session: Session) -> None:
             pending.wait()
 
 
-def _background_exchange(session: Session, token: str) -> StoreExchange:
-    lifeline = session.lifeline
-    exchange = StoreExchange(
-        _get_default_store(),
-        f"mpxla_checkpoint/{token}",
-        session.rank,
-        session.env.world_size,
-        session.transport.seal,
-        (lambda: None) if lifeline is None else (lambda: lifeline.failure),
-    )
-    if lifeline is not None:
-        lifeline.background = lambda: exchange.wait
+def _background_exchange(session: Session) -> BackgroundExchange:
+    exchange = BackgroundExchange(session.transport)
+    if session.lifeline is not None:
+        session.lifeline.background = lambda: exchange.wait
     return exchange
 
 

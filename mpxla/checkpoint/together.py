@@ -1,28 +1,24 @@
 """What several ranks do together: all succeed, or all raise the same error.
 
 An `Exchange` is how outcomes travel. While training stands still it is the session's object
-communication; in the background it is the launcher's key-value store, because the transport belongs
+communication; in the background it is messages of its own beside that, because collectives belong
 to the main thread. Either ends with an error when a rank dies. This module must not know files.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from torch.distributed import Store
-
+from mpxla.comm.codec import DATA
 from mpxla.comm.handle import Wait
-from mpxla.comm.seal import Seal
+from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Transport
 from mpxla.errors import CheckpointError, PeerFailure
 from mpxla.session import Session
 
-__all__ = ["Exchange", "ObjectExchange", "StoreExchange", "together"]
+__all__ = ["BackgroundExchange", "Exchange", "ObjectExchange", "together"]
 
-_CHANNEL = "checkpoint"
-_POLL_S = 0.002
-_SLOWEST_POLL_S = 0.05
 T = TypeVar("T")
 
 
@@ -58,27 +54,12 @@ class ObjectExchange:
         return self._session.progress.busy(self._what)
 
 
-class StoreExchange:
-    """By a key-value store that all ranks share, from any thread.
+class BackgroundExchange:
+    """By messages of its own, which nothing of the main thread's waits for; from any thread."""
 
-    Every exchange has a prefix of its own. Others can write to the store too, so messages are
-    sealed; `failure` tells of a rank that died.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        rank: int,
-        world_size: int,
-        seal: Seal,
-        failure: Callable[[], Any] = lambda: None,
-    ):
-        self.rank, self.world_size = rank, world_size
-        self._store, self._prefix = store, prefix
-        self._seal = seal
-        self._failure = failure
-        self._round = 0
+    def __init__(self, transport: Transport):
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self._objects = Objects(transport, DATA._replace(channel="checkpoint"))
         self.wait: Wait | None = None
         """What it waits for at the moment."""
 
@@ -86,39 +67,21 @@ class StoreExchange:
         """See `Exchange`.
 
         Raises:
-            MpxlaError: somebody else has written to the store.
+            MpxlaError: a message does not come from a rank of this job.
             PeerFailure: a rank died meanwhile.
         """
-        keys = [f"{self._prefix}/{self._round}/{rank}" for rank in range(self.world_size)]
-        world = tuple(range(self.world_size))
-        sealed = self._seal.wrap(json.dumps(value).encode(), _CHANNEL, world)
-        self._store.set(keys[self.rank], sealed.hex())
-        values = []
-        for rank, key in enumerate(keys):
-            found = bytes.fromhex(self._wait_for(key, rank).decode())
-            values.append(json.loads(self._seal.unwrap(found, _CHANNEL, rank, world)))
-        if self._round > 0:  # all ranks are in this round, so they have read the one before
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")
-        self._round += 1
-        return values
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._objects.post(value, others, "a checkpoint's progress")
+        return [value if r == self.rank else self._take(r) for r in range(self.world_size)]
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """See `Exchange`; the table shows the main thread."""
         return contextlib.nullcontext()
 
-    def _wait_for(self, key: str, rank: int) -> bytes:
-        pause_s = _POLL_S
+    def _take(self, rank: int) -> Any:
         self.wait = Wait((rank,), "its part of a checkpoint", time.monotonic())
         try:
-            while not self._store.check([key]):  # blocking would keep others from the store
-                failure = self._failure()
-                if failure is not None:
-                    text = failure.text if failure.text.endswith("\n") else f"{failure.text}. "
-                    raise PeerFailure(f"{text}A checkpoint was being saved then.")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
-            return self._store.get(key)
+            return self._objects.take(rank, f"rank {rank}'s part of a checkpoint")
         finally:
             self.wait = None
 

@@ -1,15 +1,12 @@
-"""Connections between the processes of a job: each listens, and whoever sends to it connects.
+"""Connections between the processes of a job: one listens, and the others connect to it.
 
-A connection carries messages one way, from the end that connected. Both ends prove that they know
-the key of the session (`handshake`), and so that the right rank is at the other end; whoever cannot
-is sent away.
+Both ends prove that they know a key (`handshake`), and so that the right rank is at the other end;
+whoever cannot is sent away.
 
 This file knows sockets and threads; it must not know what is sent.
 """
 
 import contextlib
-import hashlib
-import hmac
 import os
 import socket
 import threading
@@ -22,6 +19,8 @@ from mpxla.log import warn_once
 
 __all__ = ["Door", "connect"]
 
+OnConnection = Callable[[int, str, socket.socket], None]
+
 _CONNECT_TIMEOUT_S = 300.0
 _GREETING_TIMEOUT_S = 30.0
 _MAX_STRANGERS = 64
@@ -31,23 +30,24 @@ _MAX_STRANGERS = 64
 class Door:
     """Where a rank takes connections of the others, in a daemon thread.
 
-    Each connection gets a thread, which calls `on_connection` with a rank and the connection, and
-    ends when that returns.
+    Each connection gets a thread, which calls `on_connection` with a rank, where that runs, and the
+    connection, and ends when that returns. The purpose, in words, is for who is turned away.
     """
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
         host: str,
+        world_size: int,
         key: bytes,
-        on_connection: Callable[[int, socket.socket], None],
+        purpose: str,
+        on_connection: OnConnection,
     ) -> None:
         self._world_size = world_size
-        self._key = _key_of(key, rank)
+        self._key = key
+        self._purpose = purpose
         self._places = threading.BoundedSemaphore(world_size + _MAX_STRANGERS)
-        self._listener = listen(host, backlog=max(128, world_size))
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.listener = listen(host, backlog=max(128, world_size))
+        self.address: tuple[str, int] = (host, self.listener.getsockname()[1])
         # Threads alone hold `on_connection`: who opens a door is gone with its last user then.
         threading.Thread(
             target=self._listen, args=(on_connection,), name="mpxla-door", daemon=True
@@ -56,13 +56,13 @@ class Door:
     def close(self) -> None:
         """Takes no more connections."""
         with contextlib.suppress(OSError):  # `close` alone would leave `accept` waiting
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
 
-    def _listen(self, on_connection: Callable[[int, socket.socket], None]) -> None:
+    def _listen(self, on_connection: OnConnection) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = self.listener.accept()
             except ConnectionAbortedError:  # the caller hung up before it was accepted
                 continue
             except OSError:  # closed
@@ -73,56 +73,54 @@ class Door:
             else:
                 connection.close()
 
-    def _greet(
-        self, connection: socket.socket, on_connection: Callable[[int, socket.socket], None]
-    ) -> None:
+    def _greet(self, connection: socket.socket, on_connection: OnConnection) -> None:
         try:
             connection.settimeout(_GREETING_TIMEOUT_S)
-            rank = welcome(connection, self._key, self._world_size)
+            rank, home = welcome(connection, self._key, self._world_size)
             connection.settimeout(None)
         except (Stranger, OSError) as error:
             connection.close()
             warn_once(
                 f"stranger at the door: {error}",
-                f"somebody connected to port {self.address[1]} of this job, where ranks send "
-                f"messages, and was turned away: {error}. If it was no rank of yours, see "
-                f"docs/security.md.",
+                f"somebody connected to port {self.address[1]} of this job, {self._purpose}, and "
+                f"was turned away: {error}. If it was no rank of yours, see docs/security.md.",
             )
             return
         finally:
             self._places.release()
         _set_options(connection)
-        threading.current_thread().name = f"mpxla-recv-{rank}"
-        on_connection(rank, connection)
+        on_connection(rank, home, connection)
 
 
-def connect(address: tuple[str, int], rank: int, dst: int, key: bytes) -> socket.socket:
-    """Opens the connection for messages from one rank to another.
+def connect(
+    address: tuple[str, int],
+    rank: int,
+    dst: int,
+    key: bytes,
+    advice: str,
+    timeout_s: float = _CONNECT_TIMEOUT_S,
+) -> socket.socket:
+    """Opens a connection of one rank to the door of another.
 
     Raises:
-        PeerFailure: It cannot be reached, or somebody else answers.
+        PeerFailure: It cannot be reached, or somebody else answers; the former with the advice.
     """
     try:
-        connection = socket.create_connection(address, _CONNECT_TIMEOUT_S)
+        connection = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise PeerFailure(
             f"rank {rank} could not reach rank {dst} at {address[0]} port {address[1]}: {error}. "
-            f"Allow TCP connections between the hosts of all ranks, and look at the output of rank "
-            f"{dst}."
+            f"{advice}"
         ) from error
+    home = f"pid {os.getpid()} on {socket.gethostname()}"
     try:
-        introduce(connection, _key_of(key, dst), rank, f"pid {os.getpid()}", f"rank {dst}")
+        introduce(connection, key, rank, home, f"rank {dst}")
     except BaseException:
         connection.close()
         raise
     connection.settimeout(None)
     _set_options(connection)
     return connection
-
-
-def _key_of(key: bytes, dst: int) -> bytes:
-    """What proves to belong to the messages to one rank, and to nothing else in the job."""
-    return hmac.digest(key, f"messages to rank {dst}".encode(), hashlib.sha256)
 
 
 def _set_options(connection: socket.socket) -> None:

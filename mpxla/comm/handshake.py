@@ -20,9 +20,9 @@ from typing import Any
 
 from mpxla.errors import PeerFailure
 
-__all__ = ["MAX_HELLO_BYTES", "Stranger", "answer_hello", "introduce", "new_nonce", "welcome"]
+__all__ = ["Stranger", "answer_hello", "introduce", "new_nonce", "welcome"]
 
-MAX_HELLO_BYTES = 4096
+_MAX_HELLO_BYTES = 4096
 """Longest message of somebody who has not proved anything yet."""
 
 
@@ -45,7 +45,7 @@ def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tu
         Stranger: It has not proved to be a rank of this job.
     """
     try:
-        hello = json.loads(line[:MAX_HELLO_BYTES])
+        hello = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Stranger("what it said is no greeting") from error
     if not isinstance(hello, dict) or hello.get("type") != "hello":
@@ -60,13 +60,13 @@ def answer_hello(key: bytes, line: bytes, challenge: str, world_size: int) -> tu
     return rank, home, _prove(key, "welcome", rank, nonce, challenge)
 
 
-def welcome(connection: socket.socket, key: bytes, world_size: int) -> int:
+def welcome(connection: socket.socket, key: bytes, world_size: int) -> tuple[int, str]:
     """Lets the end that connected prove its rank, and proves this end; waits for it.
 
     The connection has a timeout. Not a byte behind the hello is read.
 
     Returns:
-        The rank.
+        The rank, and where it runs.
 
     Raises:
         Stranger: It has not proved to be a rank of this job.
@@ -78,9 +78,9 @@ def welcome(connection: socket.socket, key: bytes, world_size: int) -> int:
         hello = _read_line(connection)
     except (ValueError, RecursionError) as error:
         raise Stranger("what it said is no greeting") from error
-    rank, _, proof = answer_hello(key, hello, challenge, world_size)
+    rank, home, proof = answer_hello(key, hello, challenge, world_size)
     _send_line(connection, type="welcome", proof=proof)
-    return rank
+    return rank, home
 
 
 def introduce(
@@ -122,7 +122,7 @@ def _read_line(connection: socket.socket) -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
-        if not byte or len(line) > MAX_HELLO_BYTES:
+        if not byte or len(line) > _MAX_HELLO_BYTES:
             raise ValueError("it hung up" if not byte else "no greeting")
         line += byte
     return bytes(line)

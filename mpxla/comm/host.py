@@ -11,6 +11,8 @@ This file knows gloo and threads; it must not know stages, schedules or the sess
 
 import atexit
 import contextlib
+import hashlib
+import hmac
 import os
 import socket
 import threading
@@ -18,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from hashlib import blake2b
 from queue import SimpleQueue
 from typing import Any, NamedTuple, cast
 
@@ -127,6 +128,11 @@ def _swap(
     return wait
 
 
+def _key_of(key: bytes, dst: int) -> bytes:
+    """What proves to belong to the messages to one rank, and to nothing else in the job."""
+    return hmac.digest(key, f"messages to rank {dst}".encode(), hashlib.sha256)
+
+
 def _is_on_host(tensor: Any) -> bool:
     return tensor.device.type == "cpu"
 
@@ -191,7 +197,9 @@ class HostTransport:
             self._world: _Collectives(self._world, self._world_group, watch),
         }
         self._by_host: dict[Group, GatherByHost] = {}
-        self._door = Door(rank, world_size, address, key, self._take_in)
+        self._door = Door(
+            address, world_size, _key_of(key, rank), "where ranks send messages", self._take_in
+        )
         self._addresses = self._exchange(self._door.address)
         atexit.register(self._abort)
 
@@ -222,7 +230,7 @@ class HostTransport:
         wanted = list(dict.fromkeys(tuple(ranks) for ranks in groups))
         for ranks in wanted:
             check_group(ranks, ranks[0] if ranks else 0, self.world_size)
-        digest = blake2b(repr(wanted).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr(wanted).encode(), digest_size=8).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         for rank, other in enumerate(self.all_gather(own, self._world).result()):
             if not torch.equal(own, other):
@@ -426,7 +434,12 @@ class HostTransport:
     def _outbox(self, dst: int) -> Outbox:
         with self._lock:
             if dst not in self._outboxes:
-                open_stream = partial(connect, self._addresses[dst], self.rank, dst, self._key)
+                key = _key_of(self._key, dst)
+                advice = (
+                    f"Allow TCP connections between the hosts of all ranks, and look at the output "
+                    f"of rank {dst}."
+                )
+                open_stream = partial(connect, self._addresses[dst], self.rank, dst, key, advice)
                 self._outboxes[dst] = Outbox(
                     dst, open_stream, self.watch, self._to_host, self._is_ready
                 )
@@ -438,7 +451,8 @@ class HostTransport:
                 self._inboxes[src] = Inbox(src, self.watch)
             return self._inboxes[src]
 
-    def _take_in(self, src: int, connection: socket.socket) -> None:
+    def _take_in(self, src: int, home: str, connection: socket.socket) -> None:
+        threading.current_thread().name = f"mpxla-recv-{src}"
         self._inbox(src).read(connection)
 
     def _exchange(self, address: tuple[str, int]) -> list[tuple[str, int]]:

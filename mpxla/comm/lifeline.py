@@ -30,8 +30,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mpxla.comm.addresses import listening_address
+from mpxla.comm.door import connect
 from mpxla.comm.handle import Failure, FailureWatch
-from mpxla.comm.handshake import introduce
 from mpxla.comm.lifeline_server import LifelineServer, decode, encode, set_keepalive
 from mpxla.comm.pulse import Pulse
 from mpxla.comm.stall import Progress
@@ -212,22 +212,12 @@ class Lifeline(FailureWatch):
         return host, int(port)
 
     def _connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
-        try:
-            connection = socket.create_connection(address, timeout_s)
-        except OSError as error:
-            raise PeerFailure(
-                f"rank {self.rank} could not reach rank 0 at {address[0]} port {address[1]}: "
-                f"{error}. Set MASTER_ADDR to an address of rank 0 that all hosts can reach, and "
-                f"allow TCP connections between them."
-            ) from error
+        advice = (
+            "Set MASTER_ADDR to an address of rank 0 that all hosts can reach, and allow TCP "
+            "connections between them."
+        )
+        connection = connect(address, self.rank, 0, self._key, advice, timeout_s)
         set_keepalive(connection)
-        home = f"pid {os.getpid()} on {socket.gethostname()}"
-        try:
-            introduce(connection, self._key, self.rank, home)
-        except BaseException:
-            connection.close()
-            raise
-        connection.settimeout(None)
         return connection
 
     def _await_others(self, timeout_s: float) -> None:

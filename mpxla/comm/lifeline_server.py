@@ -2,10 +2,8 @@
 
 One line of JSON per message, over one TCP connection per rank (rank 0 has one to itself):
 
-    from a rank:  hello (rank, where it runs, proof) | report (text) | bye
-                  beat (what it is doing)
-    to a rank:    challenge | welcome (proof): see `handshake`
-                  ready (all said hello) | failure (rank, text) | bye (rank)
+    from a rank:  report (text) | bye | beat (what it is doing)
+    to a rank:    ready (all are connected) | failure (rank, text) | bye (rank)
                   pulse (what all are doing)
 
 The kernel closes the connection of a process that dies, however it dies, so an end of file without
@@ -22,11 +20,11 @@ import selectors
 import socket
 import threading
 import time
+from queue import SimpleQueue
 from typing import Any
 
-from mpxla.comm.addresses import listen
+from mpxla.comm.door import Door
 from mpxla.comm.handle import Failure
-from mpxla.comm.handshake import MAX_HELLO_BYTES, Stranger, answer_hello, new_nonce
 from mpxla.comm.pulse import Absence, beat_interval_s, longest_silence_s
 from mpxla.comm.stall import LEFT, explain_stall
 from mpxla.log import warn_once
@@ -38,7 +36,6 @@ _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
 _SEND_TIMEOUT_S = 1.0
 _MAX_LINE_BYTES = 1 << 20
-_MAX_STRANGERS = 64
 _NOTICEABLE_S = 5.0
 """A silence of so long is no coincidence, though perhaps no failure yet."""
 _UNTOLD: dict[str, Any] = {**LEFT, "idle_s": 0.0, "now": "starting", "where": ""}
@@ -81,14 +78,12 @@ def set_keepalive(connection: socket.socket) -> None:
 
 
 class _Member:
-    """One accepted connection; `rank` is None until it has said hello."""
+    """One connection, of a rank that has proved to be one."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, rank: int, home: str, connection: socket.socket) -> None:
+        self.rank, self.home = rank, home
         self.connection = connection
         self.buffer = bytearray()
-        self.challenge = new_nonce()
-        self.rank: int | None = None
-        self.home = ""
         self.said_bye = False
         self.row: dict[str, Any] = {}
         self.heard = time.monotonic()
@@ -102,12 +97,8 @@ class LifelineServer:
     ) -> None:
         """Binds a free port of a local address; connections have to prove to know the key."""
         self._world_size = world_size
-        self._key = key
-        self._listener = listen(host, backlog=max(128, world_size))
-        self.port: int = self._listener.getsockname()[1]
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._members: dict[_Member, None] = {}  # in the order of connecting
         self._failure: Failure | None = None
@@ -120,20 +111,26 @@ class LifelineServer:
         self._interval_s = beat_interval_s(stall_timeout_s)
         self._next_look = time.monotonic()
         self._absence = Absence()
+        self._arrived: SimpleQueue[_Member] = SimpleQueue()
+        self._door = Door(host, world_size, key, "its lifeline", self._greet)
+        self.port = self._door.address[1]
         self._thread = threading.Thread(target=self._run, name="mpxla-lifeline-server", daemon=True)
         self._thread.start()
 
     def sockets(self) -> list[socket.socket]:
         """Returns the open sockets, for a forked child to close."""
         members = [member.connection for member in self._members]
-        return [self._listener, self._wake_read, self._wake_write, *members]
+        return [self._door.listener, self._wake_read, self._wake_write, *members]
 
     def stop(self, linger_s: float) -> None:
         """Ends the thread as soon as every rank has left, at the latest after `linger_s`."""
         self._stop_at = time.monotonic() + linger_s
-        with contextlib.suppress(OSError):  # it has ended before
-            self._wake_write.send(b"x")
+        self._wake()
         self._thread.join()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended before
+            self._wake_write.send(b"x")
 
     def _run(self) -> None:
         try:
@@ -143,6 +140,7 @@ class LifelineServer:
             text = f"the lifeline server of rank 0 failed: {type(error).__name__}: {error}"
             self._fail(Failure(0, text))
         self._selector.close()
+        self._door.close()
         for connection in self.sockets():
             connection.close()
 
@@ -154,10 +152,10 @@ class LifelineServer:
         if self._stop_at <= time.monotonic():
             left_s = self._interval_s
         for key, _ in self._selector.select(left_s if left_s < 3600 else None):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wake_read:
+            if key.fileobj is self._wake_read:
                 self._wake_read.recv(64)
+                while not self._arrived.empty():
+                    self._admit(self._arrived.get())
             else:
                 self._read(key.data)
         if is_watching and time.monotonic() >= self._next_look:
@@ -173,20 +171,29 @@ class LifelineServer:
         # Who has fallen silent is waited for until that is a failure.
         return time.monotonic() >= self._stop_at and not self._silent(_NOTICEABLE_S)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the caller hung up before it was accepted
+    def _greet(self, rank: int, home: str, connection: socket.socket) -> None:
+        """Called by threads of the door."""
+        self._arrived.put(_Member(rank, home, connection))
+        self._wake()
+
+    def _admit(self, member: _Member) -> None:
+        if member.rank in self._greeted:
+            member.connection.close()
+            warn_once(
+                f"rank {member.rank} comes twice",
+                f"somebody who runs as {member.home} connected to the lifeline of this job and was "
+                f"turned away: rank {member.rank} is connected already.",
+            )
             return
-        connection.settimeout(_SEND_TIMEOUT_S)
-        set_keepalive(connection)
-        member = _Member(connection)
+        member.connection.settimeout(_SEND_TIMEOUT_S)
+        set_keepalive(member.connection)
         self._members[member] = None
-        self._selector.register(connection, selectors.EVENT_READ, member)
-        strangers = [other for other in self._members if other.rank is None]
-        if len(strangers) > self._world_size + _MAX_STRANGERS:
-            self._drop(strangers[0])
-        self._send(member, encode(type="challenge", nonce=member.challenge))
+        self._selector.register(member.connection, selectors.EVENT_READ, member)
+        self._greeted.add(member.rank)
+        if self._failure is not None:
+            self._send(member, encode(type="failure", **self._failure._asdict()))
+        if len(self._greeted) == self._world_size:
+            self._tell_all(type="ready")
 
     def _read(self, member: _Member) -> None:
         try:
@@ -195,47 +202,15 @@ class LifelineServer:
             data = b""
         try:
             member.buffer += data
-            is_known = member.rank is not None or self._greet(member)
-            for message in decode(member.buffer) if is_known else []:
+            for message in decode(member.buffer):
                 self._handle(member, message)
-        except Stranger as error:
+        except Exception as error:  # a rank that is out of order
             data = b""
-            _warn_of(member, error)
-        except Exception as error:  # somebody who is no rank of ours, or one who is out of order
-            data = b""
-            if member.rank is not None:
-                self._fail(Failure(member.rank, _unreadable(member.rank, error)))
+            self._fail(Failure(member.rank, _unreadable(member.rank, error)))
         if not data:
             self._drop(member)
 
-    def _greet(self, member: _Member) -> bool:
-        """Takes the first message of a connection, from whomever it may be.
-
-        Returns:
-            Whether it has come, and was that of a rank.
-
-        Raises:
-            Stranger: It was not.
-        """
-        end = member.buffer.find(b"\n")
-        if end < 0 and len(member.buffer) <= MAX_HELLO_BYTES:
-            return False
-        line = bytes(member.buffer[:end])
-        rank, home, proof = answer_hello(self._key, line, member.challenge, self._world_size)
-        if rank in self._greeted:
-            raise Stranger(f"rank {rank} is connected already")
-        del member.buffer[: end + 1]
-        member.rank, member.home, member.heard = rank, home, time.monotonic()
-        self._send(member, encode(type="welcome", proof=proof))
-        self._greeted.add(rank)
-        if self._failure is not None:
-            self._send(member, encode(type="failure", **self._failure._asdict()))
-        if len(self._greeted) == self._world_size:
-            self._tell_all(type="ready")
-        return True
-
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
-        assert member.rank is not None
         member.heard = time.monotonic()
         if message["type"] == "report":
             self._fail(Failure(member.rank, str(message["text"])))
@@ -254,7 +229,6 @@ class LifelineServer:
         rows, last = {rank: LEFT for rank in self._ended}, {}
         silent = self._silent(longest_silence_s(self._timeout_s))
         for member in self._there():
-            assert member.rank is not None, "it has said hello"
             row = {**_UNTOLD, **member.row}
             if member in silent:
                 rows.pop(member.rank, None)
@@ -273,8 +247,7 @@ class LifelineServer:
 
     def _there(self) -> list[_Member]:
         """Ranks that are not done: who has said bye hangs up at once, and rank 0 after all."""
-        known = [m for m in self._members if m.rank is not None]
-        return [m for m in known if m.rank != 0 or not m.said_bye]
+        return [m for m in self._members if m.rank != 0 or not m.said_bye]
 
     def _silent(self, for_s: float) -> list[_Member]:
         """Members of which nothing was heard for so long, although they should be."""
@@ -289,7 +262,7 @@ class LifelineServer:
         del self._members[member]
         self._selector.unregister(member.connection)
         member.connection.close()
-        if member.rank is None or member.said_bye:
+        if member.said_bye:
             return
         self._ended.add(member.rank)
         self._fail(
@@ -307,8 +280,7 @@ class LifelineServer:
 
     def _tell_all(self, **message: Any) -> None:
         for member in list(self._members):
-            if member.rank is not None:
-                self._send(member, encode(**message))
+            self._send(member, encode(**message))
 
     def _send(self, member: _Member, data: bytes) -> None:
         try:
@@ -322,13 +294,3 @@ def _unreadable(rank: int, error: Exception) -> str:
         f"rank {rank} sent a message on its lifeline that rank 0 cannot read "
         f"({type(error).__name__}: {error}). Install the same version of mpxla on every host"
     )
-
-
-def _warn_of(member: _Member, error: Stranger) -> None:
-    with contextlib.suppress(OSError):
-        host = member.connection.getpeername()[0]
-        warn_once(
-            f"stranger {host} {error}",
-            f"somebody at {host} connected to the lifeline of this job and was turned away: "
-            f"{error}. If it was no rank of yours, see docs/security.md.",
-        )

@@ -15,7 +15,7 @@ the bytes.
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,11 +92,34 @@ class Objects:
             MpxlaError: The object cannot be unpickled here, or does not come from that rank.
             PeerFailure: The sender failed or left.
         """
-        me = self._transport.rank
-        sealed = self._transport.recv(None, src, self._channel).result()
-        data = self._seal.open(sealed, self._channel, src, (me,))
+        data = self._take(src)
         self._transport.send([torch.empty(0, dtype=torch.uint8)], src, self._receipt_channel)
-        return self._form.restore(data, src, me)
+        return self._form.restore(data, src, self._transport.rank)
+
+    def post(self, obj: Any, ranks: Sequence[int], purpose: str) -> None:
+        """Sends an object to other ranks, which `take` it; waits for nobody.
+
+        Args:
+            obj: What can be dumped.
+            ranks: All receivers; not this rank.
+            purpose: For errors.
+        """
+        data = self._form.dump(obj, purpose)
+        for dst in ranks:
+            self._post(data, dst)
+
+    def take(self, src: int, what: str | None = None) -> Any:
+        """Returns the next object that rank `src` posts to this rank; sends no receipt.
+
+        Args:
+            src: Who posts it.
+            what: The object in words, for errors of waiting.
+
+        Raises:
+            MpxlaError: It does not come from that rank.
+            PeerFailure: The sender failed or left.
+        """
+        return self._form.restore(self._take(src, what), src, self._transport.rank)
 
     def allgather(self, obj: Any, ranks: Group) -> list[Any]:
         """Exchanges objects; every rank of `ranks` calls it.
@@ -131,13 +154,21 @@ class Objects:
     def _deliver(self, data: torch.Tensor, receivers: Group) -> None:
         receipts = []
         for dst in receivers:
-            header = self._seal.close(data, self._channel, (dst,))
-            self._transport.send([header, data], dst, self._channel)
+            self._post(data, dst)
             receipt = self._transport.recv(None, dst, self._receipt_channel)
             receipt.what = f"rank {dst} to call recv_from({self._transport.rank})"
             receipts.append(receipt)
         for receipt in receipts:
             receipt.result()
+
+    def _post(self, data: torch.Tensor, dst: int) -> None:
+        header = self._seal.close(data, self._channel, (dst,))
+        self._transport.send([header, data], dst, self._channel)
+
+    def _take(self, src: int, what: str | None = None) -> torch.Tensor:
+        handle = self._transport.recv(None, src, self._channel)
+        handle.what = what or handle.what
+        return self._seal.open(handle.result(), self._channel, src, (self._transport.rank,))
 
     def _exchange(self, own: torch.Tensor, sizes: list[int], ranks: Group) -> list[torch.Tensor]:
         """Gathers pieces of unequal size: padded to the largest, or each on its own."""

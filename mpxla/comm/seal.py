@@ -79,16 +79,6 @@ class Seal:
             )
         return message
 
-    def wrap(self, data: bytes, channel: str, ranks: tuple[int, ...]) -> bytes:
-        """This rank's next message with its seal in front; see `close`."""
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return bytes(as_memory(self.close(message, channel, ranks))) + data
-
-    def unwrap(self, sealed: bytes, channel: str, src: int, ranks: tuple[int, ...]) -> bytes:
-        """The next message of another rank without its seal; see `open`."""
-        message = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
-        return bytes(as_memory(self.open(message, channel, src, ranks)))
-
     def _count(self, kind: str, way: _Way) -> int:
         with self._lock:
             number = self._counts.get((kind, way), 0)

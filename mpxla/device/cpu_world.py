@@ -14,20 +14,16 @@ This file must not know what programs are for, nor how they are made.
 import importlib
 from typing import Any, NamedTuple
 
-import torch
-
 from mpxla.comm.addresses import reserved_port
 from mpxla.comm.codec import DATA
 from mpxla.comm.host import HostTransport
 from mpxla.comm.objects import Objects
-from mpxla.comm.packing import as_memory
 from mpxla.comm.transport import Group
 from mpxla.device.relay import Relay
 from mpxla.errors import MpxlaError, RankMismatch
 
 __all__ = ["CpuWorld"]
 
-_CHANNEL = "xla"
 _START_S = 60
 _END_S = 5
 # The lifeline watches over the processes; the client's own watch would end them.
@@ -59,6 +55,7 @@ class CpuWorld:
         self._host = host
         self._world: Group = tuple(range(host.world_size))
         self._objects = Objects(host, DATA)
+        self._meetings = Objects(host, DATA._replace(channel="xla"))
         self._service: Any = None
         self.jax, problem = _import_jax()
         problems = self._objects.allgather(problem, self._world)
@@ -85,17 +82,9 @@ class CpuWorld:
             PeerFailure: A rank failed or left.
         """
         others = [rank for rank in ranks if rank != self._host.rank]
-        waits = [self._host.recv(None, rank, _CHANNEL) for rank in others]
-        for rank, wait in zip(others, waits, strict=True):
-            wait.what = what
-            sealed = self._host.seal.wrap(text.encode(), _CHANNEL, (rank,))
-            message = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
-            self._host.send([message], rank, _CHANNEL)
-        arrived = [wait.result() for wait in waits]
-        for rank, sealed in zip(others, arrived, strict=True):
-            here = (self._host.rank,)
-            data = self._host.seal.unwrap(bytes(as_memory(sealed)), _CHANNEL, rank, here)
-            other = data.decode()
+        self._meetings.post(text, others, what)
+        for rank in others:
+            other = self._meetings.take(rank, what)
             if other != text:
                 raise RankMismatch(
                     f"rank {self._host.rank} {purpose}, but rank {rank} came to {other}. Run the "

@@ -17,10 +17,7 @@ minimises the largest cost of exactly S stages. Phases:
    the least sum of preferences.
 
 Both programs visit only runs whose own cost stays below the bound, between positions that the
-stages before and after can reach below it. The second one needs minima over ranges of positions
-only, because the runs that end at one position and are cheap enough form few ranges. If all stages
-have the same w, both look at every run once, not once per stage. This module must not know nodes,
-bytes or seconds.
+stages before and after can reach below it. This module must not know nodes, bytes or seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,9 +81,15 @@ class _Column(NamedTuple):
     stop: int
     starts: slice
     cost: NDArray[np.float64]
-    """[stages, starts] cost of every run; a single row if it is the same in all stages."""
+    """[stages, starts] cost of every run, infinite for one that is not allowed; a single row if it
+    is the same in all stages."""
     stages: slice
     """Numbers of stages, of which the last one ends at `stop`."""
+
+    @property
+    def before(self) -> slice:
+        """Numbers of stages that may end where a run starts; also indices of the runs' stages."""
+        return slice(self.stages.start - 1, self.stages.stop - 1)
 
 
 def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
@@ -145,104 +148,29 @@ def _bottleneck(chain: Chain, limit: float) -> float:
     best = np.full((chain.num_stages + 1, chain.num_pieces + 1), np.inf)
     best[0, 0] = 0.0
     for column in _columns(chain, limit):
-        before = slice(column.stages.start - 1, column.stages.stop - 1)
-        runs = np.maximum(best[before, column.starts], column.cost)
-        if chain.first_start is not None:
-            first = chain.first_start[column.stop, before]
-            runs[np.arange(column.starts.start, column.starts.stop) < first[:, None]] = np.inf
+        runs = np.maximum(best[column.before, column.starts], column.cost)
         best[column.stages, column.stop] = runs.min(axis=1)
     return float(best[-1, -1])
 
 
 def _preferred_cuts(chain: Chain, bottleneck: float) -> tuple[int, ...]:
     """Phase 3: of the ways that stay within the optimum, the one with the least preference."""
-    runs = _runs(chain, bottleneck * (1 + TOLERANCE))
+    limit = bottleneck * (1 + TOLERANCE)
     penalty = _packed(chain.preference, chain.num_stages)
-    before = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
-    before[0] = 0
-    layers = [before]
-    for stage, own in enumerate(runs):
-        values = _range_minima(layers[-1], own.legal_starts(chain, stage), own.stops)
-        layer = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
-        layer[own.ends] = np.minimum.reduceat(values, own.offsets) + penalty[own.ends]
-        layers.append(np.minimum(layer, UNREACHABLE))
-    assert layers[-1][-1] < UNREACHABLE, "the optimum must be reachable"
-    cuts = [chain.num_pieces]
-    for stage in range(chain.num_stages - 1, 0, -1):
-        own = runs[stage]
-        starts = own.legal_starts(chain, stage)
-        candidates = np.concatenate(
-            [
-                np.arange(starts[place], own.stops[place])
-                for place in np.flatnonzero(own.end_of_each == cuts[-1])
-            ]
-        )
-        cuts.append(int(candidates[layers[stage][candidates].argmin()]))
-    return tuple(reversed(cuts[1:]))
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """The possible starts of a stage for each of its ends, as ranges of positions."""
-
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    end_of_each: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    """Positions that have any range, ascending, and where their ranges begin in the arrays above.
-    """
-    offsets: NDArray[np.int64]
-
-    def legal_starts(self, chain: Chain, stage: int) -> NDArray[np.int64]:
-        """Starts of the ranges after the chain's restriction; a range may become empty."""
-        if chain.first_start is None:
-            return self.starts
-        return np.maximum(self.starts, chain.first_start[self.end_of_each, stage])
-
-
-def _runs(chain: Chain, limit: float) -> list[_Runs]:
-    """Per stage, the runs that cost no more than the limit; one object if all are the same."""
-    found: list[NDArray[np.int64]] = []
+    least = np.full((chain.num_stages + 1, chain.num_pieces + 1), UNREACHABLE, dtype=np.int64)
+    least[0, 0] = 0
+    starts = np.zeros_like(least)
     for column in _columns(chain, limit):
-        rows, width = column.cost.shape
-        is_within = np.zeros((rows, width + 2), dtype=np.int8)
-        is_within[:, 1:-1] = column.cost <= limit
-        row, edge = np.nonzero(np.diff(is_within, axis=1))
-        starts, stops = edge[0::2], edge[1::2]
-        table = np.empty((4, len(starts)), dtype=np.int64)
-        table[0] = row[0::2] + column.stages.start - 1
-        table[1], table[2] = starts + column.starts.start, stops + column.starts.start
-        table[3] = column.stop
-        found.append(table)
-    stage, starts, stops, ends = np.concatenate(found, axis=1)
-    if chain.is_uniform:
-        return [_sorted_runs(starts, stops, ends)] * chain.num_stages
-    chosen = (np.flatnonzero(stage == own) for own in range(chain.num_stages))
-    return [_sorted_runs(starts[own], stops[own], ends[own]) for own in chosen]
-
-
-def _sorted_runs(
-    starts: NDArray[np.int64], stops: NDArray[np.int64], end_of_each: NDArray[np.int64]
-) -> _Runs:
-    positions, offsets = np.unique(end_of_each, return_index=True)
-    return _Runs(starts, stops, end_of_each, positions, offsets)
-
-
-def _range_minima(
-    values: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Minimum of values[start:stop] for every range, by minima of lengths 1, 2, 4, ..."""
-    table = [values]
-    while 2 ** len(table) <= len(values):
-        half = 2 ** (len(table) - 1)
-        row = table[-1].copy()
-        row[:-half] = np.minimum(row[:-half], table[-1][half:])
-        table.append(row)
-    length = stops - starts
-    level = np.frexp(np.maximum(length, 1))[1] - 1
-    minima = np.stack(table)
-    pair = minima[level, np.minimum(starts, len(values) - 1)], minima[level, stops - 2**level]
-    return np.where(length > 0, np.minimum(*pair), UNREACHABLE)
+        sums = np.where(column.cost <= limit, least[column.before, column.starts], UNREACHABLE)
+        chosen = sums.argmin(axis=1)
+        own = np.minimum(sums[np.arange(len(sums)), chosen] + penalty[column.stop], UNREACHABLE)
+        least[column.stages, column.stop] = own
+        starts[column.stages, column.stop] = column.starts.start + chosen
+    assert least[-1, -1] < UNREACHABLE, "the optimum must be reachable"
+    cuts = [chain.num_pieces]
+    for stage in range(chain.num_stages, 1, -1):
+        cuts.append(int(starts[stage, cuts[-1]]))
+    return tuple(reversed(cuts[1:]))
 
 
 def _largest_cost(chain: Chain, cuts: Sequence[int]) -> float:
@@ -303,6 +231,9 @@ def _columns(chain: Chain, limit: float) -> Iterator[_Column]:
         own = slice(0, 1) if chain.is_uniform else slice(stages.start - 1, stages.stop - 1)
         amounts = chain.upper[:, stop, None] - chain.upper[:, starts] - shared[:, starts]
         cost = chain.weights[own] @ amounts + (chain.crossing[starts] + chain.crossing[stop])
+        if chain.first_start is not None:
+            first = chain.first_start[stop, stages.start - 1 : stages.stop - 1, None]
+            cost = np.where(positions[starts] < first, np.inf, cost)
         yield _Column(stop, starts, cost, stages)
 
 

@@ -26,7 +26,6 @@ from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
 from mpxla.runtime.cut import CutStep
-from mpxla.runtime.gradients import sum_over_holders
 
 if TYPE_CHECKING:
     from mpxla.parallel.reducer import GradientReducer
@@ -258,9 +257,25 @@ class BucketedReduction:
             value = self._reducer.rounds.wait(handle)
             self._store.write([name], [value])
 
-    def _sum_over_holders(self, flat: Buffer, holders: Sequence[int]) -> Buffer:
-        replica = self._replica
-        return sum_over_holders(flat, holders, replica.pp_rank, replica.link, replica.backend)
+    def _sum_over_holders(self, term: Buffer, holders: Sequence[int]) -> Buffer:
+        """The sum over the pipeline ranks that hold the same parameters; all of them call it.
+
+        The first holder adds, in the order of ranks, and hands the sum back.
+        """
+        link, backend = self._replica.link, self._replica.backend
+        first, *others = holders
+        specs = [backend.spec(term)]
+        if self._replica.pp_rank != first:
+            link.send_to(first, [term], "tied")
+            (total,) = link.expect_from(first, specs, "tied")()
+            return total
+        # On the host, where the terms arrive and the total leaves from.
+        total = backend.view(term)
+        for arrival in [link.expect_from(rank, specs, "tied") for rank in others]:
+            (term,) = arrival()
+            total = total + backend.view(term)
+        link.send_values(others, [total], "tied")
+        return total
 
     def _launch(self, index: int, gradients: Accumulators) -> None:
         self._reducer.rounds.check_accord()

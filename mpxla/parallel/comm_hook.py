@@ -7,7 +7,7 @@ other in the order that all replicas have in common. This file does not know whe
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -64,12 +64,6 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether no bucket follows in this step."""
         return self._is_last
-
-
-class _Call(NamedTuple):
-    handle: Handle[torch.Tensor]
-    flat: Buffer
-    make_bucket: Callable[[torch.Tensor], GradBucket]
 
 
 class HookThread:
@@ -143,19 +137,21 @@ class CommHook:
             Handle of what the hook's future holds: a host tensor like `flat`.
         """
         handle: Handle[torch.Tensor] = Handle(self._watch, f"the comm hook {self._name}")
-        call = _Call(handle, flat, lambda f: GradBucket(bucket, f, index, is_last, parameters))
-        self._thread.submit(lambda: self._answer(call))
+
+        def answer() -> None:
+            try:
+                (found,) = self._backend.get([flat])
+                given = GradBucket(bucket, found, index, is_last, parameters)
+                handle.set_result(self._reduced(given))
+            except Exception as error:  # the user's code may raise anything
+                handle.set_error(error)
+
+        self._thread.submit(answer)
         return handle
 
-    def _answer(self, call: _Call) -> None:
-        try:
-            call.handle.set_result(self._run(call))
-        except Exception as error:  # the user's code may raise anything
-            call.handle.set_error(error)
-
-    def _run(self, call: _Call) -> torch.Tensor:
-        (flat,) = self._backend.get([call.flat])
-        future = self._hook(self._state, call.make_bucket(flat))
+    def _reduced(self, bucket: GradBucket) -> torch.Tensor:
+        flat = bucket.buffer()
+        future = self._hook(self._state, bucket)
         if not callable(getattr(future, "wait", None)):  # futures of collectives have other classes
             raise MpxlaError(
                 f"the comm hook {self._name} returned a {type(future).__name__}; it has to return "

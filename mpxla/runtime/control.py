@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpxla.comm.codec import DATA
+from mpxla.comm.objects import Objects
 
 __all__ = ["ControlChannel"]
-
-_CHANNEL = "control"
 
 
 class ControlChannel:
@@ -22,20 +21,14 @@ class ControlChannel:
     """
 
     def __init__(self, transport: Any, group: Sequence[int]):
-        self._transport = transport
+        self._objects = Objects(transport, DATA._replace(channel="control"))
         self._first, *self._others = group
 
     def announce(self, message: Any) -> None:
         """Sends data to all other ranks of the pipeline. First rank only."""
         if self._others:
-            data = DATA.dump(message, "announcement of a step")
-            for rank in self._others:
-                header = self._transport.seal.close(data, _CHANNEL, (rank,))
-                self._transport.send([header, data], rank, _CHANNEL)
+            self._objects.post(message, self._others, "announcement of a step")
 
     def follow(self) -> Any:
         """Waits for the first rank's next message. All other ranks."""
-        me = self._transport.rank
-        sealed = self._transport.recv(None, self._first, _CHANNEL).result()
-        data = self._transport.seal.open(sealed, _CHANNEL, self._first, (me,))
-        return DATA.restore(data, self._first, me)
+        return self._objects.take(self._first)

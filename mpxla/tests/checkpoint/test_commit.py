@@ -7,26 +7,27 @@ import os
 import random
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
 
 from mpxla.checkpoint import commit
 from mpxla.checkpoint.commit import partial_tags
 from mpxla.checkpoint.files import FileRecord, save_object
 from mpxla.checkpoint.layout import partial_folder, read_newest
-from mpxla.checkpoint.together import StoreExchange, together
-from mpxla.comm.seal import Seal
+from mpxla.checkpoint.together import BackgroundExchange, together
+from mpxla.comm.codec import DATA
+from mpxla.comm.handle import Failure
+from mpxla.comm.objects import Objects
 from mpxla.errors import CheckpointError, MpxlaError, PeerFailure
+from mpxla.tests.comm.threads import threads_world
+from mpxla.tests.comm.worlds import run_threads
 
 pytestmark = pytest.mark.unit
 
 FACTS = {"about": "all"}
-KEY = b"known to all ranks"
 
 
 class Alone:
@@ -205,65 +206,48 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
 # --- together -----------------------------------------------------------------------------------
 
 
-def in_threads(count, function):
-    results = [None] * count
-    threads = [
-        threading.Thread(target=lambda r=r: results.__setitem__(r, function(r)))
-        for r in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+def divide(transport):
+    exchange = BackgroundExchange(transport)
+    assert together(exchange, "first", lambda: transport.rank * 10) == [0, 10, 20]
+    with pytest.raises(CheckpointError) as caught:
+        together(exchange, "second", lambda: 1 // (transport.rank - 1))
+    return str(caught.value)
 
 
 def test_an_error_on_one_rank_is_an_error_on_all():
-    store = HashStore()
-
-    def work(rank):
-        exchange = StoreExchange(store, "x", rank, 3, Seal(rank, KEY))
-        assert together(exchange, "first", lambda: rank * 10) == [0, 10, 20]
-        try:
-            together(exchange, "second", lambda: 1 // (rank - 1))
-        except CheckpointError as error:
-            return str(error)
-        return None
-
     text = "second failed on rank 1: ZeroDivisionError: integer division or modulo by zero"
-    assert in_threads(3, work) == [text] * 3
+    assert run_threads(divide, 3) == [text] * 3
 
 
-def test_equal_errors_are_told_once():
-    store = HashStore()
-
-    def work(rank):
-        with pytest.raises(CheckpointError, match=r"^it failed on rank 0, 1: same$"):
-            together(StoreExchange(store, "x", rank, 2, Seal(rank, KEY)), "it", fail)
-        return True
-
+def fail_alike(transport):
     def fail():
         raise CheckpointError("same")
 
-    assert in_threads(2, work) == [True, True]
+    with pytest.raises(CheckpointError, match=r"^it failed on rank 0, 1: same$"):
+        together(BackgroundExchange(transport), "it", fail)
+
+
+def test_equal_errors_are_told_once():
+    run_threads(fail_alike, 2)
 
 
 def test_waiting_for_a_dead_rank_ends():
-    class Dead:
-        text = "rank 1 died"
-
-    exchange = StoreExchange(HashStore(), "x", 0, 2, Seal(0, KEY), lambda: Dead())
-    with pytest.raises(PeerFailure, match=r"rank 1 died\. A checkpoint was being saved then"):
+    transport, _ = threads_world(2)
+    exchange = BackgroundExchange(transport)
+    transport.watch.set_failure(Failure(1, "rank 1 died"))
+    with pytest.raises(PeerFailure, match=r"^rank 1 died \(.* for rank 1's part of a checkpoint"):
         exchange.allgather(1)
+    assert exchange.wait is None
 
 
-def test_what_strangers_write_to_the_store_is_not_believed():
-    store = HashStore()
-    forged = Seal(1, b"a guess").wrap(b'{"value": 1}', "checkpoint", (0, 1))
-    for text in (forged.hex(), b'{"value": 1}'.hex()):
-        store.set("x/0/1", text)
+def test_what_strangers_send_is_not_believed():
+    transport, stranger = threads_world(2)
+    stranger.seal._key = b"a guess"
+    stranger.send([torch.tensor(list(b"1"), dtype=torch.uint8)], 0, "checkpoint")
+    Objects(stranger, DATA._replace(channel="checkpoint")).post(1, (0,), "a forgery")
+    for _ in range(2):
         with pytest.raises(MpxlaError, match="do not come from rank 1 of this job"):
-            StoreExchange(store, "x", 0, 2, Seal(0, KEY)).allgather(1)
+            BackgroundExchange(transport).allgather(1)
 
 
 # --- flushing -----------------------------------------------------------------------------------
@@ -304,13 +288,26 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
 # --- SIGKILL ------------------------------------------------------------------------------------
 
 
-def save_for_ever(path, store_file, rank, first):
+class PipeExchange(Alone):
+    """Between two processes; who is alone waits for ever."""
+
+    world_size = 2
+
+    def __init__(self, rank, pipe):
+        self.rank, self._pipe = rank, pipe
+
+    def allgather(self, value):
+        self._pipe.send(value)
+        other = self._pipe.recv()
+        return [value, other] if self.rank == 0 else [other, value]
+
+
+def save_for_ever(path, pipe, rank, first):
     """One rank of two that save one checkpoint after the other."""
-    store = FileStore(store_file, 2)
+    exchange = PipeExchange(rank, pipe)
     number = first
     while True:
         number += 1
-        exchange = StoreExchange(store, f"save{number}", rank, 2, Seal(rank, KEY))
         tag, token = f"t{number % 3}", str(number)  # tags come again: replacing is met as well
         if rank == 0:
             commit.prepare(path, tag, token)
@@ -329,14 +326,12 @@ def kill_at_random(path, moments, seed):
     context.set_forkserver_preload(["mpxla.tests.checkpoint.test_commit"])
     choose = random.Random(seed)
     newest = 0.0
-    for moment in range(moments):
-        store_file = str(path / f"store{moment}")
+    for _ in range(moments):
+        pipes = context.Pipe()
         before = time_of_newest(path / "saved")
         ranks = [
-            context.Process(
-                target=save_for_ever, args=(path / "saved", store_file, rank, int(newest))
-            )
-            for rank in range(2)
+            context.Process(target=save_for_ever, args=(path / "saved", pipe, rank, int(newest)))
+            for rank, pipe in enumerate(pipes)
         ]
         for process in ranks:
             process.start()
@@ -350,6 +345,8 @@ def kill_at_random(path, moments, seed):
         for process in ranks:
             process.kill()
             process.join()
+        for pipe in pipes:
+            pipe.close()
         _, number = load(path / "saved")
         assert number > newest, "the newest checkpoint never goes back"
         newest = number

@@ -1,6 +1,7 @@
 """Connections for messages: ranks alone get one, each for itself only."""
 
 import contextlib
+import os
 import socket
 import threading
 from queue import SimpleQueue
@@ -8,6 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from mpxla.comm import door as door_module
+from mpxla.comm import host
 from mpxla.comm.door import Door, connect
 from mpxla.errors import PeerFailure
 
@@ -17,10 +19,10 @@ KEY = b"known to all ranks"
 
 
 @contextlib.contextmanager
-def open_door(rank=1, on_connection=None):
-    """The door of a rank of three, and a queue of what came in."""
+def open_door():
+    """The door of rank 1 of three, and a queue of what came in."""
     came = SimpleQueue()
-    door = Door(rank, 3, "127.0.0.1", KEY, on_connection or (lambda *given: came.put(given)))
+    door = Door("127.0.0.1", 3, KEY, "where it is tried", lambda *given: came.put(given))
     try:
         yield door, came
     finally:
@@ -35,29 +37,29 @@ def warnings(monkeypatch):
 
 
 def test_a_rank_gets_a_connection_for_one_way():
-    with open_door() as (door, came), connect(door.address, 2, 1, KEY) as connection:
-        rank, other = came.get(timeout=30)
+    with open_door() as (door, came), connect(door.address, 2, 1, KEY, "") as connection:
+        rank, home, other = came.get(timeout=30)
         connection.sendall(b"at once")
         with other:
             assert (rank, other.recv(100)) == (2, b"at once")
+            assert home == f"pid {os.getpid()} on {socket.gethostname()}"
             assert other.gettimeout() is None and connection.gettimeout() is None
 
 
 @pytest.mark.parametrize(
-    ("rank", "dst", "key", "reason"),
+    ("rank", "key", "reason"),
     [
-        (2, 1, b"another", "it says that it is rank 2, and cannot prove it"),
-        (2, 0, KEY, "it says that it is rank 2, and cannot prove it"),  # the door is rank 1's
-        (3, 1, KEY, "there is no such rank"),
+        (2, b"another", "it says that it is rank 2, and cannot prove it"),
+        (3, KEY, "there is no such rank"),
     ],
 )
-def test_others_are_turned_away(warnings, rank, dst, key, reason):
+def test_others_are_turned_away(warnings, rank, key, reason):
     with open_door() as (door, came):
-        refused = rf"did not take it for a rank of this job .*Look at the output of rank {dst}"
+        refused = r"did not take it for a rank of this job .*Look at the output of rank 1"
         with pytest.raises(PeerFailure, match=refused):
-            connect(door.address, rank, dst, key)
+            connect(door.address, rank, 1, key, "")
         text = warnings.get(timeout=30)
-        assert f"connected to port {door.address[1]} of this job" in text
+        assert f"connected to port {door.address[1]} of this job, where it is tried, and" in text
         assert f"turned away: {reason}" in text
         assert came.empty()
 
@@ -68,15 +70,15 @@ def test_noise_is_turned_away_and_the_door_stays_open(warnings, noise):
         with socket.create_connection(door.address, 30) as stranger:
             stranger.sendall(noise)
             assert "turned away" in warnings.get(timeout=30)
-        with connect(door.address, 0, 1, KEY):
-            came.get(timeout=30)[1].close()
+        with connect(door.address, 0, 1, KEY, ""):
+            came.get(timeout=30)[2].close()
 
 
 def test_who_says_nothing_keeps_nobody_waiting(monkeypatch, warnings):
     with open_door() as (door, came):
         silent = [socket.create_connection(door.address, 30) for _ in range(5)]
-        with connect(door.address, 2, 1, KEY):
-            came.get(timeout=30)[1].close()
+        with connect(door.address, 2, 1, KEY, ""):
+            came.get(timeout=30)[2].close()
         for stranger in silent:
             stranger.close()
         assert "turned away" in warnings.get(timeout=30)
@@ -95,8 +97,10 @@ def test_only_so_many_may_be_silent(monkeypatch, warnings):
 def test_a_closed_door_says_so_to_who_comes_later():
     with open_door() as (door, _):
         address = door.address
-    with pytest.raises(PeerFailure, match=r"rank 0 could not reach rank 1 at 127.0.0.1 port"):
-        connect(address, 0, 1, KEY)
+    with pytest.raises(
+        PeerFailure, match=r"rank 0 could not reach rank 1 at 127.0.0.1 port.*Do so"
+    ):
+        connect(address, 0, 1, KEY, "Do so.")
 
 
 def test_a_door_that_is_closed_leaves_no_thread():
@@ -107,3 +111,7 @@ def test_a_door_that_is_closed_leaves_no_thread():
         if thread.name == "mpxla-door":
             thread.join(30)
     assert threading.active_count() <= before
+
+
+def test_keys_of_messages_are_those_of_one_rank():
+    assert len({KEY, *(host._key_of(KEY, rank) for rank in range(3))}) == 4

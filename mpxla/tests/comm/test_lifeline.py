@@ -196,6 +196,17 @@ def test_strangers_are_dropped_and_harm_nobody(noise):
         assert "heard" in lines[0].failure.text
 
 
+def test_a_rank_that_is_there_cannot_be_replaced():
+    with lifelines(2) as lines:
+        with socket.create_connection(("127.0.0.1", lines[0]._server.port)) as second:
+            introduce(second, KEY, 1, "elsewhere")
+            second.settimeout(30.0)
+            assert second.recv(100) == b""
+        lines[1].report("", ValueError("heard"))
+        await_that(lambda: lines[0].failure)
+        assert "heard" in lines[0].failure.text
+
+
 def test_messages_may_come_in_pieces():
     data = encode(type="bye", rank=1) + encode(type="ready")
     buffer, messages = bytearray(), []
@@ -209,7 +220,7 @@ def test_messages_may_come_in_pieces():
 
 def test_one_host_listens_on_loopback_only():
     with lifelines(2) as lines:
-        assert lines[0]._server._listener.getsockname()[0] == "127.0.0.1"
+        assert lines[0]._server._door.listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_address_of_a_tcp_store_is_found_behind_prefixes():
