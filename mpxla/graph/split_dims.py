@@ -8,6 +8,10 @@ or the first half of them, is not: it would see one rank's part without an error
                      ^                     ^                ^               is followed
     softmax over the last dim:  refused                right
 
+Operands that meet along the dim have to be split there too, or to be the same at all positions:
+slopes of heads that are made by `arange` would be those of the first heads on every rank. A product
+that sums over the dim gives a part of a sum, see `partial_sums.py`.
+
 Where an operator is not known here, the dim is not followed any more, and nothing is refused.
 
 This module must not know modules or ranks of the job.
@@ -21,8 +25,12 @@ import torch
 from torch import fx
 
 from mpxla.errors import CaptureError
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, VARY
+from mpxla.graph.operand_dims import Combined, combined
+from mpxla.graph.partial_sums import PartialSums
+from mpxla.graph.positions import TRANSPOSED, dims_with_positions, is_uniform, permutation
 from mpxla.graph.stepgraph import CASTS, VIEWS, InputKind, StepGraph, describe
-from mpxla.graph.typed import arguments_of, input_of, named_arguments
+from mpxla.graph.typed import input_of, named_arguments, target_of
 
 __all__ = ["check_split_dims"]
 
@@ -67,37 +75,96 @@ def check_split_dims(step: StepGraph, split: Mapping[str, tuple[int, int]]) -> N
     Raises:
         CaptureError: something does.
     """
-    known: dict[fx.Node, _Along] = {}
+    walk = _Walk()
     for node, role in zip(step.placeholders, step.inputs, strict=True):
         if role.kind is InputKind.PARAMETER and role.name in split:
             dim, blocks = split[role.name]
-            known[node] = _Along(dim - node.meta["val"].dim(), blocks)
+            walk.known[node] = _Along(dim - node.meta["val"].dim(), blocks)
+            walk.varying.add(node)
     for node in step.graph.nodes:
-        if node.op == "call_function" and any(n in known for n in node.all_input_nodes):
-            along = _after(node, known)
+        if node.op == "call_function":
+            walk.visit(node)
+
+
+class _Walk:
+    """Goes over the nodes of a step in their order.
+
+    Attributes:
+        known: values that are split along a dim that is known.
+        varying: all values that differ between the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[fx.Node, _Along] = {}
+        self.varying: set[fx.Node] = set()
+        self._positions: dict[fx.Node, frozenset[int]] = {}
+        self._sums = PartialSums(self.varying, self.known.keys())
+
+    def visit(self, node: fx.Node) -> None:
+        """Finds out where the result of an operator is split.
+
+        Raises:
+            CaptureError: the operator works along the dim.
+        """
+        target = target_of(node)
+        if target in (CROSS_ENTROPY, GATHER, SUM):
+            return
+        is_equal = is_uniform(node) or not any(n in self.varying for n in node.all_input_nodes)
+        if is_equal and target is not VARY:
+            dims_with_positions(node, self._positions)  # in their order, so that none is deep
+            return
+        self.varying.add(node)
+        if any(n in self.known for n in node.all_input_nodes):
+            dims = combined(node)
+            along = self._after(node) if dims is None else self._of_operands(node, dims)
             if along is not None:
-                known[node] = along
+                self.known[node] = along
+        self._sums.visit(node)
 
+    def _after(self, node: fx.Node) -> _Along | None:
+        """Of the result of an operator on one value; None where that is unknown."""
+        source, target = node.all_input_nodes[0], target_of(node)
+        if source not in self.known:
+            return None
+        find: Callable[[fx.Node, fx.Node, _Along], _Along | None] | None = _RULES.get(target)
+        if find is None and getattr(target, "_schema", None) is not None:
+            find = _reduced if target._schema.name in _REDUCTIONS else None
+        return None if find is None else find(node, source, self.known[source])
 
-def _after(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
-    """Where the result of an operator is split; None where that is unknown."""
-    target: Any = node.target
-    if torch.Tag.pointwise in getattr(target, "tags", ()) or target is _aten.cat.default:
-        return _of_operands(node, known)
-    if target in (_aten.linear.default, _aten.addmm.default, _aten.mm.default):
-        return _of_layer(node, known)
-    if target in (_aten.matmul.default, _aten.bmm.default):
-        return _of_product(node, known)
-    source = node.all_input_nodes[0]
-    if source not in known:
-        return None
-    along = known[source]
-    if target is _aten.scaled_dot_product_attention.default:
-        return along if along.dim <= -3 else None
-    find: Callable[[fx.Node, fx.Node, _Along], _Along | None] | None = _RULES.get(target)
-    if find is None and getattr(target, "_schema", None) is not None:
-        find = _reduced if target._schema.name in _REDUCTIONS else None
-    return None if find is None else find(node, source, along)
+    def _of_operands(self, node: fx.Node, dims: Combined) -> _Along | None:
+        """Of the result of an operator that combines values."""
+        split = [(n, letters) for n, letters in dims.operands if n in self.known]
+        source, _ = split[0]
+        places = {(letters[self.known[n].dim], self.known[n].blocks) for n, letters in split}
+        if len(places) > 1:  # parts of each meet other parts than those of this rank
+            _refuse(node, source, self.known[source])
+        ((letter, blocks),) = places
+        for other, letters in dims.operands:
+            if other not in self.varying and letter in letters:
+                self._check_equal(node, source, other, letters.index(letter) - len(letters))
+        if letter not in dims.result:
+            self._sums.add(node)
+            return None
+        along = _Along(dims.result.index(letter) - len(dims.result), blocks)
+        value = node.meta["val"]
+        if target_of(node) is _aten.cat.default:
+            if named_arguments(node)["dim"] % value.dim() == value.dim() + along.dim:
+                return None
+        for one, letters in split:
+            if one.meta["val"].shape[letters.index(letter)] != value.shape[along.dim]:
+                _refuse(node, one, self.known[one])  # it is repeated, to meet all parts of another
+        return along
+
+    def _check_equal(self, node: fx.Node, source: fx.Node, other: fx.Node, dim: int) -> None:
+        """Checks that a value that is equal on all ranks is the same at all positions of a dim."""
+        if dim in dims_with_positions(other, self._positions):
+            raise CaptureError(
+                f"{describe(node)} takes positions of a value {list(source.meta['val'].shape)} of "
+                f"which every rank of a tensor-parallel group has a part together with those of a "
+                f"value {list(other.meta['val'].shape)} that is equal on all ranks "
+                f"({describe(other)}), where each rank would need those of its own part. Leave "
+                f"the module whole (smp.set_tensor_parallelism(module, False))."
+            )
 
 
 def _refuse(node: fx.Node, source: fx.Node, along: _Along) -> None:
@@ -107,51 +174,6 @@ def _refuse(node: fx.Node, source: fx.Node, along: _Along) -> None:
         f"every rank of a tensor-parallel group has a part, so that it would not see the others'. "
         f"Leave the module before it whole (smp.set_tensor_parallelism(module, False))."
     )
-
-
-def _of_operands(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
-    """Of values that are taken element by element, or put one after the other."""
-    found = {known[n] for n in node.all_input_nodes if n in known}
-    result = node.meta.get("val")
-    if len(found) != 1 or not isinstance(result, torch.Tensor):
-        return None
-    (along,) = found
-    if node.target is _aten.cat.default:
-        if named_arguments(node)["dim"] % result.dim() == result.dim() + along.dim:
-            return None
-    for source in (n for n in node.all_input_nodes if n in known):
-        if source.meta["val"].shape[along.dim] != result.shape[along.dim]:
-            _refuse(node, source, along)  # it meets all parts of something, and is repeated
-    return along
-
-
-def _of_layer(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
-    """Of a product with a weight: by outputs, or of a sum that is not complete."""
-    is_linear = node.target is _aten.linear.default
-    arguments = arguments_of(node)
-    value, weight = arguments[1:3] if node.target is _aten.addmm.default else arguments[:2]
-    of_weight = known.get(weight)
-    if of_weight is not None:
-        outputs = -2 if is_linear else -1
-        return _Along(-1, of_weight.blocks) if of_weight.dim == outputs else None
-    along = known.get(value)
-    return along if along is not None and along.dim != -1 else None
-
-
-def _of_product(node: fx.Node, known: Mapping[fx.Node, _Along]) -> _Along | None:
-    """Of matrices: of each of many, or of the rows or columns of the result."""
-    operands = arguments_of(node)[:2]
-    if any(operand.meta["val"].dim() < 2 for operand in operands):
-        return None
-    one, other = (known.get(operand) for operand in operands)
-    found = {a for a in (one, other) if a is not None and a.dim <= -3}
-    if one is not None and one.dim == -2:
-        found.add(one)
-    if other is not None and other.dim == -1:
-        found.add(other)
-    is_sum = one is not None and one.dim == -1
-    is_sum = is_sum or (other is not None and other.dim == -2)
-    return found.pop() if len(found) == 1 and not is_sum else None
 
 
 def _kept(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
@@ -195,16 +217,9 @@ def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 def _transposed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
     count = source.meta["val"].dim()
-    arguments = named_arguments(node)
-    order = list(range(count))
     if count < 2:
         return along
-    if "dims" in arguments:
-        order = [d % count for d in arguments["dims"]]
-    else:
-        one, other = (arguments.get(n, default) for n, default in (("dim0", -1), ("dim1", -2)))
-        order[one], order[other] = order[other], order[one]
-    return _Along(order.index(count + along.dim) - count, along.blocks)
+    return _Along(permutation(node).index(count + along.dim) - count, along.blocks)
 
 
 def _unsqueezed(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
@@ -273,10 +288,7 @@ _RULES: Mapping[Any, Callable[[fx.Node, fx.Node, _Along], _Along | None]] = {
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(_ALONG_DIMS, _along_dims),
     **dict.fromkeys(_PIECES, _piece),
-    **dict.fromkeys(
-        (_aten.transpose.int, _aten.permute.default, _aten.t.default),
-        _transposed,
-    ),
+    **dict.fromkeys(TRANSPOSED, _transposed),
     _aten.unsqueeze.default: _unsqueezed,
     operator.getitem: _item,
 }

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpxla.errors import ConfigError
+from mpxla.graph.collectives import vary
 from mpxla.nn.base import DistributedModule
 from mpxla.nn.layers import shards_of
 
@@ -179,6 +180,8 @@ class DistributedAttentionLayer(_Block):
         count = self.num_heads * size
         steps = torch.arange(1 + first, 1 + first + self.num_heads, device=query.device)
         slopes = torch.exp2(-bias_max * steps.to(query.dtype) / count)
+        if shard is not None:
+            slopes = vary(slopes)  # made of the index, of which `check_split_dims` knows nothing
         places = torch.arange(num_keys, device=query.device)
         own = torch.arange(query.shape[2], device=query.device)
         distances = (places[None, :] - own[:, None]).abs().to(query.dtype)

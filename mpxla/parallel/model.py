@@ -208,7 +208,7 @@ class DistributedModel(PartitionedModule):
         if self._compute_dtype is None:
             return self.module(*args, **kwargs)
         # In steps the backward starts from the loss scale; a plain one from what autograd gives.
-        scale = 1.0 if current_recorder() is not None else self.loss_scale()
+        scale = 1.0 if current_recorder() is not None else self.begin_with_loss_scale()
         args, kwargs = narrowed((args, kwargs), self._compute_dtype)
         args, kwargs = with_scaled_gradients((args, kwargs), 1.0 / scale)
         results = widened(self.module(*args, **kwargs), self._compute_dtype)
@@ -234,6 +234,13 @@ class DistributedModel(PartitionedModule):
                 "model.backward was called outside a step function; call it in the function "
                 "decorated with @smp.step that computes the loss."
             )
+
+    def begin_with_loss_scale(self) -> float:
+        """The loss scale of a pass that begins; gradients of earlier ones get it as well."""
+        scale = self.loss_scale()
+        for optimizer in self._optimizers:
+            optimizer.scale_again()
+        return scale
 
     def loss_scale(self) -> float:
         """What the losses of its steps are multiplied by: the scale of its optimizers.

@@ -119,7 +119,7 @@ class Models:
             replica,
             options,
             model.optimizer_settings,
-            model.loss_scale,
+            model.begin_with_loss_scale,
             self._rounds,
             label,
             self.engine.names_of(label),
@@ -175,6 +175,12 @@ class Models:
         """The model that has a module and is partitioned already, if there is one."""
         found = (m for m in self if any(part is module for part in m.module.modules()))
         return next((model for model in found if model.partitioned), None)
+
+    def unscale(self) -> None:
+        """Divides gradients by the loss scales of all optimizers; all ranks must call it."""
+        optimizers = {id(o): o for model in self for o in model.optimizers}
+        for optimizer in optimizers.values():
+            optimizer.unscale()
 
     @property
     def is_any_placed(self) -> bool:

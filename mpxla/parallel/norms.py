@@ -73,6 +73,7 @@ def clip_grad_norm_(
             f"torch.nn.utils.clip_grad_norm_."
         )
     with models.together("clip_grad_norm_()", norms.ranks):
+        models.unscale()
         norm = norms.clip(given, float(max_norm), float(norm_type))
     if error_if_nonfinite and not norm.isfinite().item():
         raise RuntimeError(

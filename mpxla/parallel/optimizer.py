@@ -28,6 +28,7 @@ from mpxla.parallel.pieces import SHARD_KEY, join_shards
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
 from mpxla.parallel.stochastic_rounding import StochasticRounding, check_parameters
+from mpxla.parallel.store import set_gradients
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.session import current
@@ -216,9 +217,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notice_groups()
         self._pieces.collect_gradients()
         if self._scale is not None:
-            if self._has_overflowed is None:
-                self._has_overflowed = self.unscale_gradients(self._scale.value)
-            self.overflow, self._has_overflowed = self._has_overflowed, None
+            self.unscale()
+            self.overflow = bool(self._has_overflowed)
             self._scale.update(self.overflow)
             if self.overflow:
                 return None
@@ -236,6 +236,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip()  # by the norm over all ranks, in which all have to take part
         self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
+
+    def unscale(self) -> None:
+        """Divides the gradients by the loss scale of `fp16: True`, once; all ranks must call it."""
+        if self._scale is not None and self._has_overflowed is None:
+            self._has_overflowed = self.unscale_gradients(self._scale.value)
+
+    def scale_again(self) -> None:
+        """Multiplies gradients that were divided by the loss scale: others are to be added."""
+        if self._scale is None or self._has_overflowed is None:
+            return
+        self._has_overflowed = None
+        owners = [p for p in parameters_of(self.optimizer) if p.grad is not None]
+        gradients = [p.grad for p in owners if p.grad is not None]
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.mul_(self._scale.value)
+        self._backend.adopt(gradients)
+        set_gradients(owners, gradients)
 
     def unscale_gradients(self, scale: float) -> bool:
         """Divides the gradients by a loss scale. All ranks must call it; waits for them.
@@ -261,8 +279,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a scalar on the device.
         """
-        if self._scale is not None and self._has_overflowed is None:
-            self._has_overflowed = self.unscale_gradients(self._scale.value)
         return clip_grad_norm_(parameters_of(self.optimizer), max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

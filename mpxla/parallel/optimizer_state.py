@@ -192,7 +192,7 @@ class OptimizerState:
         self._optimizer.load_state_dict(picked)
 
     def _load_masters(self, find: Callable[[int], torch.Tensor | None]) -> None:
-        """Parameters take the values of masters that were saved; without one they stay.
+        """Masters take values that were saved, see `ParameterStore.load_masters`.
 
         Whole masters are found by the positions of their parameters.
         """
@@ -203,7 +203,7 @@ class OptimizerState:
                 if id(parameter) in self._positions
                 and (value := find(self._positions[id(parameter)])) is not None
             }
-            model.store.load(values)
+            model.store.load_masters(values)
 
     # --- by name --------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.parallel.hand_changes import mark, notice_unreached
 from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
+from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.sums import GradientPrograms
 from mpxla.parallel.update_copy import Masters, UpdateCopy
 from mpxla.parallel.zero import Shard
@@ -43,6 +44,12 @@ def set_values(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
     """Exchanges memory and type of parameters; they stay the same objects."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.data = value
+
+
+def _is_rounded(saved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Where a value is that of a saved master in its type, or in the 16 bits it was saved in."""
+    types = (value.dtype, torch.bfloat16, torch.float16)
+    return torch.stack([saved.to(t).to(value.dtype) == value for t in types]).any(0)
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
@@ -96,6 +103,7 @@ class ParameterStore:
         self._part_of: dict[str, Shard | Masters | Parts | Pieces] = {}
         self._waiting: dict[str, Buffer] = {}
         self._spent: set[str] = set()
+        self._saved_masters: dict[str, torch.Tensor] = {}
 
     # --- entries --------------------------------------------------------------------------------
 
@@ -247,6 +255,7 @@ class ParameterStore:
 
     def renew(self, names: Iterable[str]) -> None:
         """Update copies take what was written to the parameters named since the last update."""
+        self._take_saved_masters()
         for part in self._concerned(names):
             if isinstance(part, Parts):
                 continue  # nobody but the store writes to them
@@ -300,6 +309,38 @@ class ParameterStore:
         ]
         self.backend.assign([copy.parameter for copy in copies], self.backend.put(exact))
 
+    def load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Masters take values that were saved, where parameters have the rounding of those.
+
+        A script may load an optimizer's state before the model's, so parameters may get that later:
+        it counts what they have before the next update. Where they have other values, they keep
+        them, as in plain PyTorch, and their masters do.
+
+        Args:
+            values: whole masters on the host, by name of the parameter.
+        """
+        self._saved_masters.update(values)
+        self._take_saved_masters()
+
+    def _take_saved_masters(self) -> None:
+        """Does so with parameters as they are now; others go on waiting."""
+        for name, saved in list(self._saved_masters.items()):
+            is_part, copy = name in self.state.parts, self.copy_of(name)
+            held = self.state.parts[name] if is_part else self.state.parameters[name]
+            saved = self.state.shards[name].take(saved) if is_part else saved
+            own = to_host(held, self.backend)
+            is_rounded = _is_rounded(saved, own)
+            chosen = {held: torch.where(is_rounded, saved.to(own.dtype), own)}
+            if copy is not None and copy.parameter is not held:
+                if copy.extent is not None and not is_part:
+                    extent = slice(*copy.extent)
+                    is_rounded, saved = is_rounded.reshape(-1)[extent], saved.reshape(-1)[extent]
+                before = to_host(copy.parameter, self.backend)
+                chosen[copy.parameter] = torch.where(is_rounded, saved.to(before.dtype), before)
+            self.backend.assign(list(chosen), self.backend.put(list(chosen.values())))
+            if bool(is_rounded.all()):
+                del self._saved_masters[name]
+
     def load_beside(self, values: Mapping[str, Any]) -> None:
         """What is not the parameter itself takes values: parts, and masters before rounding.
 
@@ -309,6 +350,8 @@ class ParameterStore:
         for alias, value in values.items():
             copy = self.copy_of(name := state.canonical_names.get(alias, ""))
             is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
+            if is_exact:
+                self._saved_masters.pop(name, None)  # what is loaded later counts
             if name in state.parts or (is_exact and value.dtype != state.parameters[name].dtype):
                 exact[name] = value
         if exact:
@@ -341,6 +384,8 @@ class ParameterStore:
         Raises:
             StepError: there are some that belong to pieces.
         """
+        self._take_saved_masters()
+        self._saved_masters.clear()
         parameters = self.state.parameters
         divided = [part for part in self._parts if not isinstance(part, Masters)]
         if divided:

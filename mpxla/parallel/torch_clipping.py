@@ -107,6 +107,8 @@ def _clip_value(original: Callable[..., None]) -> Callable[..., None]:
     def clip_all(parameters: _Parameters, clip_value: float, foreach: bool | None = None) -> None:
         given = _listed(parameters)
         models = _models_with(given)
+        if models is not None:
+            models.unscale()
         owners = given if models is None else models.gradient_norm.owners(given)
         original(owners, clip_value, foreach)
 

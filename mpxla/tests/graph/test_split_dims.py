@@ -64,6 +64,10 @@ REFUSED = {
     "aten::select": lambda x: x * heads(x)[..., 0, :].repeat(1, 1, x.shape[-1] // HEAD),
     "aten::sum": lambda x: x * x.unsqueeze(2).sum(-1),
     "aten::softmax between heads": between_heads,
+    "aten::scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
+        x, x, x
+    ),
+    "aten::mul of all pairs": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(2)[..., :8],
 }
 
 
@@ -72,6 +76,53 @@ def test_what_mixes_columns_is_refused(operator):
     name = operator.partition(" ")[0]
     with pytest.raises(CaptureError, match=rf"^{name} in .* has a part, so that it would not see"):
         lowered(REFUSED[operator])
+
+
+def with_slopes(x):
+    each = heads(x).transpose(1, 2)
+    slopes = torch.arange(each.shape[1], device=x.device)[:, None, None]
+    attended = functional.scaled_dot_product_attention(each, each, each, slopes * x.new_ones(3))
+    return attended.transpose(1, 2).flatten(2)
+
+
+def with_weights_of_heads(x):
+    weights = torch.linspace(-1, 1, heads(x).shape[2] * HEAD * HEAD).view(-1, HEAD, HEAD)
+    return torch.einsum("bshd,hde->bshe", heads(x), weights).flatten(2)
+
+
+EQUAL = {
+    "aten::mul": lambda x: x * torch.arange(x.shape[-1]),
+    "aten::scaled_dot_product_attention": with_slopes,
+    "aten::einsum": with_weights_of_heads,
+    "aten::where": lambda x: torch.where((torch.arange(x.shape[-1]) % 3 > 0)[None], x, 0.0),
+    "aten::cat": lambda x: torch.cat([torch.linspace(0, 1, 8).expand(2, 1, -1), x], 1)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("operator", EQUAL)
+def test_positions_of_equal_values_are_refused(operator):
+    text = rf"^{operator} in .* of which every rank of .* has a part together with those of a value"
+    with pytest.raises(CaptureError, match=text):
+        lowered(EQUAL[operator])
+
+
+SUMS = {
+    "aten::softmax": lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x,
+    "aten::add": lambda x: x * (x @ torch.ones(x.shape[-1], 1) + 1),
+    "aten::mul": lambda x: x * (x @ torch.ones(x.shape[-1], 1)),
+    "aten::linear": lambda x: x * functional.linear(x, x.new_ones(1, 8).detach(), torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("operator", SUMS)
+def test_parts_of_sums_are_refused(operator):
+    with pytest.raises(CaptureError, match=rf"^{operator} in .* works on a sum over positions of"):
+        lowered(SUMS[operator])
+
+
+def of_einsum(x):
+    scores = torch.einsum("bshd,bthd->bhst", heads(x), heads(x)).softmax(-1)
+    return torch.einsum("bhst,bthd -> bshd", scores, heads(x)).flatten(2)
 
 
 def attention(x):
@@ -89,6 +140,8 @@ FINE = {
     "of all": lambda x: x[..., :],
     "rows": lambda x: x.view(-1, x.shape[-1]).softmax(0).view(x.shape),
     "repeated": lambda x: heads(x).unsqueeze(3).expand(-1, -1, -1, 2, -1).mean(3).flatten(2),
+    "of einsum": of_einsum,
+    "equal": lambda x: x * torch.ones(x.shape[-1]) + torch.arange(3)[:, None],
     "reduced": lambda x: x.unsqueeze(-1).mul(torch.ones(3)).softmax(-1).sum(-1) * x,
 }
 

@@ -1,0 +1,105 @@
+"""Which dims of an operator's operands belong together, as the letters of an einsum say it.
+
+    linear(x [N, S, k], w [n, k], b [n])      "NSk", "nk", "n" -> "NSn"
+    x [N, h, S, d] + y [h, 1, 1]              operands of elementwise operators, from the last dim
+
+This module must not know which dims are split.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from mpxla.graph.typed import arguments_of, named_arguments, target_of
+
+__all__ = ["Combined", "combined", "is_elementwise"]
+
+_aten = torch.ops.aten
+
+
+class Combined(NamedTuple):
+    """Letters of the dims of operands and of the result; what is summed over is not in the result.
+
+    In elementwise operators, letters are the numbers of the dims, counted from the last (-1).
+    """
+
+    operands: Sequence[tuple[fx.Node, Sequence[Any]]]
+    result: Sequence[Any]
+
+
+_UNTAGGED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("where", "rsub", "multiply", "divide", "true_divide", "subtract", "floor_divide"),
+        *("hardswish", "type_as", "absolute", "_prelu_kernel", "__and__", "__or__"),
+    )
+)
+"""Elementwise operators that have no tag of torch that says so."""
+_PRODUCTS: Mapping[Any, str] = {
+    _aten.linear.default: "*k, nk, n -> *n",
+    _aten.addmm.default: "mn, mk, kn -> mn",
+    _aten.mm.default: "mk, kn -> mn",
+    _aten.bmm.default: "*mk, *kn -> *mn",
+    _aten.baddbmm.default: "*mn, *mk, *kn -> *mn",
+    _aten.mv.default: "mk, k -> m",
+    _aten.matmul.default: "*mk, *kn -> *mn",
+    _aten.scaled_dot_product_attention.default: "*sd, *td, *te, *st -> *se",
+}
+"""A star stands for all other dims, from the last of them."""
+
+
+def combined(node: fx.Node) -> Combined | None:
+    """The letters of an operator that combines values; None for others."""
+    target = target_of(node)
+    result = node.meta.get("val")
+    if not isinstance(result, torch.Tensor):
+        return None
+    if is_elementwise(node) or target is _aten.cat.default:
+        values = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        return Combined([(n, range(-n.meta["val"].dim(), 0)) for n in values], _all_dims(result))
+    if target is _aten.einsum.default:
+        equation, operands = arguments_of(node)[:2]
+        return _of_equation(equation, operands, result)
+    if target not in _PRODUCTS:
+        return None
+    before, _, after = _PRODUCTS[target].partition(" -> ")
+    terms = before.split(", ")
+    operands = list(named_arguments(node).values())[: len(terms)]
+    if target is _aten.matmul.default:
+        is_vector = [value.meta["val"].dim() == 1 for value in operands]
+        terms = ["k" if v else term for v, term in zip(is_vector, terms, strict=True)]
+        after = "*" + "m" * (not is_vector[0]) + "n" * (not is_vector[1])
+    pairs = zip(operands, terms, strict=True)
+    return Combined(
+        [(n, _spelled(term, n.meta["val"].dim())) for n, term in pairs if isinstance(n, fx.Node)],
+        _spelled(after, result.dim()),
+    )
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether an operator takes values element by element."""
+    target = target_of(node)
+    name = getattr(getattr(target, "_schema", None), "name", "")
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or name in _UNTAGGED
+
+
+def _of_equation(equation: str, operands: Sequence[fx.Node], result: torch.Tensor) -> Combined:
+    before, arrow, after = equation.replace(" ", "").replace("...", "*").partition("->")
+    if not arrow:
+        after = "*" + "".join(sorted(c for c in before if c.isalpha() and before.count(c) == 1))
+    pairs = zip(operands, before.split(","), strict=True)
+    letters = [(n, _spelled(term, n.meta["val"].dim())) for n, term in pairs]
+    return Combined(letters, _spelled(after, result.dim()))
+
+
+def _all_dims(value: torch.Tensor) -> Sequence[int]:
+    return range(-value.dim(), 0)
+
+
+def _spelled(term: str, count: int) -> list[Any]:
+    """The letters of `count` dims, numbers in the place of a star; the first may be missing."""
+    start, star, end = term.partition("*")
+    more = range(-(count - len(start) - len(end)), 0) if star else ()
+    return [*start, *more, *end][-count:] if count else []

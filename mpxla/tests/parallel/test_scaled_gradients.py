@@ -1,0 +1,75 @@
+"""With `fp16: True`, gradients have the loss scale in them, or not any more: nobody may notice."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+SCALE, LIMIT, STEPS = 128.0, 0.5, 6
+
+
+def made():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(number):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model, x):
+    return (model(x) - 1).square().mean() * 3
+
+
+def loop(model, optimizer, backward):
+    """Clips some updates by norm and some by value, adds to gradients that were used or clipped."""
+    norms = []
+    for number in range(STEPS):
+        if number != 2:
+            optimizer.zero_grad()
+        backward(batch(number))
+        if number % 2:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item())
+        if number == 3:
+            backward(batch(number + 100))
+        if number == 4:
+            nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        if number == 5:
+            optimizer.step()
+    return norms
+
+
+def train(config):
+    smp.init({"ddp": True, "fp16": True, **config})
+    model = smp.DistributedModel(made())
+    inner = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=SCALE)
+
+    @smp.step
+    def step(model, x):
+        model.backward(loss_of(model, x))
+
+    norms = loop(model, optimizer, lambda x: step(model, x.chunk(smp.rdp_size())[smp.rdp_rank()]))
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "config", [{"shard_optimizer_state": True}, {"pipeline_parallel_degree": 2}]
+)
+def test_clipping_and_adding_see_no_loss_scale(config):
+    plain = made()
+
+    def half(x):
+        values = {name: p.half() for name, p in plain.named_parameters()}
+        return torch.func.functional_call(plain, values, (x.half(),)).float()
+
+    optimizer = torch.optim.SGD(plain.parameters(), 0.3, momentum=0.5)
+    expected = loop(plain, optimizer, lambda x: loss_of(half, x).backward())
+    for norms, state in run_ranks(train, 2, config):
+        assert norms == pytest.approx(expected, rel=0.01)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name].float(), value, rtol=0.01, atol=2e-3)
