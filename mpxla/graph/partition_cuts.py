@@ -16,17 +16,13 @@ minimises the largest cost of exactly S stages. Phases:
 3. *preference*: a second dynamic program picks, among all cuts that reach the optimum, those with
    the least sum of preferences.
 
-Both programs visit only runs whose own cost stays below the bound, between positions that the
-stages before and after can reach below it. The second one needs minima over ranges of positions
-only, because the runs that end at one position and are cheap enough form few ranges. If all stages
-have the same w, both look at every run once, not once per stage. This module must not know nodes,
+Both programs visit only runs whose own cost stays below the bound. This module must not know nodes,
 bytes or seconds.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +45,6 @@ class Chain:
     upper: NDArray[np.float64]
     """[L, K + 1] prefix sums of the pieces' amounts, shared things counted at every use (A above).
     """
-    lower: NDArray[np.float64]
-    """[L, K + 1] the same, shared things counted at their first use only."""
     shared: Sequence[Sequence[tuple[int, Sequence[float]]]]
     """[K] for every piece the earlier piece that used a shared thing last, with its L amounts."""
     weights: NDArray[np.float64]
@@ -71,22 +65,6 @@ class Chain:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.weights)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether a run costs the same in every stage."""
-        return bool((self.weights == self.weights[0]).all())
-
-
-class _Column(NamedTuple):
-    """The runs that end at one position, and the stages that may end there."""
-
-    stop: int
-    starts: slice
-    cost: NDArray[np.float64]
-    """[stages, starts] cost of every run; a single row if it is the same in all stages."""
-    stages: slice
-    """Numbers of stages, of which the last one ends at `stop`."""
 
 
 def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
@@ -144,105 +122,27 @@ def _bottleneck(chain: Chain, limit: float) -> float:
     """Phase 2: the optimum, or infinity if no way stays within the limit."""
     best = np.full((chain.num_stages + 1, chain.num_pieces + 1), np.inf)
     best[0, 0] = 0.0
-    for column in _columns(chain, limit):
-        before = slice(column.stages.start - 1, column.stages.stop - 1)
-        runs = np.maximum(best[before, column.starts], column.cost)
-        if chain.first_start is not None:
-            first = chain.first_start[column.stop, before]
-            runs[np.arange(column.starts.start, column.starts.stop) < first[:, None]] = np.inf
-        best[column.stages, column.stop] = runs.min(axis=1)
+    for stages, start, stop, cost in _runs(chain, limit * (1 + TOLERANCE)):
+        best[1:][stages, stop] = np.maximum(best[stages, start:stop], cost).min(axis=1)
     return float(best[-1, -1])
 
 
 def _preferred_cuts(chain: Chain, bottleneck: float) -> tuple[int, ...]:
     """Phase 3: of the ways that stay within the optimum, the one with the least preference."""
-    runs = _runs(chain, bottleneck * (1 + TOLERANCE))
+    limit = bottleneck * (1 + TOLERANCE)
     penalty = _packed(chain.preference, chain.num_stages)
-    before = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
-    before[0] = 0
-    layers = [before]
-    for stage, own in enumerate(runs):
-        values = _range_minima(layers[-1], own.legal_starts(chain, stage), own.stops)
-        layer = np.full(chain.num_pieces + 1, UNREACHABLE, dtype=np.int64)
-        layer[own.ends] = np.minimum.reduceat(values, own.offsets) + penalty[own.ends]
-        layers.append(np.minimum(layer, UNREACHABLE))
-    assert layers[-1][-1] < UNREACHABLE, "the optimum must be reachable"
+    least = np.full((chain.num_stages + 1, chain.num_pieces + 1), UNREACHABLE)
+    least[0, 0] = 0
+    start_of = np.zeros_like(least)
+    for stages, start, stop, cost in _runs(chain, limit):
+        ways = np.where(cost <= limit, least[stages, start:stop], UNREACHABLE)
+        start_of[1:][stages, stop] = start + ways.argmin(axis=1)
+        least[1:][stages, stop] = np.minimum(ways.min(axis=1) + penalty[stop], UNREACHABLE)
+    assert least[-1, -1] < UNREACHABLE, "the optimum must be reachable"
     cuts = [chain.num_pieces]
-    for stage in range(chain.num_stages - 1, 0, -1):
-        own = runs[stage]
-        starts = own.legal_starts(chain, stage)
-        candidates = np.concatenate(
-            [
-                np.arange(starts[place], own.stops[place])
-                for place in np.flatnonzero(own.end_of_each == cuts[-1])
-            ]
-        )
-        cuts.append(int(candidates[layers[stage][candidates].argmin()]))
+    for starts in start_of[:1:-1]:
+        cuts.append(int(starts[cuts[-1]]))
     return tuple(reversed(cuts[1:]))
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """The possible starts of a stage for each of its ends, as ranges of positions."""
-
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    end_of_each: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    """Positions that have any range, ascending, and where their ranges begin in the arrays above.
-    """
-    offsets: NDArray[np.int64]
-
-    def legal_starts(self, chain: Chain, stage: int) -> NDArray[np.int64]:
-        """Starts of the ranges after the chain's restriction; a range may become empty."""
-        if chain.first_start is None:
-            return self.starts
-        return np.maximum(self.starts, chain.first_start[self.end_of_each, stage])
-
-
-def _runs(chain: Chain, limit: float) -> list[_Runs]:
-    """Per stage, the runs that cost no more than the limit; one object if all are the same."""
-    found: list[NDArray[np.int64]] = []
-    for column in _columns(chain, limit):
-        rows, width = column.cost.shape
-        is_within = np.zeros((rows, width + 2), dtype=np.int8)
-        is_within[:, 1:-1] = column.cost <= limit
-        row, edge = np.nonzero(np.diff(is_within, axis=1))
-        starts, stops = edge[0::2], edge[1::2]
-        table = np.empty((4, len(starts)), dtype=np.int64)
-        table[0] = row[0::2] + column.stages.start - 1
-        table[1], table[2] = starts + column.starts.start, stops + column.starts.start
-        table[3] = column.stop
-        found.append(table)
-    stage, starts, stops, ends = np.concatenate(found, axis=1)
-    if chain.is_uniform:
-        return [_sorted_runs(starts, stops, ends)] * chain.num_stages
-    chosen = (np.flatnonzero(stage == own) for own in range(chain.num_stages))
-    return [_sorted_runs(starts[own], stops[own], ends[own]) for own in chosen]
-
-
-def _sorted_runs(
-    starts: NDArray[np.int64], stops: NDArray[np.int64], end_of_each: NDArray[np.int64]
-) -> _Runs:
-    positions, offsets = np.unique(end_of_each, return_index=True)
-    return _Runs(starts, stops, end_of_each, positions, offsets)
-
-
-def _range_minima(
-    values: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Minimum of values[start:stop] for every range, by minima of lengths 1, 2, 4, ..."""
-    table = [values]
-    while 2 ** len(table) <= len(values):
-        half = 2 ** (len(table) - 1)
-        row = table[-1].copy()
-        row[:-half] = np.minimum(row[:-half], table[-1][half:])
-        table.append(row)
-    length = stops - starts
-    level = np.frexp(np.maximum(length, 1))[1] - 1
-    minima = np.stack(table)
-    pair = minima[level, np.minimum(starts, len(values) - 1)], minima[level, stops - 2**level]
-    return np.where(length > 0, np.minimum(*pair), UNREACHABLE)
 
 
 def _largest_cost(chain: Chain, cuts: Sequence[int]) -> float:
@@ -270,52 +170,38 @@ def _packed(preference: Sequence[tuple[int, int]], num_stages: int) -> NDArray[n
     return np.array(packed, dtype=np.int64)
 
 
-def _columns(chain: Chain, limit: float) -> Iterator[_Column]:
-    """Visit every position with the runs ending there that can stay within the limit."""
-    within = limit * (1 + TOLERANCE)
-    earliest, latest = _stage_ends(chain, within)
-    positions = np.arange(chain.num_pieces + 1)
-    fewest = np.searchsorted(latest, positions, side="left").tolist()
-    most = (np.searchsorted(earliest, positions, side="right") - 1).tolist()
+def _runs(chain: Chain, limit: float) -> Iterator[tuple[slice, int, int, NDArray[np.float64]]]:
+    """Visits every position with the runs that end there and may stay within the limit.
+
+    Yields:
+        The stages that may end there, the first start of such runs, their end, and
+        [stages, starts] what they cost in each stage, where those that are not allowed cost
+        infinitely much; [1, starts] if all stages are alike.
+    """
+    is_uniform = bool((chain.weights == chain.weights[0]).all())
     least = chain.weights.min(axis=0)
     least_upper = (least @ chain.upper).tolist()
     shared = np.zeros_like(chain.upper)
-    start = 0
+    cheapest = 0
     for stop in range(1, chain.num_pieces + 1):
         for previous, amounts in chain.shared[stop - 1]:
             for layer, amount in enumerate(amounts):
-                shared[layer, start : previous + 1] += amount
-        while start < stop - 1 and (
-            least_upper[stop] - least_upper[start] - least @ shared[:, start] > within
+                shared[layer, cheapest : previous + 1] += amount
+        while cheapest < stop - 1 and (
+            least_upper[stop] - least_upper[cheapest] - least @ shared[:, cheapest] > limit
         ):
-            start += 1
-        stages = slice(max(fewest[stop], 1), most[stop] + 1)
-        if stages.start >= stages.stop:
-            continue
-        starts = slice(
-            max(start, earliest[stages.start - 1]), min(stop, latest[stages.stop - 2] + 1)
-        )
+            cheapest += 1
+        start, stages = cheapest, slice(0, chain.num_stages)
         if chain.first_start is not None:
-            first = int(chain.first_start[stop, stages.start - 1 : stages.stop - 1].min())
-            starts = slice(max(starts.start, first), starts.stop)
-        if starts.start >= starts.stop:
-            continue
-        own = slice(0, 1) if chain.is_uniform else slice(stages.start - 1, stages.stop - 1)
-        amounts = chain.upper[:, stop, None] - chain.upper[:, starts] - shared[:, starts]
-        cost = chain.weights[own] @ amounts + (chain.crossing[starts] + chain.crossing[stop])
-        yield _Column(stop, starts, cost, stages)
-
-
-def _stage_ends(chain: Chain, limit: float) -> tuple[list[int], list[int]]:
-    """[S + 1] earliest and latest position at which 0, 1, ... stages may end, by lower bounds."""
-    num_stages, num_pieces = chain.num_stages, chain.num_pieces
-    lower = chain.weights @ chain.lower
-    latest = [0]
-    for stage, prefix in enumerate(lower):
-        reach = np.searchsorted(prefix, prefix[latest[-1]] + limit, side="right") - 1
-        latest.append(min(int(reach), num_pieces - (num_stages - 1 - stage)))
-    earliest = [num_pieces]
-    for stage, prefix in reversed([*enumerate(lower)]):
-        reach = np.searchsorted(prefix, prefix[earliest[-1]] - limit, side="left")
-        earliest.append(max(int(reach), stage))
-    return earliest[::-1], latest
+            allowed = np.flatnonzero(chain.first_start[stop] < stop)
+            if not len(allowed):
+                continue
+            stages = slice(int(allowed[0]), int(allowed[-1]) + 1)
+            start = max(start, int(chain.first_start[stop, stages].min()))
+        amounts = chain.upper[:, stop, None] - chain.upper[:, start:stop] - shared[:, start:stop]
+        weights = chain.weights[:1] if is_uniform else chain.weights[stages]
+        cost = weights @ amounts + (chain.crossing[start:stop] + chain.crossing[stop])
+        if chain.first_start is not None:
+            is_early = np.arange(start, stop) < chain.first_start[stop, stages][:, None]
+            cost = np.where(is_early, np.inf, cost)
+        yield stages, start, stop, cost
