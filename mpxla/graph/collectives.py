@@ -210,19 +210,12 @@ def _define(
     _library.define(schema)
     operator = getattr(torch.ops.mpxla_tensor, name).default
 
-    class Flags(Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-                return operator(*arguments)
-
-        @staticmethod
-        def backward(ctx: Any, *_: torch.Tensor) -> None:
-            raise CaptureError(
-                f"torch.autograd.grad in a step function{at_user_line()} differentiates a module "
-                f"whose weights are split over ranks, which it cannot. Leave that module whole: "
-                f"smp.set_tensor_parallelism(module, False)."
-            )
+    def refuse_derivative(*_: Any) -> None:
+        raise CaptureError(
+            f"torch.autograd.grad in a step function{at_user_line()} differentiates a module "
+            f"whose weights are split over ranks, which it cannot. Leave that module whole: "
+            f"smp.set_tensor_parallelism(module, False)."
+        )
 
     def refuse(*_: Any) -> torch.Tensor:
         raise StepError(
@@ -233,7 +226,7 @@ def _define(
 
     _library.impl(name, refuse, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mpxla_tensor::{name}", shape, lib=_library)
-    _library.impl(name, lambda *arguments: Flags.apply(*arguments), "Autograd")
+    torch.library.register_autograd(f"mpxla_tensor::{name}", refuse_derivative, lib=_library)
     _FUNCTIONS[operator] = function
     return operator
 
