@@ -5,8 +5,8 @@ of graph and stage; it must not know ranks' schedules, models or the session.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -64,12 +64,12 @@ class Lowering:
     """
 
     device: torch.device
-    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]]
-    replacements: Mapping[Any, Any]
-    dispatched: Callable[[bool], AbstractContextManager[None]]
-    expand: Callable[[fx.GraphModule], None]
-    lays_out_weights: bool
-    disguises_sums: bool
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]] = dict
+    replacements: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    dispatched: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+    expand: Callable[[fx.GraphModule], None] = lambda module: None
+    lays_out_weights: bool = False
+    disguises_sums: bool = False
 
 
 class Backend(Protocol):

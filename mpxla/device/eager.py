@@ -6,7 +6,6 @@ other. So an operator that fails is named with its module and the user's line, a
 that turns ordinary numbers into NaN is named in a warning. Slow, and good for small inputs.
 """
 
-import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -127,15 +126,7 @@ class EagerBackend(TensorBuffers, Alone):
 
     def __init__(self) -> None:
         self.num_compilations = 0
-        self.lowering = Lowering(
-            device=torch.device("cpu"),
-            decompositions=dict,
-            replacements={},
-            dispatched=lambda is_differentiated: contextlib.nullcontext(),
-            expand=lambda module: None,
-            lays_out_weights=False,
-            disguises_sums=False,
-        )
+        self.lowering = Lowering(self.device)
 
     def compile(
         self,

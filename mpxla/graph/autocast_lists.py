@@ -1,7 +1,7 @@
 """What `torch.autocast` does to each operator on each kind of device, as PyTorch lists it.
 
-Only the lists of the processor have kernels for the host tensors that steps are captured on. Those
-of other devices are written down here: "Autocast Op Reference" in PyTorch's documentation, and
+Only the list of the processor has kernels for the host tensors that steps are captured on. Those of
+other devices are written down here: "Autocast Op Reference" in PyTorch's documentation, and
 torch_xla's own for `xla`. A test compares every entry with the kernels of the installed PyTorch.
 """
 
@@ -78,44 +78,13 @@ _XLA = {
     ),
     Policy.WIDEST: _operators("cat index_copy index_copy.dimname stack"),
 }
-_CPU = {
-    Policy.NARROW: _PRODUCTS
-    + _operators(
-        "_addmm_activation _convolution.deprecated _native_multi_head_attention conv1d.padding "
-        "conv2d.padding conv3d.padding linalg_vecdot mkldnn_rnn_layer scaled_dot_product_attention"
-    ),
-    Policy.WIDE: _LOSSES
-    + _operators("prod prod.dim_int prod.dim_Dimname")
-    + _operators(
-        "_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d "
-        "avg_pool3d binary_cross_entropy cdist cholesky cholesky_inverse cholesky_solve "
-        "cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine "
-        "fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft "
-        "fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d "
-        "fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d huber_loss "
-        "inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig "
-        "linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv "
-        "linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float "
-        "linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve "
-        "linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve max_pool3d "
-        "max_unpool2d max_unpool3d multilabel_margin_loss_forward nanquantile nanquantile.scalar "
-        "orgqr ormqr pinverse poisson_nll_loss polar qr quantile quantile.scalar reflection_pad1d "
-        "reflection_pad2d replication_pad1d replication_pad2d replication_pad3d stft stft.center "
-        "svd trace triangular_solve view_as_complex"
-    ),
-    Policy.WIDEST: _operators("cat index_copy index_copy.dimname stack"),
-}
 
 
 def _flat(lists: dict[Policy, tuple[str, ...]]) -> dict[str, Policy]:
     return {name: policy for policy, names in lists.items() for name in names}
 
 
-LISTS: dict[str, dict[str, Policy]] = {
-    "cuda": _flat(_CUDA),
-    "xla": _flat(_XLA),
-    "cpu": _flat(_CPU),
-}
+LISTS: dict[str, dict[str, Policy]] = {"cuda": _flat(_CUDA), "xla": _flat(_XLA)}
 """Kind of device -> operator of `aten`, with its overload -> policy."""
 _has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]
 if _has_kernel("aten::rms_norm", "AutocastCUDA"):  # torch 2.13

@@ -21,7 +21,6 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
-from mpxla.graph.capture_experts import experts_of_all_tokens
 from mpxla.graph.capture_functions import cumulative_batch_norms
 from mpxla.graph.capture_hooks import (
     attributes_kept,
@@ -29,7 +28,6 @@ from mpxla.graph.capture_hooks import (
     own_backwards_captured,
     refuse_gradient_hooks,
 )
-from mpxla.graph.capture_labels import unlabelled_samples_counted
 from mpxla.graph.capture_modes import (
     StepSemantics,
     assigned_buffers_written,
@@ -42,6 +40,7 @@ from mpxla.graph.capture_modes import (
     torchs_recurrences,
     unchecked_distributions,
 )
+from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
@@ -287,8 +286,7 @@ def capture_step(
         cumulative_batch_norms(),
         attributes_named_by_keywords(),
         static_shapes(),
-        experts_of_all_tokens(),
-        unlabelled_samples_counted(),
+        static_transformers(),
     ):
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)

@@ -8,7 +8,7 @@ and in the type of its argument under `cpu`.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -28,51 +28,53 @@ _DEVICES = ("xla", "cuda")
 _HOST_KEY = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
-class _Regions:
-    """The regions that are entered, and the kernels that make theirs of the host's.
+class _Kernels:
+    """The host's autocast kernels, exchanged for ones that follow the list of another device.
 
-    PyTorch finds an operator's casts by its dispatch key `AutocastCPU`. While a region of another
-    kind is open, the kernels under this key are exchanged for ones that follow the innermost
-    region's list: all operators are reached in that way, also those that PyTorch's own functions
-    call.
+    PyTorch finds an operator's casts by its dispatch key `AutocastCPU`: all operators are reached
+    in that way, also those that PyTorch's own functions call. The innermost region's list counts.
     """
 
-    def __init__(self, stack: contextlib.ExitStack):
-        self._stack = stack
+    def __init__(self) -> None:
         self._kinds: list[str] = []
-        self._has_kernels = False
+        self._followed = "cpu"
+        self._library: Any = None
 
     def enter(self, kind: str) -> None:
         """Called when a region is entered, enabled or not."""
         self._kinds.append(kind)
-        if kind in _DEVICES and not self._has_kernels:
-            self._has_kernels = True
-            self._stack.enter_context(_kernels(self._policy))
+        self._follow(kind)
 
     def leave(self) -> None:
-        """Called when it is left."""
+        """Called when it is left. Outside of regions no kernel is asked."""
         self._kinds.pop()
+        if self._kinds:
+            self._follow(self._kinds[-1])
 
-    def _policy(self, name: str) -> Policy | None:
-        return LISTS[self._kinds[-1] if self._kinds else "cpu"].get(name)
+    def restore(self) -> None:
+        """Gives the host its own kernels back."""
+        if self._library is not None:
+            self._library._destroy()
+        self._library = None
 
-
-@contextlib.contextmanager
-def _kernels(policy_of: Callable[[str], Policy | None]) -> Generator[None]:
-    """Exchanges the host's autocast kernels; undone on exit."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    try:
+    def _follow(self, kind: str) -> None:
+        if kind == self._followed:
+            return
+        self.restore()
+        self._followed = kind
+        if kind not in LISTS:
+            return
+        own: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")  # pyright: ignore[reportPrivateUsage]
+        names = {name.removeprefix("aten::") for name in own if name.startswith("aten::")}
+        self._library = torch.library.Library("aten", "IMPL", "AutocastCPU")
         with warnings.catch_warnings():
             # PyTorch says that a kernel is overridden.
             warnings.simplefilter("ignore")
-            for name in sorted(set().union(*LISTS.values())):
+            for name in sorted(names.union(LISTS[kind])):
                 operator = _operator(name)
                 if operator is not None:
-                    kernel = functools.partial(_call, operator, name, policy_of)
-                    library.impl(operator, kernel, "AutocastCPU", allow_override=True)
-        yield
-    finally:
-        library._destroy()  # pyright: ignore[reportPrivateUsage]
+                    kernel = functools.partial(_call, operator, name, LISTS[kind].get(name))
+                    self._library.impl(operator, kernel, "AutocastCPU", allow_override=True)
 
 
 def _operator(name: str) -> Any:
@@ -80,10 +82,7 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
-def _call(
-    operator: Any, name: str, policy_of: Callable[[str], Policy | None], *args: Any, **kwargs: Any
-) -> Any:
-    policy = policy_of(name)
+def _call(operator: Any, name: str, policy: Policy | None, *args: Any, **kwargs: Any) -> Any:
     if policy is Policy.BANNED:
         raise CaptureError(
             f"{name} is called under torch.autocast{at_user_line()}, where PyTorch refuses it: in "
@@ -107,7 +106,8 @@ def host_autocast() -> Generator[None]:
     plain_cast = module._cast
     outer: list[tuple[bool, torch.dtype]] = []
     with contextlib.ExitStack() as stack:
-        regions = _Regions(stack)
+        kernels = _Kernels()
+        stack.callback(kernels.restore)
 
         def make_enabled(
             self: torch.autocast,
@@ -124,7 +124,7 @@ def host_autocast() -> Generator[None]:
 
         def enter_on_host(self: Any) -> Any:
             outer.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-            regions.enter(self.device)
+            kernels.enter(self.device)
             # Under its own name, by which it is recorded, and which user code asks for.
             entered = enter(self)
             if self.device in _DEVICES:
@@ -135,7 +135,7 @@ def host_autocast() -> Generator[None]:
             try:
                 return leave(self, *error)
             finally:
-                regions.leave()
+                kernels.leave()
                 _set_host(*outer.pop())
 
         def cast_on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:

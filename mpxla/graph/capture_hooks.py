@@ -133,7 +133,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
     """
     found = [f"module {n or 'model'}" for n, m in model.named_modules() if _has_hooks(m)]
     found += [f"parameter {n}" for n, p in model.named_parameters() if has_gradient_hook(p)]
-    if any(_attribute(torch_modules, f"_global{key}") for key in _HOOKS_OF_MODULES):
+    if any(getattr(torch_modules, f"_global{key}", None) for key in _HOOKS_OF_MODULES):
         found.append("every module")
     if found:
         raise CaptureError(
@@ -145,19 +145,14 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether somebody else than torch wants to see or change the gradient of a parameter."""
     for key in _HOOKS_OF_TENSORS:
-        table = _attribute(parameter, key)
+        table = getattr(parameter, key, None)
         if table and not all(getattr(hook, "is_internal", False) for hook in table.values()):
             return True
     return False
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(_attribute(module, key) for key in _HOOKS_OF_MODULES)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """One of the tables that torch has no public way to read."""
-    return getattr(owner, name, None)
+    return any(getattr(module, key, None) for key in _HOOKS_OF_MODULES)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ __all__ = [
     "join_replicas",
     "look_up",
     "lowered",
+    "resized",
     "sum_over",
     "vary",
 ]
@@ -136,24 +137,27 @@ def _with_derivative(
 _sum = _with_derivative(_all_reduce, _copy)
 
 
+def resized(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """A tensor without values, like another one but for the number of elements along a dim."""
+    shape = [*value.shape]
+    shape[dim] = length
+    return value.new_empty(shape)
+
+
 def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 def _gathered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
-    shape = list(value.shape)
-    shape[dim] *= size
-    return torch.empty(shape, dtype=value.dtype, device=value.device)
+    return resized(value, dim, value.shape[dim] * size)
 
 
 def _scattered(value: torch.Tensor, dim: int, size: int, index: int, group: str) -> torch.Tensor:
-    shape = list(value.shape)
-    shape[dim] //= size
-    return torch.empty(shape, dtype=value.dtype, device=value.device)
+    return resized(value, dim, value.shape[dim] // size)
 
 
 def _embedded(rows: torch.Tensor, words: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty((*words.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    return rows.new_empty((*words.shape, rows.shape[1]))
 
 
 def _own_rows(
@@ -172,8 +176,7 @@ def _own_rows(
 def _reduced(
     scores: torch.Tensor, labels: torch.Tensor, size: int, index: int, reduction: int, *_: Any
 ) -> torch.Tensor:
-    shape = labels.shape if reduction == 0 else ()
-    return torch.empty(shape, dtype=scores.dtype, device=scores.device)
+    return scores.new_empty(labels.shape if reduction == 0 else ())
 
 
 def _loss_of_parts(
@@ -210,19 +213,12 @@ def _define(
     _library.define(schema)
     operator = getattr(torch.ops.mpxla_tensor, name).default
 
-    class Flags(Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-                return operator(*arguments)
-
-        @staticmethod
-        def backward(ctx: Any, *_: torch.Tensor) -> None:
-            raise CaptureError(
-                f"torch.autograd.grad in a step function{at_user_line()} differentiates a module "
-                f"whose weights are split over ranks, which it cannot. Leave that module whole: "
-                f"smp.set_tensor_parallelism(module, False)."
-            )
+    def refuse_derivative(*_: Any) -> None:
+        raise CaptureError(
+            f"torch.autograd.grad in a step function{at_user_line()} differentiates a module "
+            f"whose weights are split over ranks, which it cannot. Leave that module whole: "
+            f"smp.set_tensor_parallelism(module, False)."
+        )
 
     def refuse(*_: Any) -> torch.Tensor:
         raise StepError(
@@ -233,7 +229,7 @@ def _define(
 
     _library.impl(name, refuse, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mpxla_tensor::{name}", shape, lib=_library)
-    _library.impl(name, lambda *arguments: Flags.apply(*arguments), "Autograd")
+    torch.library.register_autograd(f"mpxla_tensor::{name}", refuse_derivative, lib=_library)
     _FUNCTIONS[operator] = function
     return operator
 

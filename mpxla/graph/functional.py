@@ -17,6 +17,8 @@ from torch._export.utils import _is_preservable_cia_op  # pyright: ignore[report
 from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
 from torch._ops import OpOverload
 
+from mpxla.graph.exchanged import exchanged
+
 __all__ = ["functionalize"]
 
 _REGIONS: tuple[Any, ...] = (WrapWithAutocast, WrapWithSetGradEnabled)
@@ -32,7 +34,9 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
-    with _composites_limited_to(_composites(program.graph_module)), _regions_with_origin():
+    found = _composites(program.graph_module)
+    limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
+    with limited, _regions_with_origin():
         return program.run_decompositions({})
 
 
@@ -45,24 +49,12 @@ def _composites(module: fx.GraphModule) -> set[OpOverload]:
 
 
 @contextlib.contextmanager
-def _composites_limited_to(operators: set[OpOverload]) -> Generator[None]:
-    module: Any = exported_program
-    found = module._collect_all_valid_cia_ops
-    module._collect_all_valid_cia_ops = lambda: operators
-    try:
-        yield
-    finally:
-        module._collect_all_valid_cia_ops = found
-
-
-@contextlib.contextmanager
 def _regions_with_origin() -> Generator[None]:
     """Lets the nodes of a region keep their own metadata while the region is inlined.
 
     Torch calls the body as a function, so that all of its operators get the metadata of the node
     that stands for the region (torch 2.9). An interpreter sets that of each node.
     """
-    originals = [kind.__call__ for kind in _REGIONS]
 
     def interpreting(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,13 +62,10 @@ def _regions_with_origin() -> Generator[None]:
 
         return call
 
-    for kind, original in zip(_REGIONS, originals, strict=True):
-        kind.__call__ = interpreting(original)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in _REGIONS:
+            stack.enter_context(exchanged(kind, __call__=interpreting(kind.__call__)))
         yield
-    finally:
-        for kind, original in zip(_REGIONS, originals, strict=True):
-            kind.__call__ = original
 
 
 def _interpreted(argument: Any) -> Any:

@@ -74,7 +74,7 @@ def operator_of(function: TracedFunction) -> Callable[[Sequence[torch.Tensor]], 
     operator = getattr(torch.ops.mpxla_functions, key).default
     _library.impl(key, _forward_alone(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mpxla_functions::{key}", _shapes(function), lib=_library)
-    _library.impl(key, _with_gradient_flags(function, operator), "Autograd")
+    _set_gradient_flags(function, f"mpxla_functions::{key}")
     _functions[operator] = function
     return operator
 
@@ -95,28 +95,20 @@ def _shapes(function: TracedFunction) -> Callable[..., list[torch.Tensor]]:
     return run
 
 
-def _with_gradient_flags(
-    function: TracedFunction, operator: Any
-) -> Callable[..., list[torch.Tensor]]:
+def _set_gradient_flags(function: TracedFunction, operator: str) -> None:
     """Says which results have gradients; while a step is captured none are computed."""
 
-    class Flags(Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-                results = tuple(operator(inputs))
-            ctx.save_for_backward(*inputs)
-            flags = zip(results, function.has_gradient, strict=True)
-            ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
-            return results
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        ctx.inputs = inputs[0]
+        flags = zip(output, function.has_gradient, strict=True)
+        ctx.mark_non_differentiable(*(r for r, has_gradient in flags if not has_gradient))
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            # For `torch.autograd.grad` in a step, which asks what depends on what.
-            pairs = zip(ctx.saved_tensors, function.is_differentiated, strict=True)
-            return tuple(torch.zeros_like(x) if wanted else None for x, wanted in pairs)
+    def zeros(ctx: Any, _: Any) -> list[torch.Tensor | None]:
+        # For `torch.autograd.grad` in a step, which asks what depends on what.
+        pairs = zip(ctx.inputs, function.is_differentiated, strict=True)
+        return [torch.zeros_like(x) if wanted else None for x, wanted in pairs]
 
-    return lambda inputs: list(Flags.apply(*inputs))
+    torch.library.register_autograd(operator, zeros, setup_context=setup, lib=_library)
 
 
 def applied(

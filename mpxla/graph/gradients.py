@@ -30,7 +30,7 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.stepgraph import describe, is_random
-from mpxla.graph.typed import Function, arguments_of, input_of, outputs_of, target_of
+from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
 from mpxla.graph.user_code import at_user_line, line_of
 
 __all__ = ["Gradients", "expand_gradients", "transforms_refused"]
@@ -50,36 +50,20 @@ def _like_leaves(_: Any, leaves: Sequence[torch.Tensor], *__: Any) -> list[torch
     return [torch.empty_like(leaf) for leaf in leaves]
 
 
-class _Flags(Function):
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.tensors = inputs[:3]
+
+
+def _zeros(ctx: Any, _: Any) -> tuple[Any, ...]:
     """Gradients depend on all that is given; while a step is captured they have no values."""
-
-    @staticmethod
-    def forward(ctx: Any, settings: tuple[int, int, bool], *tensors: torch.Tensor) -> Any:
-        num_results, num_leaves, create_graph = settings
-        ctx.save_for_backward(*tensors)
-        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-            end = num_results + num_leaves
-            lists = tensors[:num_results], tensors[num_results:end], tensors[end:]
-            return tuple(_OF(*lists, create_graph))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
-
-
-def _with_flags(
-    results: list[torch.Tensor],
-    leaves: list[torch.Tensor],
-    seeds: list[torch.Tensor],
-    create_graph: bool,
-) -> list[torch.Tensor]:
-    settings = len(results), len(leaves), create_graph
-    return list(_Flags.apply(settings, *results, *leaves, *seeds))
+    return *([torch.zeros_like(tensor) for tensor in given] for given in ctx.tensors), None
 
 
 _library.impl("leaf", torch.clone, "CompositeExplicitAutograd")
 _library.impl("of", _like_leaves, "CompositeExplicitAutograd")
-_library.impl("of", _with_flags, "Autograd")
+torch.library.register_autograd(
+    "mpxla_gradients::of", _zeros, setup_context=_keep_inputs, lib=_library
+)
 
 
 class Gradients:

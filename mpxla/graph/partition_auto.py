@@ -230,10 +230,9 @@ def _chain(
     for tensor, slots in saved.items():
         per_microbatch[frozenset(slots)] += per_byte * tensor.num_bytes
     cut_bytes = _cut_bytes(flow, copies, len(pieces))
-    upper, lower, shared = _prefix_sums((once, per_microbatch, compute), len(pieces))
+    upper, shared = _prefix_sums((once, per_microbatch, compute), len(pieces))
     return Chain(
         upper=upper,
-        lower=lower,
         shared=shared,
         weights=np.array([(1.0, *weight) for weight in weights]),
         crossing=np.array(cut_bytes, dtype=np.float64) * (per_second * link),
@@ -244,22 +243,21 @@ def _chain(
 
 def _prefix_sums(
     layers: Sequence[Uses], num_pieces: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], list[list[tuple[int, list[float]]]]]:
-    """Amounts of the pieces with shared things at every use, at the first use, and the surplus."""
-    upper, lower = np.zeros((2, len(layers), num_pieces + 1))
+) -> tuple[NDArray[np.float64], list[list[tuple[int, list[float]]]]]:
+    """Amounts of the pieces with shared things at every use, and the surplus."""
+    upper = np.zeros((len(layers), num_pieces + 1))
     shared: list[list[tuple[int, list[float]]]] = [[] for _ in range(num_pieces)]
     for layer, uses in enumerate(layers):
         for slots, amount in uses.items():
             if amount == 0:
                 continue
             ordered = sorted(slots)
-            lower[layer, ordered[0] + 1] += amount
             upper[layer, [slot + 1 for slot in ordered]] += amount
             surplus = [0.0] * len(layers)
             surplus[layer] = amount
             for previous, slot in pairwise(ordered):
                 shared[slot].append((previous, surplus))
-    return upper.cumsum(axis=1), lower.cumsum(axis=1), shared
+    return upper.cumsum(axis=1), shared
 
 
 def _cut_bytes(flow: Flow, copies: Sequence[frozenset[int]], num_pieces: int) -> list[int]:

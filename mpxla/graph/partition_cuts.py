@@ -16,14 +16,13 @@ minimises the largest cost of exactly S stages. Phases:
 3. *preference*: a second dynamic program picks, among all cuts that reach the optimum, those with
    the least sum of preferences.
 
-Both programs visit only runs whose own cost stays below the bound, between positions that the
-stages before and after can reach below it. This module must not know nodes, bytes or seconds.
+Both programs visit only runs whose own cost stays below the bound. This module must not know nodes,
+bytes or seconds.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +45,6 @@ class Chain:
     upper: NDArray[np.float64]
     """[L, K + 1] prefix sums of the pieces' amounts, shared things counted at every use (A above).
     """
-    lower: NDArray[np.float64]
-    """[L, K + 1] the same, shared things counted at their first use only."""
     shared: Sequence[Sequence[tuple[int, Sequence[float]]]]
     """[K] for every piece the earlier piece that used a shared thing last, with its L amounts."""
     weights: NDArray[np.float64]
@@ -68,28 +65,6 @@ class Chain:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.weights)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether a run costs the same in every stage."""
-        return bool((self.weights == self.weights[0]).all())
-
-
-class _Column(NamedTuple):
-    """The runs that end at one position, and the stages that may end there."""
-
-    stop: int
-    starts: slice
-    cost: NDArray[np.float64]
-    """[stages, starts] cost of every run, infinite for one that is not allowed; a single row if it
-    is the same in all stages."""
-    stages: slice
-    """Numbers of stages, of which the last one ends at `stop`."""
-
-    @property
-    def before(self) -> slice:
-        """Numbers of stages that may end where a run starts; also indices of the runs' stages."""
-        return slice(self.stages.start - 1, self.stages.stop - 1)
 
 
 def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
@@ -147,9 +122,8 @@ def _bottleneck(chain: Chain, limit: float) -> float:
     """Phase 2: the optimum, or infinity if no way stays within the limit."""
     best = np.full((chain.num_stages + 1, chain.num_pieces + 1), np.inf)
     best[0, 0] = 0.0
-    for column in _columns(chain, limit):
-        runs = np.maximum(best[column.before, column.starts], column.cost)
-        best[column.stages, column.stop] = runs.min(axis=1)
+    for stages, start, stop, cost in _runs(chain, limit * (1 + TOLERANCE)):
+        best[1:][stages, stop] = np.maximum(best[stages, start:stop], cost).min(axis=1)
     return float(best[-1, -1])
 
 
@@ -157,19 +131,17 @@ def _preferred_cuts(chain: Chain, bottleneck: float) -> tuple[int, ...]:
     """Phase 3: of the ways that stay within the optimum, the one with the least preference."""
     limit = bottleneck * (1 + TOLERANCE)
     penalty = _packed(chain.preference, chain.num_stages)
-    least = np.full((chain.num_stages + 1, chain.num_pieces + 1), UNREACHABLE, dtype=np.int64)
+    least = np.full((chain.num_stages + 1, chain.num_pieces + 1), UNREACHABLE)
     least[0, 0] = 0
-    starts = np.zeros_like(least)
-    for column in _columns(chain, limit):
-        sums = np.where(column.cost <= limit, least[column.before, column.starts], UNREACHABLE)
-        chosen = sums.argmin(axis=1)
-        own = np.minimum(sums[np.arange(len(sums)), chosen] + penalty[column.stop], UNREACHABLE)
-        least[column.stages, column.stop] = own
-        starts[column.stages, column.stop] = column.starts.start + chosen
+    start_of = np.zeros_like(least)
+    for stages, start, stop, cost in _runs(chain, limit):
+        ways = np.where(cost <= limit, least[stages, start:stop], UNREACHABLE)
+        start_of[1:][stages, stop] = start + ways.argmin(axis=1)
+        least[1:][stages, stop] = np.minimum(ways.min(axis=1) + penalty[stop], UNREACHABLE)
     assert least[-1, -1] < UNREACHABLE, "the optimum must be reachable"
     cuts = [chain.num_pieces]
-    for stage in range(chain.num_stages, 1, -1):
-        cuts.append(int(starts[stage, cuts[-1]]))
+    for starts in start_of[:1:-1]:
+        cuts.append(int(starts[cuts[-1]]))
     return tuple(reversed(cuts[1:]))
 
 
@@ -198,55 +170,38 @@ def _packed(preference: Sequence[tuple[int, int]], num_stages: int) -> NDArray[n
     return np.array(packed, dtype=np.int64)
 
 
-def _columns(chain: Chain, limit: float) -> Iterator[_Column]:
-    """Visit every position with the runs ending there that can stay within the limit."""
-    within = limit * (1 + TOLERANCE)
-    earliest, latest = _stage_ends(chain, within)
-    positions = np.arange(chain.num_pieces + 1)
-    fewest = np.searchsorted(latest, positions, side="left").tolist()
-    most = (np.searchsorted(earliest, positions, side="right") - 1).tolist()
+def _runs(chain: Chain, limit: float) -> Iterator[tuple[slice, int, int, NDArray[np.float64]]]:
+    """Visits every position with the runs that end there and may stay within the limit.
+
+    Yields:
+        The stages that may end there, the first start of such runs, their end, and
+        [stages, starts] what they cost in each stage, where those that are not allowed cost
+        infinitely much; [1, starts] if all stages are alike.
+    """
+    is_uniform = bool((chain.weights == chain.weights[0]).all())
     least = chain.weights.min(axis=0)
     least_upper = (least @ chain.upper).tolist()
     shared = np.zeros_like(chain.upper)
-    start = 0
+    cheapest = 0
     for stop in range(1, chain.num_pieces + 1):
         for previous, amounts in chain.shared[stop - 1]:
             for layer, amount in enumerate(amounts):
-                shared[layer, start : previous + 1] += amount
-        while start < stop - 1 and (
-            least_upper[stop] - least_upper[start] - least @ shared[:, start] > within
+                shared[layer, cheapest : previous + 1] += amount
+        while cheapest < stop - 1 and (
+            least_upper[stop] - least_upper[cheapest] - least @ shared[:, cheapest] > limit
         ):
-            start += 1
-        stages = slice(max(fewest[stop], 1), most[stop] + 1)
-        if stages.start >= stages.stop:
-            continue
-        starts = slice(
-            max(start, earliest[stages.start - 1]), min(stop, latest[stages.stop - 2] + 1)
-        )
+            cheapest += 1
+        start, stages = cheapest, slice(0, chain.num_stages)
         if chain.first_start is not None:
-            first = int(chain.first_start[stop, stages.start - 1 : stages.stop - 1].min())
-            starts = slice(max(starts.start, first), starts.stop)
-        if starts.start >= starts.stop:
-            continue
-        own = slice(0, 1) if chain.is_uniform else slice(stages.start - 1, stages.stop - 1)
-        amounts = chain.upper[:, stop, None] - chain.upper[:, starts] - shared[:, starts]
-        cost = chain.weights[own] @ amounts + (chain.crossing[starts] + chain.crossing[stop])
+            allowed = np.flatnonzero(chain.first_start[stop] < stop)
+            if not len(allowed):
+                continue
+            stages = slice(int(allowed[0]), int(allowed[-1]) + 1)
+            start = max(start, int(chain.first_start[stop, stages].min()))
+        amounts = chain.upper[:, stop, None] - chain.upper[:, start:stop] - shared[:, start:stop]
+        weights = chain.weights[:1] if is_uniform else chain.weights[stages]
+        cost = weights @ amounts + (chain.crossing[start:stop] + chain.crossing[stop])
         if chain.first_start is not None:
-            first = chain.first_start[stop, stages.start - 1 : stages.stop - 1, None]
-            cost = np.where(positions[starts] < first, np.inf, cost)
-        yield _Column(stop, starts, cost, stages)
-
-
-def _stage_ends(chain: Chain, limit: float) -> tuple[list[int], list[int]]:
-    """[S + 1] earliest and latest position at which 0, 1, ... stages may end, by lower bounds."""
-    num_stages, num_pieces = chain.num_stages, chain.num_pieces
-    lower = chain.weights @ chain.lower
-    latest = [0]
-    for stage, prefix in enumerate(lower):
-        reach = np.searchsorted(prefix, prefix[latest[-1]] + limit, side="right") - 1
-        latest.append(min(int(reach), num_pieces - (num_stages - 1 - stage)))
-    earliest = [num_pieces]
-    for stage, prefix in reversed([*enumerate(lower)]):
-        reach = np.searchsorted(prefix, prefix[earliest[-1]] - limit, side="left")
-        earliest.append(max(int(reach), stage))
-    return earliest[::-1], latest
+            is_early = np.arange(start, stop) < chain.first_start[stop, stages][:, None]
+            cost = np.where(is_early, np.inf, cost)
+        yield stages, start, stop, cost

@@ -28,6 +28,7 @@ from mpxla.graph.collectives import (
     SUM_OF_POSITIONS,
     TENSOR_GROUP,
     VARY,
+    resized,
 )
 from mpxla.graph.stepgraph import CASTS, VIEWS, StepGraph
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
@@ -188,7 +189,7 @@ class _Rewriting:
             for operand in node.all_input_nodes:
                 if operand not in self._divided:
                     node.replace_input_with(operand, self._operand(operand, whole, node))
-        node.meta["val"] = _resized(whole, _POSITIONS, whole.shape[_POSITIONS] // self._size)
+        node.meta["val"] = _like(whole, _POSITIONS, whole.shape[_POSITIONS] // self._size)
         node.meta[VARYING] = self._index, self._size
 
     def _operand(self, node: fx.Node, whole: torch.Tensor, user: fx.Node) -> fx.Node:
@@ -203,7 +204,7 @@ class _Rewriting:
                     dim = value.dim() - 2
                     arguments = node, dim, self._size, self._index, TENSOR_GROUP
                     made = self._graph.call_function(OWN_POSITIONS, arguments)
-                    value = _resized(value, dim, value.shape[dim] // self._size)
+                    value = _like(value, dim, value.shape[dim] // self._size)
                 else:
                     made = self._graph.call_function(VARY, (node, TENSOR_GROUP))
             made.meta = {**user.meta, "val": value, VARYING: (self._index, self._size)}
@@ -218,14 +219,12 @@ class _Rewriting:
                 made = self._graph.call_function(GATHER, (node, *self._place()))
             made.meta = {k: v for k, v in node.meta.items() if k != VARYING}
             length = value.shape[_POSITIONS] * self._size
-            made.meta["val"] = _resized(value, _POSITIONS, length)
+            made.meta["val"] = _like(value, _POSITIONS, length)
             self._wholes[node] = made
         return self._wholes[node]
 
 
-def _resized(value: Any, dim: int, length: int) -> torch.Tensor:
+def _like(value: Any, dim: int, length: int) -> torch.Tensor:
     """What stands for a value with another number of elements along a dim."""
-    shape = [*value.shape]
-    shape[dim] = length
     with value.fake_mode:
-        return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
+        return resized(value, dim, length).requires_grad_(value.requires_grad)

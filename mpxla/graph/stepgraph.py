@@ -5,10 +5,8 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import fx
 
 from mpxla.graph.decisions import Decisions
 from mpxla.graph.typed import outputs_of
+from mpxla.graph.user_code import line_of
 
 __all__ = [
     "CASTS",
@@ -42,10 +41,6 @@ CASTS = (
     *(_aten.contiguous.default, _aten.to.dtype_layout),
 )
 """Operators that give the same elements in the same shape, with their gradients."""
-
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in \w+\n\s*(.+)')
-_OWN = "/mpxla/graph/capture.py"
-_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class InputKind(enum.Enum):
@@ -178,18 +173,12 @@ def _innermost(stack: Mapping[str, tuple[str, Any]] | None) -> str:
 
 
 def place(node: fx.Node) -> str:
-    """Where a node comes from: module path, and file and line of its `forward` if known.
-
-    Of several nested ones it is the innermost line that is not torch's own.
-    """
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not frame[0].endswith(_OWN)]
-    frames = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    lines = [f"{file}:{line}: {code}" for file, line, code in frames]
+    """Where a node comes from: module path, and the user's line if known."""
+    line = line_of(node).removeprefix(" at ")
     # A node of the derivative belongs to the module whose derivative it is.
     of_forward = _innermost(node.meta.get("fwd_nn_module_stack"))
     where = module_path(node) or of_forward or "the step function"
-    return f"{where} ({lines[-1]})" if lines else where
+    return f"{where} ({line})" if line else where
 
 
 def describe(node: fx.Node) -> str:

@@ -9,13 +9,13 @@ So no rank has the scores of all words, which are the largest value of a languag
 LM, arXiv:1909.08053, section 3.) Scores that the step uses otherwise are still gathered.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from mpxla.graph.collectives import CROSS_ENTROPY, GATHER
+from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, resized
 from mpxla.graph.stepgraph import CASTS, VIEWS, StepGraph
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
@@ -84,12 +84,8 @@ def _on_parts(graph: fx.Graph, chain: list[fx.Node]) -> fx.Node:
             args = (part, [*arguments_of(node)[1][:-1], own])
         copy = graph.call_function(target_of(node), args, dict(node.kwargs))
         copy.meta = dict(node.meta)
-        copy.meta["val"] = _like(node.meta["val"], own, part.meta["val"].requires_grad)
+        whole, requires_grad = node.meta["val"], part.meta["val"].requires_grad
+        with whole.fake_mode:
+            copy.meta["val"] = resized(whole, -1, own).requires_grad_(requires_grad)
         part = copy
     return part
-
-
-def _like(value: Any, own: int, requires_grad: bool) -> torch.Tensor:
-    make: Callable[..., torch.Tensor] = torch.empty
-    with value.fake_mode:
-        return make((*value.shape[:-1], own), dtype=value.dtype, requires_grad=requires_grad)

@@ -37,18 +37,6 @@ def initialize(module: nn.Module, initializer_range: float, is_normal: bool) -> 
                 nn.init.zeros_(part.bias)
 
 
-def check_norms(pre_layernorm: bool, post_layernorm: bool) -> None:
-    """Checks that a block has a norm.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if not (pre_layernorm or post_layernorm):
-        raise ConfigError(
-            "pre_layernorm and post_layernorm are both False; at least one of them must be True."
-        )
-
-
 class _Block(DistributedModule):
     """A block with a residual around it and norms before and after it."""
 
@@ -56,7 +44,11 @@ class _Block(DistributedModule):
         self, hidden_size: int, dropout: float, epsilon: float, is_pre: bool, is_post: bool
     ):
         super().__init__()
-        check_norms(is_pre, is_post)
+        if not (is_pre or is_post):
+            raise ConfigError(
+                "pre_layernorm and post_layernorm are both False; at least one of them must be "
+                "True."
+            )
         self.pre_layernorm = nn.LayerNorm(hidden_size, epsilon) if is_pre else None
         self.layernorm = nn.LayerNorm(hidden_size, epsilon) if is_post else None
         self.dropout = nn.Dropout(dropout)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 __all__ = [
     "as_float",
@@ -68,42 +69,17 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     return _TORCH[np.dtype(dtype)]
 
 
-def _number_dtype(number: object) -> torch.dtype:
-    if isinstance(number, bool):
-        return torch.bool
-    if isinstance(number, int):
-        return torch.int64
-    if isinstance(number, complex):
-        return torch.complex64 if torch.get_default_dtype() != torch.float64 else torch.complex128
-    return torch.get_default_dtype()
-
-
-def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
-    """What a lower category adds: numbers to tensors without dimensions, these to all others."""
-    if higher is None or lower is None:
-        return higher or lower
-    if higher.is_complex:
-        return higher
-    if higher.is_floating_point:
-        return higher.to_complex() if lower.is_complex else higher
-    if higher is torch.bool or lower.is_floating_point or lower.is_complex:
-        return torch.promote_types(higher, lower)
-    return higher
-
-
 def result_type(*values: Any) -> np.dtype:
     """The dtype in which PyTorch computes with arrays and Python numbers together."""
-    found: list[torch.dtype | None] = [None, None, None]  # with dimensions, without, numbers
-    for value in values:
-        if value is None:
-            continue
-        is_array = hasattr(value, "dtype")
-        dtype = torch_dtype(value.dtype) if is_array else _number_dtype(value)
-        place = 2 if not is_array else 0 if value.ndim else 1
-        old = found[place]
-        found[place] = dtype if old is None else torch.promote_types(old, dtype)
-    dtype = _combine(found[0], _combine(found[1], found[2]))
-    return jax_dtype(dtype or torch.get_default_dtype())
+    stand_ins = [
+        torch.empty((0,) * v.ndim, dtype=torch_dtype(v.dtype), device="meta")
+        if hasattr(v, "dtype")
+        else v
+        for v in values
+        if v is not None
+    ]
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH
+    return jax_dtype(elementwise_dtypes(*stand_ins, type_promotion_kind=kind)[1])
 
 
 def cast(value: Any, dtype: np.dtype | torch.dtype) -> jax.Array:

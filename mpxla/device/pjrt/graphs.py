@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp.decompositions import native_batch_norm_helper
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,8 +29,8 @@ from mpxla.device.pjrt.table import FUNCTIONS, IGNORED, RANDOM
 from mpxla.errors import LoweringError
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.stepgraph import describe
-from mpxla.graph.typed import arguments_of
 from mpxla.stage.solvers import OF_FACTORS
+from mpxla.stage.spec import key_of_call
 
 __all__ = [
     "as_function",
@@ -47,6 +48,7 @@ _aten = torch.ops.aten
 _NOT_CORE = (
     *(_aten.grid_sampler_2d, _aten._fused_dropout, _aten.native_dropout, _aten.upsample_bicubic2d),
     *(_aten.dist, _aten.narrow_copy, _aten.rrelu_with_noise_backward, _aten.unbind_copy),
+    *(_aten.linalg_vector_norm, _aten._native_batch_norm_legit),
 )
 _WRITTEN_LATE = (
     *("gelu", "gelu_backward", "relu", "silu", "silu_backward", "elu", "leaky_relu", "hardtanh"),
@@ -55,7 +57,8 @@ _WRITTEN_LATE = (
     *("count_nonzero", "linspace", "logaddexp", "logaddexp2", "heaviside"),
     *("sinc", "mvlgamma", "linalg_cross", "slice_scatter", "select_scatter", "max_unpool2d"),
     *("max_unpool3d", "embedding_dense_backward", "native_group_norm_backward"),
-    "native_batch_norm_backward",
+    *("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit_functional"),
+    "_native_batch_norm_legit_no_training",
 )
 """Operators that graphs keep: stages save what these take, and not what they are made of."""
 
@@ -70,7 +73,13 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     table |= {**OF_FACTORS, **get_decompositions([getattr(_aten, name) for name in _WRITTEN_LATE])}
     found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
     # A part of others: of `renorm` in low precision.
-    return {**found, torch.ops.prims.convert_element_type.default: torch.Tensor.to}
+    found[torch.ops.prims.convert_element_type.default] = torch.Tensor.to
+    return {**found, _aten.native_batch_norm.default: _batch_norm}
+
+
+def _batch_norm(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
+    """PyTorch's decomposition, without the writes to running statistics."""
+    return native_batch_norm_helper(*arguments, functional=True)[:3]
 
 
 @functools.cache
@@ -105,8 +114,7 @@ def as_function(title: str, module: fx.GraphModule) -> Callable[..., list[jax.Ar
     """(key or None, arrays) -> arrays, for `jax.jit`; all nodes of the module know their values."""
 
     def call(key: jax.Array | None, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        run = _Evaluation(title, module, _Keys(key))
-        return run(arrays)
+        return list(_Evaluation(_Program(title, key), module).run(*arrays))
 
     return call
 
@@ -137,54 +145,64 @@ def inline_functions(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-class _Keys:
-    """One key for every random operator of a program, in order."""
+class _Program:
+    """What evaluations of a graph, and of the operators in it that are taken apart, share.
 
-    def __init__(self, key: jax.Array | None):
+    Attributes:
+        title: for messages.
+    """
+
+    def __init__(self, title: str, key: jax.Array | None):
+        self.title = title
         self._key = key
-        self._count = 0
+        self._num_keys = 0
+        self._parts: dict[Any, fx.GraphModule] = {}
 
-    def next(self) -> jax.Array:
+    def next_key(self) -> jax.Array:
+        """One key for every random operator, in order."""
         assert self._key is not None, "random programs are called with a seed"
-        self._count += 1
-        return jax.random.fold_in(self._key, self._count)
+        self._num_keys += 1
+        return jax.random.fold_in(self._key, self._num_keys)
+
+    def parts_of(self, node: fx.Node) -> fx.GraphModule | None:
+        """The node's operator by others, on its shapes; None if PyTorch has no such way."""
+        if node.target not in decompositions():
+            return None
+        key = key_of_call(node)
+        if key not in self._parts:
+            self._parts[key] = _as_operators(node)
+        for part in self._parts[key].graph.nodes:
+            for name in ("nn_module_stack", "stack_trace"):
+                part.meta[name] = node.meta.get(name)
+        return self._parts[key]
 
 
-class _Evaluation:
+class _Evaluation(fx.Interpreter):
     """One pass over a graph with jax's arrays."""
 
-    def __init__(self, title: str, module: fx.GraphModule, keys: _Keys):
-        self._title = title
-        self._module = module
-        self._keys = keys
+    def __init__(self, program: _Program, module: fx.GraphModule):
+        super().__init__(module)
+        self.extra_traceback = False  # errors name the node
+        self._program = program
 
-    def __call__(self, arguments: Sequence[jax.Array]) -> list[Any]:
-        values: dict[fx.Node, Any] = {}
-        remaining = iter(arguments)
-        for node in self._module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(remaining)
-            elif node.op == "get_attr":
-                values[node] = from_constant(_attribute(self._module, str(node.target)))
-            elif node.op == "output":
-                return list(fx.map_arg(arguments_of(node)[0], values.__getitem__))
-            else:
-                values[node] = self._run(node, values)
-        raise AssertionError("a graph ends with its output")
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return from_constant(self.fetch_attr(target))
 
-    def _run(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         try:
-            return _as_traced(self._call(node, args, kwargs), node.meta.get("val"))
+            return _as_traced(self._call(n, args, kwargs), n.meta.get("val"))
         except LoweringError:
             raise
         except Exception as error:  # jax raises anything while it traces
             raise LoweringError(
-                f"{self._title}: {describe(node)} cannot be compiled: {error}. Write it with other "
-                f"operators, or move it out of the step function."
+                f"{self._program.title}: {describe(n)} cannot be compiled: {error}. Write it with "
+                f"other operators, or move it out of the step function."
             ) from error
 
-    def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return target(*args, **kwargs)
@@ -192,12 +210,16 @@ class _Evaluation:
         if target in FUNCTIONS:
             return FUNCTIONS[target](*_as_arrays(target, args), **kept)
         if target in RANDOM:
-            return RANDOM[target](self._keys.next(), *args, **kept)
-        parts = _decomposed(node)
+            return RANDOM[target](self._program.next_key(), *args, **kept)
+        parts = self._program.parts_of(node)
         if parts is None:
-            raise LoweringError(_refusal(self._title, node))
+            raise LoweringError(
+                f"{self._program.title}: {describe(node)} has no jax function, and PyTorch does "
+                f"not write it with other operators. Write it with others in the model, or move "
+                f"that computation out of the step function."
+            )
         arrays = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, jax.Array)]
-        found = _Evaluation(self._title, parts, self._keys)(arrays)
+        found = _Evaluation(self._program, parts).run(*arrays)
         return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
 
 
@@ -209,18 +231,6 @@ def _as_arrays(target: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if wanted and str(wanted[0].type) == "Tensor":
         return (jnp.asarray(args[0]), *args[1:])
     return args
-
-
-def _refusal(title: str, node: fx.Node) -> str:
-    return (
-        f"{title}: {describe(node)} has no jax function, and PyTorch does not write it with other "
-        f"operators. Write it with others in the model, or move that computation out of the step "
-        f"function."
-    )
-
-
-def _attribute(module: torch.nn.Module, name: str) -> Any:
-    return functools.reduce(getattr, name.split("."), module)
 
 
 def _as_traced(result: Any, expected: Any) -> Any:
@@ -239,18 +249,6 @@ def _as_traced(result: Any, expected: Any) -> Any:
             None if e is None else _as_traced(r, e) for r, e in zip(result, expected, strict=True)
         ]
     return result
-
-
-def _decomposed(node: fx.Node) -> fx.GraphModule | None:
-    """The node's operator by others, on its shapes; None if PyTorch has no such way."""
-    if node.target not in decompositions():
-        return None
-    module = _as_operators(node)
-    for part in module.graph.nodes:
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in node.meta:
-                part.meta[key] = node.meta[key]
-    return module
 
 
 def _as_operators(node: fx.Node) -> fx.GraphModule:

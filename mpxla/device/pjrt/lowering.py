@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,13 @@ def make_lowering(is_host: bool) -> Lowering:
 
     Not the device `meta`: it has no kernels for some derivatives (that of `nll_loss`).
     """
-    return Lowering(
+    lowering = Lowering(
         device=torch.device("cpu"),
         decompositions=traced_decompositions,
         replacements={**SHARED, torch.ops.aten.as_strided.default: _as_strided},
         dispatched=_plain_operators,
-        expand=_expand_for_host if is_host else _as_it_is,
-        lays_out_weights=False,
-        disguises_sums=False,
     )
+    return replace(lowering, expand=_expand_for_host) if is_host else lowering
 
 
 def _as_strided(
@@ -53,11 +52,10 @@ def _plain_operators(is_differentiated: bool) -> Generator[None]:
         set_flags(_enabled=was_enabled, _fp32_precision=None)
 
 
-def _as_it_is(module: fx.GraphModule) -> None:
-    """Other devices have convolutions of their own."""
-
-
 def _expand_for_host(module: fx.GraphModule) -> None:
-    """What XLA's CPU compiler makes slow code of; its reductions and sums are as fast as ours."""
+    """What XLA's CPU compiler makes slow code of; its reductions and sums are as fast as ours.
+
+    Other devices have convolutions of their own.
+    """
     expand_convolutions(module)
     inline_functions(module)

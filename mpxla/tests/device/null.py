@@ -5,8 +5,7 @@ by running the graph on tensors without memory; so all that is true of plans, or
 can be tested in milliseconds.
 """
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,20 +24,7 @@ __all__ = ["NullBackend", "NullBuffer", "NullExecutable", "plain_lowering"]
 
 def plain_lowering() -> Lowering:
     """Lowering as PyTorch does it, on the host."""
-    return Lowering(
-        device=torch.device("cpu"),
-        decompositions=dict,
-        replacements={},
-        dispatched=_dispatched,
-        expand=lambda module: None,
-        lays_out_weights=False,
-        disguises_sums=False,
-    )
-
-
-@contextlib.contextmanager
-def _dispatched(is_differentiated: bool) -> Iterator[None]:
-    yield
+    return Lowering(torch.device("cpu"))
 
 
 @dataclass(eq=False)

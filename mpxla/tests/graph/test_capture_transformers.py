@@ -6,7 +6,7 @@ from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 from transformers.integrations.moe import ExpertsInterface
 
 from mpxla.graph.capture import TensorLeaf
-from mpxla.graph.capture_experts import experts_of_all_tokens
+from mpxla.graph.capture_transformers import static_transformers
 from mpxla.tests.graph.test_capture import capture, run
 
 pytestmark = pytest.mark.unit
@@ -59,7 +59,7 @@ def test_experts_of_all_tokens_are_those_of_the_library():
     experts._is_expert_parallel = False
     chosen, weights = torch.randint(5, (7, 2)), torch.rand(7, 2)
     original = ExpertsInterface.get_interface
-    with experts_of_all_tokens():
+    with static_transformers():
         static = ExpertsInterface().get_interface("grouped_mm", None)
         result = static(experts, tokens, top_k_index=chosen, top_k_weights=weights)
     assert ExpertsInterface.get_interface is original

@@ -23,18 +23,15 @@ def make_chain(
     num_pieces = len(costs)
     amounts, weights = scaled or ([0] * num_pieces, [0] * num_stages)
     upper = np.array([costs, amounts], dtype=float)
-    lower = upper.copy()
     surplus = [[] for _ in costs]
     for pieces, cost, layer in shared:
         upper[layer, list(pieces)] += cost
-        lower[layer, pieces[0]] += cost
         for previous, piece in pairwise(pieces):
             surplus[piece].append((previous, (cost, 0) if layer == 0 else (0, cost)))
     prices = np.zeros(num_pieces + 1)
     prices[1:-1] = 0 if crossing is None else crossing
     return Chain(
         upper=np.pad(upper.cumsum(axis=1), [(0, 0), (1, 0)]),
-        lower=np.pad(lower.cumsum(axis=1), [(0, 0), (1, 0)]),
         crossing=prices,
         shared=surplus,
         weights=np.array([(1.0, weight) for weight in weights]),

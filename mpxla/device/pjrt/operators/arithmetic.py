@@ -180,16 +180,6 @@ def _add_quotient(start: Any, left: Any, right: Any, value: Any = 1) -> jax.Arra
     return s + quotient(_scaled(a, value), b)
 
 
-@implements("lerp.Scalar", "lerp.Tensor")
-def _interpolate(start: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
-    near = weight if isinstance(weight, complex) or jnp.iscomplexobj(weight) else jnp.abs(weight)
-    is_near = jnp.abs(near) < 0.5
-    start, end = promote(start, end, wide=True)
-    apart = end - start
-    w = cast(weight, apart.dtype)
-    return jnp.where(is_near, start + w * apart, end - apart * (1 - w))
-
-
 @implements("clamp", "clamp.Tensor", "clamp_min", "clamp_min.Tensor")
 def _clamp(value: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
     dtype = result_type(value, low, high)

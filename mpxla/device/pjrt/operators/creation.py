@@ -75,36 +75,18 @@ def _range(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = N
     return (start + step * jnp.arange(count, dtype=np.float64)).astype(wanted)
 
 
-def _window(operator: OpOverload, *args: Any, dtype: torch.dtype | None = None) -> jax.Array:
-    """One of PyTorch's windows, as a constant: nothing in it depends on tensors."""
+def _constant(operator: OpOverload, *args: Any, dtype: torch.dtype | None = None) -> jax.Array:
+    """What PyTorch makes of numbers alone, as a constant."""
     return from_constant(operator(*args, dtype=dtype))
 
 
-_WINDOWS = {
-    "bartlett_window": ("default", "periodic"),
-    "blackman_window": ("default", "periodic"),
-    "hamming_window": ("default", "periodic", "periodic_alpha", "periodic_alpha_beta"),
-    "hann_window": ("default", "periodic"),
-    "kaiser_window": ("default", "periodic", "beta"),
-}
-for _name, _overloads in _WINDOWS.items():
-    for _overload in _overloads:
-        _operator = getattr(getattr(torch.ops.aten, _name), _overload)
-        implements(f"{_name}.{_overload}")(functools.partial(_window, _operator))
-
-
-def _triangle(
-    is_lower: bool,
-    rows: int,
-    columns: int,
-    offset: int = 0,
-    *,
-    dtype: torch.dtype | None = torch.long,
-) -> jax.Array:
-    mask = np.tri(rows, columns, offset if is_lower else offset - 1, dtype=bool)
-    found = np.stack(np.nonzero(mask if is_lower else ~mask))
-    return jnp.asarray(found).astype(dtype_or(dtype))
-
-
-implements("tril_indices")(functools.partial(_triangle, True))
-implements("triu_indices")(functools.partial(_triangle, False))
+_CONSTANTS = (
+    *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window"),
+    *("tril_indices", "triu_indices"),
+)
+for _name in _CONSTANTS:
+    _packet = getattr(torch.ops.aten, _name)
+    for _overload in _packet.overloads():
+        if not _overload.endswith("out"):
+            _operator = getattr(_packet, _overload)
+            implements(f"{_name}.{_overload}")(functools.partial(_constant, _operator))

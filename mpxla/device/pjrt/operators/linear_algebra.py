@@ -132,13 +132,7 @@ def _lu_solve(
 @implements("_linalg_slogdet")
 def _slogdet(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The factors and the exchanges of rows are those of `x`, not of its transpose."""
-    factors, pivots, _ = _lu_factor_ex(x)
-    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
-    size = jnp.abs(diagonal)
-    signs = jnp.where(size == 0, 0, diagonal / jnp.where(size == 0, 1, size))
-    moved = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1), -1)
-    sign = jnp.prod(signs, -1) * (1 - 2 * (moved % 2))
-    return sign, jnp.sum(jnp.log(size), -1), factors, pivots
+    return (*jnp.linalg.slogdet(x), *_lu_factor_ex(x)[:2])
 
 
 @implements("linalg_qr")

@@ -1,11 +1,9 @@
-"""Normalization over features, groups and batches, and its derivatives.
+"""Normalization over features and groups, and its derivatives.
 
 Means and variances of low-precision values are computed in float32, as PyTorch does.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,77 +121,3 @@ def _group_norm(
     weight, bias = (None if v is None else v.reshape(1, channels, 1) for v in (weight, bias))
     result = _affine(((wide - mean) * scale).reshape(batch, channels, places), weight, bias)
     return result.reshape(x.shape).astype(x.dtype), mean[..., 0], scale[..., 0]
-
-
-def _by_channel(values: jax.Array, x: jax.Array) -> jax.Array:
-    """[C] to go with [B, C, ...]."""
-    return values.reshape(1, -1, *[1] * (x.ndim - 2))
-
-
-def _batch_norm(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array,
-    scale: jax.Array,
-) -> jax.Array:
-    weight, bias = (None if v is None else _by_channel(v, x) for v in (weight, bias))
-    result = (widened(x) - _by_channel(mean, x)) * _by_channel(scale, x)
-    return _affine(result, weight, bias).astype(x.dtype)
-
-
-def _updated(old: jax.Array | None, new: jax.Array, momentum: float) -> jax.Array | None:
-    return None if old is None else old * (1 - momentum) + momentum * new.astype(old.dtype)
-
-
-@implements("_native_batch_norm_legit_functional")
-def _batch_norm_functional(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[jax.Array | None, ...]:
-    if not training:
-        result = _in_evaluation(x, weight, bias, running_mean, running_var, eps)
-        return (*result, running_mean, running_var)
-    axes = (0, *range(2, x.ndim))
-    count = math.prod(x.shape[a] for a in axes)
-    mean, variance = (v.reshape(-1) for v in _moments(widened(x), axes))
-    scale = lax.rsqrt(variance + eps)
-    return (
-        _batch_norm(x, weight, bias, mean, scale),
-        mean,
-        scale,
-        _updated(running_mean, mean, momentum),
-        _updated(running_var, variance * (count / max(count - 1, 1)), momentum),
-    )
-
-
-def _in_evaluation(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array,
-    variance: jax.Array,
-    eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    scale = lax.rsqrt(widened(variance) + eps)
-    empty = jnp.zeros((0,), scale.dtype)
-    return _batch_norm(x, weight, bias, widened(mean), scale), empty, empty
-
-
-implements("native_batch_norm")(lambda *arguments: _batch_norm_functional(*arguments)[:3])
-implements("_native_batch_norm_legit_no_training")(
-    lambda x, weight, bias, mean, variance, _, eps: _in_evaluation(
-        x, weight, bias, mean, variance, eps
-    )
-)
-implements("_native_batch_norm_legit.no_stats")(
-    lambda x, weight, bias, _, momentum, eps: _batch_norm_functional(
-        x, weight, bias, None, None, True, momentum, eps
-    )[:3]
-)

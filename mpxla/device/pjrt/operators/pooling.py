@@ -93,15 +93,10 @@ class _Windows:
         return found
 
     def places(self) -> np.ndarray:
-        """Flat places in the input: [offsets, counts]."""
-        found = []
-        for offset in self.offsets():
-            flat = np.zeros((1,) * len(self.shape), np.int64)
-            for dim, size in enumerate(self.shape):
-                along = self.starts(dim) + offset[dim] * self.dilation[dim]
-                flat = flat * size + self._only_along(dim, along)
-            found.append(np.broadcast_to(flat, self.counts))
-        return np.stack(found)
+        """Flat places in the input, -1 in the margin: [offsets, counts]."""
+        with jax.ensure_compile_time_eval():
+            flat = jnp.arange(math.prod(self.shape)).reshape(self.shape)
+            return np.stack(self.slices(flat, -1))
 
     def sizes(self, counts_margin: bool) -> np.ndarray:
         """How many places each window has for an average: [counts]."""
@@ -128,33 +123,24 @@ def _max_pool(
     dilation: Sizes = 1,
     ceil_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    settings = (kernel_size, stride, padding, dilation)
-    windows = _Windows(x.shape[-rank:], settings, ceil_mode)
-    # A margin is never the place of a maximum, not even among -inf.
-    inside = windows.slices(jnp.ones(windows.shape, bool), False)
+    windows = _Windows(x.shape[-rank:], (kernel_size, stride, padding, dilation), ceil_mode)
     least = -np.inf if x.dtype.kind not in "iu" else np.iinfo(x.dtype).min
     stacked = jnp.stack(windows.slices(x, least))
-    is_in = jnp.stack(inside).reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
-    first_in = jnp.argmax(is_in, 0)
-    best = jnp.argmax(stacked, 0)
-    best = jnp.where(jnp.take_along_axis(is_in, best[None], 0)[0], best, first_in)
-    places = windows.places().reshape(len(inside), *[1] * (x.ndim - rank), *windows.counts)
-    return jnp.max(stacked, 0), jnp.take_along_axis(jnp.asarray(places), best[None], 0)[0]
+    places = windows.places()
+    places = places.reshape(len(places), *[1] * (x.ndim - rank), *windows.counts)
+    best = jnp.argmax(stacked, 0)[None]
+    if (places < 0).any():  # a margin is never the place of a maximum, not even among -inf
+        is_in = jnp.take_along_axis(jnp.asarray(places), best, 0) >= 0
+        best = jnp.where(is_in, best, np.argmax(places >= 0, 0))
+    return jnp.max(stacked, 0), jnp.take_along_axis(jnp.asarray(places), best, 0)[0]
 
 
 def _max_backward(rank: int, gradient: jax.Array, x: jax.Array, *settings: Any) -> jax.Array:
     """Adds the gradient where the maxima were, which the last of the settings says."""
-    rows, row, places = _rows_of(x.shape, rank, settings[-1])
+    rows = math.prod(x.shape[:-rank])
     flat = jnp.zeros((rows, math.prod(x.shape[-rank:])), gradient.dtype)
-    return flat.at[row, places].add(gradient.reshape(rows, -1)).reshape(x.shape)
-
-
-def _rows_of(
-    shape: Sequence[int], rank: int, places: jax.Array
-) -> tuple[int, np.ndarray, jax.Array]:
-    """How many images there are, their numbers [images, 1], and places [images, places]."""
-    rows = math.prod(shape[:-rank])
-    return rows, np.arange(rows)[:, None], places.reshape(rows, -1)
+    where = np.arange(rows)[:, None], settings[-1].reshape(rows, -1)
+    return flat.at[where].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
 def _avg_pool(

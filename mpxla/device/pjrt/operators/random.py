@@ -141,19 +141,3 @@ def _multinomial(
     # The greatest of perturbed logits are a sample without replacement.
     race = logits + jax.random.gumbel(key, weights.shape, logits.dtype)
     return jax.lax.top_k(race, count)[1]
-
-
-@random("rrelu_with_noise_functional")
-def _rrelu(
-    key: jax.Array,
-    x: jax.Array,
-    noise: jax.Array,
-    lower: float = 0.125,
-    upper: float = 0.3333333333333333,
-    training: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    if not training:
-        return jnp.where(x > 0, x, x * ((lower + upper) / 2)), noise
-    slope = lower + (upper - lower) * _uniform(key, x.shape, x.dtype)
-    drawn = jnp.where(x > 0, 1, slope)
-    return x * drawn, drawn

@@ -125,30 +125,6 @@ implements("var.correction")(lambda x, *dims, **options: _variance(x, *dims, **o
 implements("std.correction")(lambda x, *dims, **options: _deviation(x, *dims, **options)[0])
 
 
-@implements("linalg_vector_norm")
-def _vector_norm(
-    x: jax.Array,
-    order: Any = 2,
-    dims: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> jax.Array:
-    x = x if dtype is None else convert(x, jax_dtype(dtype))
-    axes = axes_of(dims, x.ndim, empty_is_all=False)
-    size = jnp.abs(x)
-    if order == 0:
-        return jnp.sum((x != 0).astype(size.dtype), axes, keepdims=keepdim)
-    if order in (float("inf"), float("-inf")):
-        return (jnp.max if order > 0 else jnp.min)(size, axes, keepdims=keepdim)
-    if order == 1:
-        return jnp.sum(size, axes, keepdims=keepdim)
-    size = widened(size)
-    if order == 2:
-        return jnp.sqrt(jnp.sum(size * size, axes, keepdims=keepdim))
-    return jnp.power(jnp.sum(jnp.power(size, order), axes, keepdims=keepdim), 1 / order)
-
-
 def _running(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def call(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
         x = convert(x, _sum_dtype(x, dtype))

@@ -123,13 +123,6 @@ def _flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     return jnp.flip(x, tuple(dims)) if x.ndim and len(dims) else x
 
 
-@implements("roll")
-def _roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.Array:
-    if not x.size or not x.ndim:
-        return x
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
-
-
 @implements("diagonal_scatter")
 def _diagonal_scatter(
     x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
