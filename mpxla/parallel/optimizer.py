@@ -15,7 +15,7 @@ from mpxla.config import Config
 from mpxla.errors import MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.user_code import at_user_line
-from mpxla.log import warn_once
+from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards
 from mpxla.parallel.carrier import equalize_beside, take_along
 from mpxla.parallel.companions import tensors_beside
@@ -468,8 +468,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = value.to(parameter.device)
+        held_before = self._pieces.num_held
         for model in self._models:
             self._pieces.exchange(model.store)
+        if self._session.rank == 0 and not held_before and self._pieces.num_held:
+            get_logger().info(
+                "optimizer.param_groups holds %s in the place of %d parameters of the model, with "
+                "their gradients: param.grad of the model's own is None. Code that changes or "
+                "reads gradients finds them in param_groups; clipping by torch.nn.utils or smp "
+                "finds them anywhere.",
+                "pieces that replicas divide" if self._are_divided else "masters",
+                self._pieces.num_held,
+            )
         if self.is_placed:
             before, self._unplaced = self._unplaced, None
             take_along(self._session, self.optimizer, before, states, self._pieces.heir)

@@ -38,6 +38,11 @@ class OptimizerPieces:
         self._sources: dict[int, nn.Parameter] = {}
         self._num_parts: dict[ParameterStore, int] = {}
 
+    @property
+    def num_held(self) -> int:
+        """How many parameters of the model have copies, or pieces, that the optimizer updates."""
+        return sum(map(len, self._names.values()))
+
     def is_behind(self, store: ParameterStore) -> bool:
         """Whether a store has update copies that came after the last `exchange`."""
         return store.num_parts > self._num_parts.get(store, 0)

@@ -1,10 +1,13 @@
 """With `fp16: True`, gradients have the loss scale in them, or not any more: nobody may notice."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.log import get_logger
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,6 +47,10 @@ def loop(model, optimizer, backward):
 
 
 def train(config):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    get_logger().addHandler(handler)
     smp.init({"ddp": True, "fp16": True, **config})
     model = smp.DistributedModel(made())
     inner = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
@@ -54,7 +61,10 @@ def train(config):
         model.backward(loss_of(model, x))
 
     norms = loop(model, optimizer, lambda x: step(model, x.chunk(smp.rdp_size())[smp.rdp_rank()]))
-    return norms, model.state_dict()
+    get_logger().removeHandler(handler)
+    assert all(p.grad is None for p in model.parameters())
+    told = [line for line in lines if "param.grad of the model's own is None" in line]
+    return norms, model.state_dict(), told
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,9 @@ def test_clipping_and_adding_see_no_loss_scale(config):
 
     optimizer = torch.optim.SGD(plain.parameters(), 0.3, momentum=0.5)
     expected = loop(plain, optimizer, lambda x: loss_of(half, x).backward())
-    for norms, state in run_ranks(train, 2, config):
+    ranks = run_ranks(train, 2, config)
+    assert [len(told) for _, _, told in ranks] == [1, 0]
+    for norms, state, _ in ranks:
         assert norms == pytest.approx(expected, rel=0.01)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name].float(), value, rtol=0.01, atol=2e-3)
