@@ -12,6 +12,13 @@ from mpxla.device.pjrt.table import implements
 Sizes = Sequence[int]
 
 
+def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
+    """[I, O / groups, ...] of a transposed convolution as [O, I / groups, ...]."""
+    inputs, outputs, *window = weight.shape
+    split = weight.reshape(groups, inputs // groups, outputs, *window)
+    return jnp.swapaxes(split, 1, 2).reshape(groups * outputs, inputs // groups, *window)
+
+
 def _convolve(
     x: jax.Array,
     weight: jax.Array,
@@ -22,22 +29,24 @@ def _convolve(
     output_padding: Sizes,
     groups: int,
 ) -> jax.Array:
-    """[B, I, ...] by [O, I / groups, ...], or [I, O / groups, ...] transposed -> [B, O, ...]."""
+    """[B, I, ...] by [O, I / groups, ...] -> [B, O, ...]."""
     count = weight.ndim - 2
     stride, padding, dilation = (spread(v, count) for v in (stride, padding, dilation))
+    margins = [(p, p) for p in padding]
+    steps = [1] * count
     if transposed:
-        ends = spread(output_padding, count)
-        parts = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, ends, strict=True)
-        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in parts]
-        result = jax.ShapeDtypeStruct((len(x), weight.shape[1] * groups, *sizes), x.dtype)
-        settings = (stride, padding, dilation, False, output_padding, groups)
-        return jax.linear_transpose(lambda v: _convolve(v, weight, *settings), result)(x)[0]
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        ends = zip(reach, padding, spread(output_padding, count), strict=True)
+        margins = [(r - p, r - p + e) for r, p, e in ends]
+        weight = jnp.flip(_swap_channels(weight, groups), tuple(range(2, weight.ndim)))
+        stride, steps = steps, stride
     space = "DHW"[3 - count :]
     return lax.conv_general_dilated(
         x,
         weight,
         stride,
-        [(p, p) for p in padding],
+        margins,
+        lhs_dilation=steps,
         rhs_dilation=dilation,
         dimension_numbers=(f"NC{space}", f"OI{space}", f"NC{space}"),
         feature_group_count=groups,

@@ -68,6 +68,11 @@ def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     return x.at[places_of(indices)].get(mode="fill")
 
 
+@implements("take")
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x.reshape(-1), index, mode="fill")
+
+
 @implements("_unsafe_masked_index")
 def _masked_index(
     x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Any
