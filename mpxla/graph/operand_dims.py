@@ -45,7 +45,7 @@ _PRODUCTS: Mapping[Any, str] = {
     _aten.baddbmm.default: "*mn, *mk, *kn -> *mn",
     _aten.mv.default: "mk, k -> m",
     _aten.matmul.default: "*mk, *kn -> *mn",
-    _aten.scaled_dot_product_attention.default: "*sd, *td, *te, *st -> *se",
+    _aten.scaled_dot_product_attention.default: "*sd, *td, *tv, *st -> *sv",
 }
 """A star stands for all other dims, from the last of them."""
 
