@@ -116,7 +116,7 @@ MODELS = {
 }
 
 
-RELATIVES = ("roberta", "llama-tied", "qwen3")
+RELATIVES = ("bert", "roberta", "llama-tied", "qwen3")
 """Of models that the default tier has."""
 EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n in RELATIVES)) for n in MODELS]
 

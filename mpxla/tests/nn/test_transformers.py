@@ -138,7 +138,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "both norms")) for n in MODELS]
+)
 def test_parts_of_a_language_model(name):
     ids = words()
     types = ids % 2 if name == "types" else None
