@@ -20,7 +20,7 @@ from mpxla.graph.positions import TRANSPOSED
 from mpxla.graph.stepgraph import CASTS, VIEWS, describe
 from mpxla.graph.typed import arguments_of, named_arguments, target_of
 
-__all__ = ["PartialSums"]
+__all__ = ["CURVED_ALONG_DIMS", "PartialSums"]
 
 _aten = torch.ops.aten
 _KEEPING = frozenset(
@@ -45,12 +45,16 @@ _CHOOSING = frozenset(
     )
 )
 """Linear with zeros in the other places, which is not followed."""
+CURVED_ALONG_DIMS = (
+    *(_aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int, _aten._log_softmax.default),
+    *(_aten.layer_norm.default, _aten.rms_norm.default, _aten.glu.default, _aten.topk.default),
+    *(_aten.sort.default, _aten.argsort.default),
+)
+"""Operators along dims that are not linear."""
 _CURVED = frozenset(
     (
-        *(_aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int),
-        *(_aten._log_softmax.default, _aten.layer_norm.default, _aten.rms_norm.default),
-        *(_aten.topk.default, _aten.sort.default, _aten.argsort.default, _aten.argmax.default),
-        *(_aten.amax.default, _aten.max.dim, _aten.linalg_vector_norm.default, _aten.glu.default),
+        *(*CURVED_ALONG_DIMS, _aten.argmax.default, _aten.amax.default, _aten.max.dim),
+        _aten.linalg_vector_norm.default,
     )
 )
 """Not linear, and not elementwise."""

@@ -27,7 +27,7 @@ from torch import fx
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, VARY
 from mpxla.graph.operand_dims import Combined, combined
-from mpxla.graph.partial_sums import PartialSums
+from mpxla.graph.partial_sums import CURVED_ALONG_DIMS, PartialSums
 from mpxla.graph.positions import TRANSPOSED, dims_with_positions, is_uniform, permutation
 from mpxla.graph.stepgraph import CASTS, VIEWS, InputKind, StepGraph, describe
 from mpxla.graph.typed import input_of, named_arguments, target_of
@@ -46,10 +46,8 @@ class _Along(NamedTuple):
 
 _SAME = (*CASTS, _aten.detach.default, _aten.dropout.default)
 _ALONG_DIMS = (
-    *(_aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int, _aten._log_softmax.default),
-    *(_aten.layer_norm.default, _aten.rms_norm.default, _aten.glu.default, _aten.topk.default),
+    *(*CURVED_ALONG_DIMS, _aten.sort.stable, _aten.logcumsumexp.default),
     *(_aten.cumsum.default, _aten.cumprod.default, _aten.flip.default, _aten.roll.default),
-    *(_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.logcumsumexp.default),
 )
 """Operators along dims, which keep the shape or that of the other dims."""
 _REDUCTIONS = frozenset(

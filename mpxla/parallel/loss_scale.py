@@ -119,7 +119,7 @@ def overflow_text(scale: float, step: int, last_finite: int | None) -> str:
     )
 
 
-def _unscaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
+def _scaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor]:
     """Gradients times a factor; before them, how many elements are not finite [1]."""
     # Each by itself: a sum of elements could overflow where no element has.
     bad = [(~torch.isfinite(g)).any().float() for g in gradients]
@@ -145,16 +145,25 @@ class Unscaling:
         Returns:
             Whether some gradient of some rank is inf or nan.
         """
-        backend = self._programs.backend
-        owners = [owner for owner in owners if owner.grad is not None]
-        number: Buffer = torch.zeros(1)
-        if owners:
-            if self._factor is None or self._factor[0] != scale:
-                self._factor = scale, backend.put([torch.tensor(1.0 / scale)])[0]
-            held = backend.adopt([p.grad for p in owners if p.grad is not None])
-            arguments = [self._factor[1], *held]
-            number, *values = self._programs.run("loss scale", _unscaled, (), arguments)
-            set_gradients(owners, backend.publish(values))
+        number = self.multiply(owners, 1.0 / scale)
         if len(self._ranks) > 1:
             number = self._transport.all_gather(number, self._ranks).result()
-        return bool(backend.view(number).sum().item() > 0)
+        return bool(self._programs.backend.view(number).sum().item() > 0)
+
+    def multiply(self, owners: Sequence[nn.Parameter], factor: float) -> Buffer:
+        """Multiplies the gradients of this rank in place.
+
+        Returns:
+            How many of them were inf or nan somewhere [1].
+        """
+        backend = self._programs.backend
+        owners = [owner for owner in owners if owner.grad is not None]
+        if not owners:
+            return torch.zeros(1)
+        if self._factor is None or self._factor[0] != factor:
+            self._factor = factor, backend.put([torch.tensor(factor)])[0]
+        held = backend.adopt([p.grad for p in owners if p.grad is not None])
+        arguments = [self._factor[1], *held]
+        number, *values = self._programs.run("loss scale", _scaled, (), arguments)
+        set_gradients(owners, backend.publish(values))
+        return number

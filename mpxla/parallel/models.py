@@ -178,9 +178,12 @@ class Models:
 
     def unscale(self) -> None:
         """Divides gradients by the loss scales of all optimizers; all ranks must call it."""
-        optimizers = {id(o): o for model in self for o in model.optimizers}
-        for optimizer in optimizers.values():
+        for optimizer in self._optimizers():
             optimizer.unscale()
+
+    def _optimizers(self) -> list[Any]:
+        """Those of all models, each once."""
+        return list({id(o): o for model in self for o in model.optimizers}.values())
 
     @property
     def is_any_placed(self) -> bool:
@@ -282,8 +285,7 @@ class Models:
         """All replicas take the values of one of them."""
         for reducer in self._reducers:
             reducer.take_over(source)
-        optimizers = {id(o): o for model in self for o in model.optimizers}
-        for optimizer in optimizers.values():
+        for optimizer in self._optimizers():
             optimizer.take_over(source)
 
     def end_training(self) -> None:

@@ -28,7 +28,6 @@ from mpxla.parallel.pieces import SHARD_KEY, join_shards
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import PARTIAL_KEY, merge_optimizer_states
 from mpxla.parallel.stochastic_rounding import StochasticRounding, check_parameters
-from mpxla.parallel.store import set_gradients
 from mpxla.parallel.update import CompiledUpdate
 from mpxla.parallel.update_rounding import UpdateRounding
 from mpxla.session import current
@@ -247,13 +246,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._scale is None or self._has_overflowed is None:
             return
         self._has_overflowed = None
-        owners = [p for p in parameters_of(self.optimizer) if p.grad is not None]
-        gradients = [p.grad for p in owners if p.grad is not None]
-        with torch.no_grad():
-            for gradient in gradients:
-                gradient.mul_(self._scale.value)
-        self._backend.adopt(gradients)
-        set_gradients(owners, gradients)
+        parameters = parameters_of(self.optimizer)
+        self._session_models.unscaling.multiply(parameters, self._scale.value)
 
     def unscale_gradients(self, scale: float) -> bool:
         """Divides the gradients by a loss scale. All ranks must call it; waits for them.
