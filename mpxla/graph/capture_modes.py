@@ -31,6 +31,7 @@ from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.user_code import at_user_line
@@ -201,10 +202,9 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[None]:
         if tensor is None:
             return None
         if id(tensor) not in fakes:
-            with fake_mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            made: Any = fake_tensor(fake_mode, tensor.shape, tensor.stride(), tensor.dtype)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.requires_grad_(tensor.requires_grad)._is_param = True  # as `nn.Parameter` does
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
 

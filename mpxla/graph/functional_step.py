@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.export import ExportedProgram
@@ -86,10 +87,20 @@ def functional_step(
 
 
 def constants_of(program: ExportedProgram) -> Constants:
-    """Those of a program."""
+    """Those of a program.
+
+    Raises:
+        CaptureError: one has no numbers, as it is none: torch has lost where it comes from.
+    """
     specs = program.graph_signature.input_specs
     targets = [s.target or "" for s in specs if s.kind is ExportInput.CONSTANT_TENSOR]
     values = {name: cast(torch.Tensor, program.constants[name]) for name in targets}
+    if any(isinstance(value, FakeTensor) for value in values.values()):
+        raise CaptureError(
+            "The step function makes a tensor, by torch.arange say, that something else held while "
+            "the step was captured: a profiler or debugger, in a thread that keeps the frames of "
+            "running functions. Start it after the first call of the step function."
+        )
     return {_name(target): value.detach() for target, value in values.items()}
 
 

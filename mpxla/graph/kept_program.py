@@ -17,6 +17,7 @@ from torch.fx._graph_pickler import GraphPickler
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.casts import active_autocast
+from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.fingerprint import (
     UnknownValueError,
     described,
@@ -50,9 +51,7 @@ class _Layout:
         return cls(tuple(value.shape), value.dtype, value.stride(), value.requires_grad)
 
     def stand_in(self, mode: FakeTensorMode) -> torch.Tensor:
-        # As the mode itself would, which takes 30 times as long.
-        bare = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        found = FakeTensor(mode, bare, torch.device("cpu"))
+        found = fake_tensor(mode, self.shape, self.stride, self.dtype)
         return found.requires_grad_(self.requires_grad)
 
 

@@ -5,8 +5,10 @@ Torch's own texts for such errors hold a page of graph. This module must not kno
 
 import contextlib
 import re
+import sys
 import traceback
 from collections.abc import Generator, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import fx, nn
@@ -86,15 +88,36 @@ def user_lines_recorded() -> Generator[None]:
     Torch keeps the frames of functions named `forward` (2.9); a step function has another name.
     """
     tracer: Any = fx.Tracer.__mro__[1]  # the filter is private to the base of all tracers
-
-    def kept(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        names = [frame.name for frame in frames]
-        inside = frames[names.index("forward") :] if "forward" in names else []
-        chosen = [f for f in inside if f.name == "forward" or is_model_code(f.filename)]
-        return traceback.StackSummary.from_list(chosen)
-
-    with exchanged(tracer, _filter_traceback_frames=kept):
+    with (
+        exchanged(fx.proxy, CapturedTraceback=_UserFrames),
+        exchanged(tracer, _filter_traceback_frames=lambda _, frames: frames),
+    ):
         yield
+
+
+class _UserFrames:
+    """In place of torch's class, which looks up the lines of all frames, a hundred per node."""
+
+    @staticmethod
+    def extract() -> "type[_UserFrames]":
+        return _UserFrames
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        """Frames from the outermost `forward` on, of functions of that name and of models."""
+        running = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        inside: list[tuple[FrameType, int]] = []
+        num_inside = 0
+        for frame, line in traceback.walk_stack(running):
+            is_forward = frame.f_code.co_name == "forward"
+            if is_forward or is_model_code(frame.f_code.co_filename):
+                inside.append((frame, line))
+            if is_forward:
+                num_inside = len(inside)
+        return traceback.StackSummary.from_list(
+            traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in reversed(inside[:num_inside])
+        )
 
 
 def line_of(node: fx.Node) -> str:

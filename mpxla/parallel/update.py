@@ -243,7 +243,7 @@ class CompiledUpdate:
             }
             if not like:
                 continue
-            uploaded = self._backend.publish(self._backend.put(list(like.values())))
+            uploaded = self._backend.publish(self._backend.put(list(like.values()), owned=True))
             states[parameter] = dict(zip(like, uploaded, strict=True))
         share_counters(states, new, self._backend, self._counts)
         return True

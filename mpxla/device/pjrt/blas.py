@@ -56,7 +56,7 @@ def prefers_blas() -> bool:
     machine have to give the same numbers.
     """
     has_wide = torch.backends.mkl.is_available() and _capability() == "AVX512"
-    return has_blas() and not (has_wide and "GenuineIntel" not in _processor())
+    return not (has_wide and "GenuineIntel" not in _processor()) and has_blas()
 
 
 def _capability() -> str:

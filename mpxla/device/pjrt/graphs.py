@@ -16,7 +16,10 @@ import jax.numpy as jnp
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import (
+    _core_aten_decompositions_post_autograd,  # pyright: ignore[reportPrivateUsage]
+    get_decompositions,
+)
 from torch._decomp.decompositions import native_batch_norm_helper
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,8 +71,13 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """PyTorch's own ways to write operators that the table does not have.
 
     Dropout is among them: written as a product with a mask, it can be computed again from that.
+    Composite operators are not: they come apart when they are called.
     """
-    table: dict[Any, Any] = {**core_aten_decompositions(), **get_decompositions(_NOT_CORE)}
+    # `core_aten_decompositions` looks at every composite operator: 0.2 s at each start.
+    table: dict[Any, Any] = {
+        **_core_aten_decompositions_post_autograd(),
+        **get_decompositions(_NOT_CORE),
+    }
     table |= {**OF_FACTORS, **get_decompositions([getattr(_aten, name) for name in _WRITTEN_LATE])}
     found = {op: f for op, f in table.items() if op not in FUNCTIONS and op not in RANDOM}
     # A part of others: of `renorm` in low precision.
@@ -93,7 +101,12 @@ def is_known(target: object) -> bool:
     """Whether the table has this operator, or PyTorch takes it apart."""
     if not isinstance(target, OpOverload):
         return target is operator.getitem or getattr(target, "__module__", "") == "_operator"
-    return target in FUNCTIONS or target in RANDOM or target in decompositions()
+    return target in FUNCTIONS or target in RANDOM or _comes_apart(target)
+
+
+def _comes_apart(target: OpOverload) -> bool:
+    is_composite = target._can_decompose()  # pyright: ignore[reportPrivateUsage]
+    return is_composite or target in decompositions()
 
 
 def unknown_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -166,7 +179,7 @@ class _Program:
 
     def parts_of(self, node: fx.Node) -> fx.GraphModule | None:
         """The node's operator by others, on its shapes; None if PyTorch has no such way."""
-        if node.target not in decompositions():
+        if not _comes_apart(cast(OpOverload, node.target)):
             return None
         key = key_of_call(node)
         if key not in self._parts:

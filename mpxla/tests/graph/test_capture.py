@@ -1,6 +1,7 @@
 """Capture: roles of inputs and outputs, what modes mean, and what is refused."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -482,3 +483,19 @@ def test_a_ctc_loss_whose_lengths_are_numbers():
         captured = capture(model, lambda leaves, f=loss: f(model(leaves[0]).log_softmax(-1)), leaf)
         expected = loss(model(x).log_softmax(-1)).detach()
         torch.testing.assert_close(run(captured, model, [x])[0], expected)
+
+
+def test_a_profiler_that_keeps_frames_is_named():
+    """Torch loses track of what a frame still holds, and takes it for a constant."""
+    model, frames = nn.Linear(6, 6), []
+
+    def step(leaves):
+        sys.setprofile(lambda frame, event, arg: frames.append(frame))
+        try:
+            return model(leaves[0]) + torch.arange(6)
+        finally:
+            sys.setprofile(None)
+
+    with pytest.raises(CaptureError, match=r"a profiler or debugger, in a thread .* Start it"):
+        capture(model, step)
+    frames.clear()
