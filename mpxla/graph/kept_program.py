@@ -6,14 +6,13 @@ trace alone, which takes longer than tracing, is made once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx._graph_pickler import GraphPickler
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.graph.casts import active_autocast
@@ -26,7 +25,7 @@ from mpxla.graph.fingerprint import (
     torch_settings,
 )
 from mpxla.graph.functional_step import Constants, FunctionalStep, constants_of
-from mpxla.graph.portable import dumped, portable, revived
+from mpxla.graph.portable import dumped, loaded
 from mpxla.kept import Kept, key_of
 from mpxla.log import get_logger
 
@@ -77,19 +76,18 @@ def recall_step(
         step, others = made
         if _addresses(others) != _addresses(constants):
             raise UnknownValueError("constants that were not traced")
-        module = portable(_make_graph_module({}, step.graph), _Layout.of, ("custom",))
-        for node in module.graph.nodes:
+        for node in step.graph.nodes:
             _check(node)
+        module = _make_graph_module({}, step.graph)
         names = [node.name for node in step.graph.nodes]
-        return dumped((module, names, step.inputs, step.outputs))
+        return dumped((module, names, step.inputs, step.outputs), _Layout.of, ("custom",))
 
     def read(value: bytes) -> tuple[FunctionalStep, Constants]:
-        module, names, inputs, outputs = cast(Any, GraphPickler.loads(value, mode))
-        graph = revived(module, _Layout, lambda layout: layout.stand_in(mode)).graph
+        module, names, inputs, outputs = loaded(value, lambda layout: layout.stand_in(mode))
         # Ranks name nodes to each other, and not all of them need have found it.
-        if names != [node.name for node in graph.nodes]:
+        if names != [node.name for node in module.graph.nodes]:
             raise UnknownValueError("nodes got other names")
-        return FunctionalStep(graph, inputs, outputs), constants
+        return FunctionalStep(module.graph, inputs, outputs), constants
 
     return kept.recall(_key(traced, facts) if kept else None, make, write, read)
 
@@ -136,6 +134,6 @@ def _check(node: fx.Node) -> None:
     """Raises for what would not be the same when it is read."""
     values = pytree.tree_leaves(node.meta.get("val"))
     if node.op == "get_attr" or not all(
-        isinstance(value, (_Layout, int, float, type(None))) for value in values
+        isinstance(value, (torch.Tensor, int, float, type(None))) for value in values
     ):
         raise UnknownValueError(node.name)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from torch import fx, nn
+from torch.fx import proxy
 
 from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.exchanged import exchanged
@@ -89,7 +90,7 @@ def user_lines_recorded() -> Generator[None]:
     """
     tracer: Any = fx.Tracer.__mro__[1]  # the filter is private to the base of all tracers
     with (
-        exchanged(fx.proxy, CapturedTraceback=_UserFrames),
+        exchanged(proxy, CapturedTraceback=_UserFrames),
         exchanged(tracer, _filter_traceback_frames=lambda _, frames: frames),
     ):
         yield

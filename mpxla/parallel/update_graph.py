@@ -9,17 +9,15 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler
 from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.device.backend import Backend, Lowering
 from mpxla.graph.fingerprint import UnknownValueError, described, fingerprint, torch_settings
-from mpxla.graph.portable import dumped, portable, revived
+from mpxla.graph.portable import dumped, loaded
 from mpxla.graph.typed import outputs_of
 from mpxla.kept import Kept, key_of
 from mpxla.parallel.elementwise import ELEMENTWISE
@@ -58,16 +56,11 @@ def recall_update(
         LoweringError: the update cannot be traced.
         NotTraceableError: it does more than change tensors.
     """
-
-    def read(value: bytes) -> fx.GraphModule:
-        module = GraphPickler.loads(value, FakeTensorMode())
-        return revived(cast(Any, module), TensorSpec, TensorSpec.without_storage)
-
     return kept.recall(
         _key(arrangement, optimizer, inputs, backend, settings) if kept else None,
         lambda: _update_graph(arrangement, optimizer, inputs, backend.lowering, settings),
-        lambda made: dumped(portable(made, TensorSpec.of)),
-        read,
+        lambda made: dumped(made, TensorSpec.of),
+        lambda found: loaded(found, TensorSpec.without_storage),
     )
 
 

@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._graph_pickler import GraphPickler
 
 from mpxla.device.backend import Backend
 from mpxla.graph.fingerprint import (
@@ -22,14 +20,13 @@ from mpxla.graph.fingerprint import (
     torch_settings,
 )
 from mpxla.graph.partition import SavedTensor
-from mpxla.graph.portable import dumped, portable, revived
+from mpxla.graph.portable import dumped, loaded
 from mpxla.graph.stepgraph import StepGraph, module_path
 from mpxla.graph.varying import VARYING
 from mpxla.kept import Kept, key_of
 from mpxla.runtime.activations import PlannedStage
 from mpxla.runtime.saved import saved_tensors
 from mpxla.stage.spec import StageSpec, TensorSpec
-from mpxla.stage.split_backward import Part
 
 __all__ = ["KeptSteps"]
 
@@ -140,40 +137,16 @@ def _dumped(planned: Mapping[int, PlannedStage]) -> bytes:
     """Lowered stages without what they were made from."""
     nothing = cast(StageSpec, None)
     bare = {
-        index: _with_modules(
-            replace(one, lowered=replace(one.lowered, spec=nothing)),
-            lambda module: portable(module, TensorSpec.of),
-        )
+        index: replace(one, lowered=replace(one.lowered, spec=nothing))
         for index, one in planned.items()
     }
-    return dumped(bare)
+    return dumped(bare, TensorSpec.of)
 
 
 def _restored(value: bytes, stages: Sequence[StageSpec]) -> dict[int, PlannedStage]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    bare = cast(dict[int, PlannedStage], GraphPickler.loads(value, mode))
-    found: dict[int, PlannedStage] = {}
-    for stage in stages:
-        planned = _with_modules(
-            bare[stage.index], lambda m: revived(m, TensorSpec, TensorSpec.without_storage)
-        )
-        found[stage.index] = replace(planned, lowered=replace(planned.lowered, spec=stage))
-    return found
-
-
-def _with_modules(
-    stage: PlannedStage, change: Callable[[fx.GraphModule], fx.GraphModule]
-) -> PlannedStage:
-    """A stage with other graphs."""
-
-    def part(one: Part | None) -> Part | None:
-        return None if one is None else replace(one, graph=change(one.graph))
-
-    lowered, split = stage.lowered, stage.split
-    backward = lowered.backward
-    if backward is not None:
-        backward = replace(backward, derivative=change(backward.derivative))
-    if split is not None:
-        parts = part(split.input_part), part(split.weight_part)
-        split = replace(split, input_part=parts[0], weight_part=parts[1])
-    return PlannedStage(replace(lowered, forward=change(lowered.forward), backward=backward), split)
+    bare = cast(dict[int, PlannedStage], loaded(value, TensorSpec.without_storage))
+    return {
+        stage.index: replace(one, lowered=replace(one.lowered, spec=stage))
+        for stage in stages
+        for one in [bare[stage.index]]
+    }
