@@ -24,6 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from mpxla.collection import collection_paused
+
 __all__ = [
     "LATE_ENVIRON",
     "RANK_ENVIRON",
@@ -216,6 +218,8 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
     # Collections in the children, the last of all at their end, need not visit the modules again.
     gc.collect()
     gc.freeze()
+    with collection_paused():  # counts what is frozen, which the children then need not
+        pass
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"{num_threads} threads after imports: forking would lose all but one"
     woken, waker = socket.socketpair()
