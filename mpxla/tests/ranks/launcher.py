@@ -38,9 +38,9 @@ __all__ = [
 
 _PRELOADED = (
     *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
-    *("mpxla.runtime.plan", "mpxla.comm.host"),
+    *("mpxla.runtime.plan", "mpxla.comm.host", "pytest"),
 )
-"""What nearly every rank imports: these modules import most of mpxla."""
+"""What nearly every rank imports: these modules import most of mpxla, and tests import pytest."""
 _BACKENDS = {
     "pjrt": ("mpxla.device.pjrt.backend",),
     "": ("torch_xla", "mpxla.device.torch_xla.backend"),
