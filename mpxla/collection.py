@@ -11,6 +11,7 @@ _MANY = 1_000_000
 """New objects, after which there is one search: a trace makes 100,000 to 400,000."""
 _num_unsearched = 0
 _num_due = 0
+_is_frozen = False
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
 
 
@@ -39,14 +40,17 @@ def _make_old() -> None:
     That takes 0.2 s after a trace. Old ones are hardly ever searched: the graphs of steps that are
     traced again and again would fill the memory.
     """
-    global _num_unsearched
+    global _num_unsearched, _is_frozen
     _num_unsearched += gc.get_count()[0]
     if _num_unsearched > _MANY:
         gc.collect()
         _num_unsearched = 0
-    elif not gc.get_freeze_count():  # else a script has frozen objects, and they stay so
-        gc.freeze()
-        gc.unfreeze()
+    elif not _is_frozen:
+        # Counting walks through all that is frozen, as slowly as a search: once is enough.
+        _is_frozen = gc.get_freeze_count() > 0
+        if not _is_frozen:  # else a script has frozen objects, and they stay so
+            gc.freeze()
+            gc.unfreeze()
 
 
 def give_back_memory() -> None:

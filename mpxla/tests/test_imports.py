@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mpxla
+from mpxla import collection
 from mpxla.collection import collection_paused
 
 pytestmark = pytest.mark.unit
@@ -270,7 +271,8 @@ def test_imports_are_not_interrupted_by_searches_for_garbage(switch):
     assert is_enabled == (switch == "gc.enable")
 
 
-def test_what_a_script_has_frozen_stays_frozen():
+def test_what_a_script_has_frozen_stays_frozen(monkeypatch):
+    monkeypatch.setattr(collection, "_is_frozen", False)
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
@@ -279,9 +281,20 @@ def test_what_a_script_has_frozen_stays_frozen():
         assert gc.get_freeze_count() >= frozen - len(made)
     finally:
         gc.unfreeze()
+    monkeypatch.setattr(collection, "_is_frozen", False)
     with collection_paused():
         made = [[] for _ in range(100)]
     assert not gc.get_freeze_count() and gc.isenabled()
+
+
+def test_frozen_objects_are_counted_once(monkeypatch):
+    counted = []
+    monkeypatch.setattr(collection, "_is_frozen", False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 5)
+    for _ in range(3):
+        with collection_paused():
+            pass
+    assert counted == [1]
 
 
 class Cycle:

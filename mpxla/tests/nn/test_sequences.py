@@ -48,7 +48,7 @@ def lowered_rank(num_ranks, is_divided, num_layers):
 
 def of_blocks(is_divided):
     """Collectives (forward, backward) that a further block adds."""
-    few, many = (lowered_rank(2, is_divided, num_layers) for num_layers in (1, 2))
+    few, many = (lowered_rank(2, is_divided, num_layers) for num_layers in (0, 1))
     counts = [[collectives(one.forward), collectives(one.backward)] for one in (few, many)]
     return [dict(two - one) for one, two in zip(*counts, strict=True)]
 
@@ -76,7 +76,7 @@ def test_activations_of_a_rank():
     """What further blocks keep is 1 / ranks of what they keep on one rank, within a tenth."""
 
     def of_layers(size, is_divided):
-        few, many = (kept_bytes(size, is_divided, n) for n in (1, 2))
+        few, many = (kept_bytes(size, is_divided, n) for n in (0, 1))
         return many - few
 
     bound = 1.1 * of_layers(1, False) / 2

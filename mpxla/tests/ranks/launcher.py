@@ -24,6 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from mpxla.collection import collection_paused
+
 __all__ = [
     "LATE_ENVIRON",
     "RANK_ENVIRON",
@@ -36,9 +38,9 @@ __all__ = [
 
 _PRELOADED = (
     *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
-    *("mpxla.runtime.plan", "mpxla.comm.host"),
+    *("mpxla.runtime.plan", "mpxla.comm.host", "pytest"),
 )
-"""What nearly every rank imports: these modules import most of mpxla."""
+"""What nearly every rank imports: these modules import most of mpxla, and tests import pytest."""
 _BACKENDS = {
     "pjrt": ("mpxla.device.pjrt.backend",),
     "": ("torch_xla", "mpxla.device.torch_xla.backend"),
@@ -216,6 +218,8 @@ def become_zygote(descriptor: int) -> tuple[int, str]:
     # Collections in the children, the last of all at their end, need not visit the modules again.
     gc.collect()
     gc.freeze()
+    with collection_paused():  # counts what is frozen, which the children then need not
+        pass
     num_threads = len(os.listdir("/proc/self/task"))
     assert num_threads == 1, f"{num_threads} threads after imports: forking would lose all but one"
     woken, waker = socket.socketpair()
