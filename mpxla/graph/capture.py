@@ -312,8 +312,8 @@ def capture_step(
     if returned.num_objectives:
         refuse_gradient_hooks(model)
     assert returned.semantics is not None, "the function has run"
-    own_tensors = returned.semantics.own_tensors
-    reads = returned.semantics.constants.reads.values()
+    own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
+    tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
     return StepGraph(
         graph=functional.graph,
         inputs=functional.inputs,
@@ -324,7 +324,7 @@ def capture_step(
         is_training=returned.num_objectives > 0,
         decisions=returned.decisions,
         prints=returned.prints,
-        reads=tuple((*own_tensors([value]), line) for value, line in reads),
+        reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
         modules=tuple(returned.modules),
     )
 
