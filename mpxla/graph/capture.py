@@ -40,6 +40,7 @@ from mpxla.graph.capture_modes import (
     torchs_recurrences,
     unchecked_distributions,
 )
+from mpxla.graph.capture_modules import modules_noted
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.decisions import Decisions, Tape
@@ -160,6 +161,8 @@ class _Returned:
     num_objectives: int = 0
     decisions: Decisions | None = None
     prints: tuple[Print, ...] = ()
+    semantics: StepSemantics | None = None
+    modules: list[nn.Module] = field(default_factory=list)
 
 
 class _StepModule(nn.Module):
@@ -195,6 +198,7 @@ class _StepModule(nn.Module):
                 masks_decided(semantics.constants),
                 own_backwards_captured(),
                 checkpoints_noted(),
+                modules_noted(self, self.returned.modules),
                 optimizers_refused(),
                 transforms_refused(),
                 assigned_buffers_written(self.model),
@@ -225,6 +229,7 @@ class _StepModule(nn.Module):
         results += [value for _, value in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
         self.returned.decisions = None if tape is None else tape.decisions()
+        self.returned.semantics = semantics
         return (*recorder.objectives, *results)
 
 
@@ -306,16 +311,21 @@ def capture_step(
             raise explain(error, is_final=values is not None) from error
     if returned.num_objectives:
         refuse_gradient_hooks(model)
+    assert returned.semantics is not None, "the function has run"
+    own_tensors, reads = returned.semantics.own_tensors, returned.semantics.constants.reads
+    tensors_read, lines = [value for value, _ in reads.values()], [s for _, s in reads.values()]
     return StepGraph(
         graph=functional.graph,
         inputs=functional.inputs,
         outputs=functional.outputs,
         result_leaves=tuple(returned.leaves),
         result_spec=returned.spec,
-        constants=constants,
+        constants=dict(zip(constants, own_tensors(constants.values()), strict=True)),
         is_training=returned.num_objectives > 0,
         decisions=returned.decisions,
         prints=returned.prints,
+        reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
+        modules=tuple(returned.modules),
     )
 
 

@@ -239,7 +239,7 @@ def kept(reads: Sequence[Read]) -> list[Read]:
     """
     changes = [read.change() for read in reads]
     for read, found in zip(reads, changes, strict=True):
-        if found is not None and not isinstance(found.before, torch.Tensor):
+        if found is not None and not isinstance(found.before, (torch.Tensor, nn.Module)):
             _warn(read.name, "")
     return [read for read, found in zip(reads, changes, strict=True) if found is None]
 

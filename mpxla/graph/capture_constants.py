@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch._C import DisableTorchFunction
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,17 +45,27 @@ _data = cast(Any, torch.Tensor.data).__get__
 
 @dataclass(frozen=True)
 class _Known:
-    """The value of a tensor without one, and the numbers of writes that both had then."""
+    """The value of a tensor without one, and the numbers of writes that both had then.
+
+    Sources are the user's own tensors that it follows from.
+    """
 
     value: torch.Tensor
     num_writes: int
     tensor_writes: int
+    sources: tuple[torch.Tensor, ...] = ()
 
 
 class Constants:
-    """Calls torch for a step that is captured, and follows the values of constants."""
+    """Calls torch for a step that is captured, and follows the values of constants.
+
+    Attributes:
+        reads: the user's own tensors whose values Python has read, by id: the tensor, and the
+            user's line.
+    """
 
     def __init__(self, tape: Tape | None = None) -> None:
+        self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
         self._tape = tape
 
@@ -105,7 +116,8 @@ class Constants:
         if is_functorch_wrapped_tensor(tensor):  # a row of it, in `torch.vmap`
             return False
         if not isinstance(tensor, FakeTensor):
-            is_constant = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+            is_constant = type(tensor) in (torch.Tensor, nn.Parameter)
+            is_constant = is_constant and tensor.device.type == "cpu"
             return is_constant and tensor.numel() <= LARGEST_CONSTANT
         known = self._known.get(tensor)
         if known is None:
@@ -126,12 +138,18 @@ class Constants:
         values = pytree.tree_leaves(value)
         if value is None or len(values) != len(leaves):
             return
+        sources = self._sources((args, kwargs))
         for leaf, real in zip(leaves, values, strict=True):
             if isinstance(leaf, FakeTensor) and _is_like(real, leaf):
-                self._known[leaf] = _Known(real, real._version, leaf._version)
+                self._known[leaf] = _Known(real, real._version, leaf._version, sources)
+
+    def _sources(self, arguments: Any) -> tuple[torch.Tensor, ...]:
+        known = [self._known.get(v) for v in pytree.tree_leaves(arguments) if _is_tensor(v)]
+        return tuple({id(s): s for k in known if k is not None for s in k.sources}.values())
 
     def _run(self, func: Any, args: Any, kwargs: Any, is_read: bool = False) -> Any:
         """The value of a call, or None: it fails, or depends on random numbers."""
+        given_ones = args, kwargs
         # Modes for functions are off as well: export would record what no_grad does.
         with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             before = torch.get_rng_state()
@@ -143,6 +161,9 @@ class Constants:
             except Exception:  # the call on the tensor without a value says what is wrong
                 return None
             if torch.equal(before, torch.get_rng_state()):
+                if is_read:
+                    where = at_user_line()
+                    self.reads |= {id(s): (s, where) for s in self._sources(given_ones)}
                 if self._tape is not None:
                     changed = [t for t, n in zip(given, writes, strict=True) if t._version != n]
                     where = at_user_line() if is_read else None
@@ -156,7 +177,7 @@ class Constants:
             return self._known[argument].value
         if isinstance(argument, torch.Tensor):  # the user's own, which a write must not change
             if argument not in self._known:
-                self._known[argument] = _Known(argument.detach().clone(), 0, 0)
+                self._known[argument] = _Known(argument.detach().clone(), 0, 0, (argument,))
                 if self._tape is not None:
                     self._tape.begin_constant(self._known[argument].value)
             return self._known[argument].value

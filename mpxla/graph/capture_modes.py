@@ -9,12 +9,13 @@ import keyword
 import logging
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops.flex_attention import math_attention
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -63,7 +64,7 @@ class StepSemantics(TorchFunctionMode):
 
     def __init__(self, tape: Tape | None = None) -> None:
         super().__init__()
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
@@ -120,12 +121,27 @@ class StepSemantics(TorchFunctionMode):
         if isinstance(value, torch.device) and value.type != "meta":
             return torch.device("cpu")
         if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter):
-            if value.device.type in ("cpu", "meta"):
+            if value.device.type == "meta":
                 return value
-            if id(value) not in self._copies:  # keep the original alive: its id is the key
-                self._copies[id(value)] = (value, value.detach().cpu())
-            return self._copies[id(value)][1]
+            if id(value) not in self._on_host:  # keep the original alive: its id is the key
+                is_here = value.device.type == "cpu"
+                self._on_host[id(value)] = value, value if is_here else value.detach().cpu()
+            return self._on_host[id(value)][1]
         return value
+
+    def own_tensors(self, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The user's own tensors behind values that share memory with them, or with their copies.
+
+        Export gives another tensor for a parameter, which tells nothing of writes and of `.data`.
+        """
+        owners = {_memory(copy): own for own, copy in self._on_host.values()}
+        return [owners.get(_memory(value), value) for value in values]
+
+
+def _memory(value: torch.Tensor) -> Any:
+    if value.layout is not torch.strided or is_functorch_wrapped_tensor(value):
+        return id(value)  # there is no address
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _refuse_foreign_parameter(value: Any) -> None:

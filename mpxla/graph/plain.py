@@ -1,8 +1,8 @@
 """What can be compared of a value that a step reads: numbers, texts, and containers of them.
 
 A copy is kept, since lists and dictionaries change in place. Tensors count as what they are, not by
-their numbers, which programs read anew in every call. What else there is (modules, large data)
-counts as equal to anything. This module must not know where values come from.
+their numbers, which programs read anew in every call, and so do modules. What else there is (large
+data) counts as equal to anything. This module must not know where values come from.
 """
 
 import types
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 __all__ = ["FUNCTIONS", "UNKNOWN", "Change", "change", "plain"]
 
@@ -22,6 +23,7 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
     *(np.generic, *FUNCTIONS),
 )
+_THEMSELVES = (torch.Tensor, nn.Module)
 _SEQUENCES = (list, tuple, deque)
 _MOST_ELEMENTS = 512
 _MOST_BYTES = 2**16
@@ -43,8 +45,9 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        if isinstance(self.before, torch.Tensor):
-            return f"the tensor {self.name} was replaced"
+        if isinstance(self.before, _THEMSELVES):
+            kind = "tensor" if isinstance(self.before, torch.Tensor) else "module"
+            return f"the {kind} {self.name} was replaced"
         shown = (repr(value) for value in (self.before, self.now))
         return "{} changed from {} to {}".format(self.name, *(t[:80] for t in shown))
 
@@ -64,7 +67,7 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
     def copied(value: Any) -> Any:
         nonlocal count
         count += 1
-        if isinstance(value, _PLAIN) or type(value) is torch.Tensor:
+        if isinstance(value, (*_PLAIN, *_THEMSELVES)):
             return value
         if count > _MOST_ELEMENTS:
             return UNKNOWN
@@ -125,7 +128,7 @@ def change(name: str, before: Any, now: Any) -> Change | None:
         entries = cast(dict[Any, Any], before).items()
     elif isinstance(before, types.FunctionType):
         return None if _say_the_same(before, now) else Change(name, before, now)
-    elif isinstance(before, torch.Tensor) or not bool(before == now):
+    elif isinstance(before, _THEMSELVES) or not bool(before == now):
         return Change(name, before, now)
     else:
         return None

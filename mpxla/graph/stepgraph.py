@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mpxla.graph.decisions import Decisions
 from mpxla.graph.typed import outputs_of
@@ -117,10 +117,12 @@ class StepGraph:
         outputs: role of every element of the output node, in order.
         result_leaves: leaves of the returned structure, in order.
         result_spec: pytree structure of the returned value.
-        constants: values of the CONSTANT placeholders.
+        constants: values of the CONSTANT placeholders: the user's own tensors, which may change.
         is_training: whether the step calls `model.backward`.
         decisions: what Python has read of the inputs; None if it was nothing.
         prints: results that are for `smp.debug_print`, after those that the step returns.
+        reads: the user's own tensors whose values Python has read, with the user's lines.
+        modules: those that the step uses and no distributed model holds.
     """
 
     graph: fx.Graph
@@ -132,6 +134,8 @@ class StepGraph:
     is_training: bool
     decisions: Decisions | None = None
     prints: tuple[Print, ...] = ()
+    reads: tuple[tuple[torch.Tensor, str], ...] = ()
+    modules: tuple[nn.Module, ...] = ()
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""

@@ -66,7 +66,7 @@ class PlanRunner:
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
         self._given = {n: v for n, v in plan.cut.step.constants.items() if n in needed}
         self._constants: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._copies: dict[str, torch.Tensor] = {}
         self._upload_constants()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seed: tuple[float, torch.Tensor] | None = None
@@ -168,17 +168,22 @@ class PlanRunner:
         return tensors
 
     def _upload_constants(self) -> None:
-        """Those that are not on the device, or were written to since they were put there.
+        """Those that are not on the device, or have changed since they were put there.
 
-        A loss scale is one: its tensor is changed in place.
+        A loss scale is one, and so are the weights of a module that is not distributed. They are
+        compared by their numbers, since writes to `.data` or by NumPy are not counted by PyTorch.
         """
-        given, known = self._given.items(), self._versions
-        values = {name: value for name, value in given if known.get(name) != value._version}
-        if not values:
+        known = self._copies
+        copies = {
+            name: value.detach().clone()
+            for name, value in self._given.items()
+            if name not in known or not torch.equal(value, known[name])
+        }
+        if not copies:
             return
-        uploaded = self._backend.put([value.clone() for value in values.values()])
-        self._constants.update(zip(values, uploaded, strict=True))
-        self._versions.update({name: value._version for name, value in values.items()})
+        uploaded = self._backend.put(list(copies.values()), owned=True)
+        self._constants.update(zip(copies, uploaded, strict=True))
+        self._copies.update(copies)
 
     def _seed_of_objectives(self) -> torch.Tensor | None:
         """The gradient of the objectives; on the device it stays until it changes."""

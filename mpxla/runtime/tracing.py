@@ -12,6 +12,7 @@ import torch
 
 from mpxla.graph.capture import capture_step
 from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
+from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
     argument_without_iterator,
     iterators_refused,
@@ -101,4 +102,5 @@ def _trace(
     ):
         names = states.current_names()
         step = capture_step(run, model, signature.tensor_leaves, names, values, graphs)
-    return signature, step, [*kept(outer.reads), *log.reads()]
+    reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
+    return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

@@ -95,10 +95,10 @@ def test_a_constant_that_was_written_to_and_a_new_loss_scale_are_put_again():
     backend, runner, reduction = runner_of(is_training=True)
     call(runner)
     runner._given["scale"] = torch.ones(())
-    runner._versions["scale"] = runner._given["scale"]._version
+    runner._copies["scale"] = torch.ones(())
     for changes in (False, True):
         if changes:
-            runner._given["scale"].fill_(2.0)
+            runner._given["scale"].data.fill_(2.0)
             reduction.objective_scale /= 2
         backend.calls.clear()
         call(runner)

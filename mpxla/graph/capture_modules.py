@@ -1,0 +1,42 @@
+"""Which modules a captured step uses that belong to no distributed model: a teacher's, say."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from torch import nn
+
+from mpxla.graph.exchanged import exchanged
+
+__all__ = ["modules_noted"]
+
+
+@contextlib.contextmanager
+def modules_noted(model: nn.Module, found: list[nn.Module]) -> Generator[None]:
+    """Collects modules that run, or whose tensors and parts are read.
+
+    Export exchanges the same methods when it begins, so it has to have begun.
+
+    Args:
+        model: whose modules do not count.
+        found: where to.
+    """
+    call, get = nn.Module.__call__, nn.Module.__getattr__
+    # Export calls modules of the model through proxies, which share their tables.
+    known = {id(vars(module)) for module in model.modules()}
+
+    def note(module: nn.Module) -> None:
+        if id(vars(module)) not in known:
+            known.add(id(vars(module)))
+            found.append(module)
+
+    def noted_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note(self)
+        return call(self, *args, **kwargs)
+
+    def noted_get(self: nn.Module, name: str) -> Any:
+        note(self)
+        return get(self, name)
+
+    with exchanged(nn.Module, __call__=noted_call, __getattr__=noted_get):
+        yield
