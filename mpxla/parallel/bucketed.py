@@ -114,14 +114,6 @@ class BucketedReduction:
     def _form_buckets(self) -> list[Bucket]:
         """Buckets of what is reduced or shared, in the order in which they are complete."""
         store = self._store
-        for name in self._sources:
-            if (self._is_sharded or self._is_part(name)) and not store.has_copy(name):
-                key = "shard_optimizer_state" if self._is_sharded else "shard_gradients"
-                raise StepError(
-                    f"the step trains the parameter {name}, which did not require a gradient "
-                    f"when the model was partitioned. With {key}: True, set "
-                    f"requires_grad before, and freeze parameters by giving them no gradient."
-                )
         if self._is_sharded:
             return [b for b in store.shards if not self._flow.trained.isdisjoint(b.names)]
         capacity = self._reducer.options.capacity_bytes

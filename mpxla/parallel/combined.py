@@ -103,7 +103,7 @@ class ModelReducers:
         for reducer in self:
             pp_rank, ranks = reducer.replica.pp_rank, reducer.replica.store.ranks
             flow = GradientFlow.of(cut, pp_rank, ranks, reducer.names)
-            reducer.replica.store.widen(flow.trained)  # also what was frozen when it was placed
+            reducer.prepare_updates(flow.trained)  # also what was frozen when it was placed
             if flow.trained or not changed.isdisjoint(reducer.names):
                 flows.append((reducer, flow))
         scales = {r.objective_scale(num_microbatches) for r, flow in flows if flow.trained}

@@ -59,6 +59,7 @@ class PlainBackward:
             sources = {name: [(0, place)] for place, name in enumerate(names)}
             buffers = tuple(sorted(self._state.buffers))
             flow = GradientFlow(sources, frozenset(names), {}, buffers)
+            self._reducer.prepare_updates(names)
             part = BucketedReduction(self._reducer, flow)
             reduction = CombinedReduction(self._reducer.rounds, [part])
             self._reductions[names] = reduction

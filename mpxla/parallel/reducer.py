@@ -4,7 +4,7 @@ The reducer makes a `BucketedReduction` for every training step, and knows what 
 how many step calls make an update, whether a user's hook communicates, how parameters are divided.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,16 +116,22 @@ class GradientReducer:
         equalize(replica, 0)
         if replica.state.shards:
             divide_over_group(replica)
-            replica.store.widen(own)
-        elif replica.state.gradient_shards:
-            capacity = self.options.capacity_bytes
-            replica.store.divide_gradients(own, capacity, replica.transport, replica.group)
-            replica.store.widen(own)
+        self.prepare_updates(own)
+
+    def prepare_updates(self, names: Iterable[str]) -> None:
+        """Makes the update copies of trainable parameters that have none yet.
+
+        All replicas call it with equal names: for all parameters when they are placed, and for
+        those of a step that trains what was frozen then.
+        """
+        replica, names = self.replica, list(names)
+        store = replica.store
+        over = self.options.capacity_bytes, replica.transport, replica.group
+        if replica.state.gradient_shards:
+            store.divide_gradients(names, *over)
         elif self.options.is_sharded:
-            capacity = self.options.capacity_bytes
-            replica.store.divide(own, capacity, replica.transport, replica.group)
-        else:
-            replica.store.widen(own)
+            store.divide(names, *over)
+        store.widen(names)
 
     def take_over(self, source: int) -> None:
         """Gives all replicas the values of one of them."""

@@ -219,13 +219,10 @@ class ParameterStore:
 
         Names of those that are frozen, elsewhere or have one are left out.
         """
-        if self.shards:
-            return  # what is not divided was frozen then, and cannot be trained
-        divided = self.state.gradient_shards  # likewise
         narrow = {
             name: parameter
             for name, parameter in self._trainable(names).items()
-            if self._update_dtype(name) != parameter.dtype and name not in divided
+            if self._update_dtype(name) != parameter.dtype
         }
         if narrow:
             assert self.master_dtype is not None, "only masters are wider"

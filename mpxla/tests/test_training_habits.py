@@ -115,6 +115,28 @@ def freezing_later(run):
     run.loop(optimizer, range(4, 6))
 
 
+def thawing_layer_by_layer(run):
+    """The optimizer has all layers from the start, and gets one more each time."""
+    for layer in (run.raw.first, run.raw.left):
+        layer.requires_grad_(False)
+    optimizer = run.wrapped(optim.AdamW(run.model.parameters(), 0.01, eps=1e-3))
+    run.loop(optimizer, range(2))
+    run.raw.left.requires_grad_(True)
+    run.loop(optimizer, range(2, 4))
+    run.raw.first.requires_grad_(True)
+    run.loop(optimizer, range(4, 6))
+
+
+def thawing_into_new_groups(run):
+    run.raw.first.requires_grad_(False)
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    optimizer = run.wrapped(optim.AdamW(trained, 0.01, eps=1e-3))
+    run.loop(optimizer, range(2))
+    run.raw.first.requires_grad_(True)
+    optimizer.add_param_group({"params": list(run.raw.first.parameters()), "lr": 0.02})
+    run.loop(optimizer, range(2, 4))
+
+
 def part_of_the_parameters(run):
     run.loop(run.wrapped(optim.SGD([run.raw.left.weight, run.raw.last.bias], 0.1, 0.9)))
 
@@ -244,7 +266,8 @@ OPTIMIZERS = {
 HABITS = {
     habit.__name__: habit
     for habit in (
-        *(freezing_later, part_of_the_parameters, groups_added_later),
+        *(freezing_later, thawing_layer_by_layer, thawing_into_new_groups),
+        *(part_of_the_parameters, groups_added_later),
         *(groups_added_to_the_inner_optimizer, accumulation_and_clipping, clipping_by_value),
         *(zeros_instead_of_none, layers_in_turns, cycling_momentum, reducing_on_plateaus),
         *(weights_changed_in_between, norms_read_later, resetting_state),
@@ -271,8 +294,12 @@ WORLDS = {
     "stages": (2, {"pipeline_parallel_degree": 2}),
     "grid": (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True}),
 }
+DIVIDED = {"gradients": (2, {"shard_gradients": True})}
+"""Worlds in which scripts cannot change gradients themselves."""
 CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
+    ("zero", ["thawing_layer_by_layer", "thawing_into_new_groups"]),
+    ("gradients", ["thawing_layer_by_layer"]),
     ("stages", ["norms_read_later", "accumulation_and_clipping"]),
     *(pytest.param(world, list(HABITS), marks=pytest.mark.slow) for world in WORLDS),
 ]
@@ -280,7 +307,7 @@ CASES = [
 
 def check_against_plain(train, world, names):
     """Compares what `train(config, names)` gives on the ranks of a world with plain PyTorch."""
-    size, config = WORLDS[world]
+    size, config = {**WORLDS, **DIVIDED}[world]
     ranks = run_ranks(train, size, config, names, timeout_s=500)
     for name in names:
         plain = Run(size // config.get("pipeline_parallel_degree", 1))
