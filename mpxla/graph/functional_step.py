@@ -3,7 +3,7 @@
 This module must not know how a step is traced.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from mpxla.graph.normalize import (
     refuse_hidden_updates,
     resolve_numbers,
 )
+from mpxla.graph.renorms import replace_renorms
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
 from mpxla.graph.typed import outputs_of
 from mpxla.graph.user_code import line_of
@@ -70,7 +71,8 @@ def functional_step(
     """
     graph = program.graph_module.graph
     inputs = _input_roles(program, canonical_names)
-    outputs = _output_roles(program, canonical_names, num_objectives)
+    scaled = replace_renorms(graph)
+    outputs = _output_roles(program, canonical_names, num_objectives, scaled)
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
@@ -129,12 +131,22 @@ def _input_roles(program: ExportedProgram, canonical_names: Mapping[str, str]) -
 
 
 def _output_roles(
-    program: ExportedProgram, canonical_names: Mapping[str, str], num_objectives: int
+    program: ExportedProgram,
+    canonical_names: Mapping[str, str],
+    num_objectives: int,
+    scaled: Container[int],
 ) -> list[OutputRole]:
+    """Roles by place; results that are for the runtime come after those of the user."""
     roles: list[OutputRole] = []
-    num_values = 0
-    for spec in program.graph_signature.output_specs:
-        if spec.kind is ExportOutput.BUFFER_MUTATION:
+    specs = program.graph_signature.output_specs
+    num_values, num_scaled = 0, 0
+    num_results = sum(s.kind is ExportOutput.USER_OUTPUT for s in specs) - num_objectives
+    for place, spec in enumerate(specs):
+        if place in scaled:
+            name = canonical_names[_name(spec.target)]
+            index, num_scaled = num_results + num_scaled, num_scaled + 1
+            roles.append(OutputRole(OutputKind.RESULT, name, index))
+        elif spec.kind is ExportOutput.BUFFER_MUTATION:
             roles.append(OutputRole(OutputKind.BUFFER, name=canonical_names[_name(spec.target)]))
         elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
             raise _changed_argument(program, spec.target or "")
@@ -142,9 +154,8 @@ def _output_roles(
             raise CaptureError(
                 f"The step function changes the parameter or constant {_name(spec.target)} in place"
                 f"{_line_of_change(program, spec.target)}, which one step only reads. Change "
-                f"parameters between step calls, under torch.no_grad() (instead of "
-                f"nn.Embedding(max_norm=...): weight.renorm_(2, 0, max_norm)); make it a buffer of "
-                f"the model if it is no parameter."
+                f"parameters between step calls, under torch.no_grad(); make it a buffer of the "
+                f"model if it is no parameter."
             )
         else:
             index, num_values = num_values, num_values + 1

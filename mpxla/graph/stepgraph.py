@@ -78,7 +78,10 @@ class OutputKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OutputRole:
-    """Role of one output: the buffer's `name`, or the `index` of a result leaf or objective."""
+    """Role of one output: the buffer's `name`, or the `index` of a result leaf or objective.
+
+    A result with a name is what rows of a parameter have been scaled by (`graph/renorms.py`).
+    """
 
     kind: OutputKind
     name: str = ""
@@ -143,6 +146,12 @@ class StepGraph:
         held = (InputKind.PARAMETER, InputKind.BUFFER)
         read = {role.name for node, role in inputs if node.users and role.kind in held}
         return read | {role.name for role in self.outputs if role.kind is OutputKind.BUFFER}
+
+    @property
+    def scaled_tables(self) -> dict[str, int]:
+        """Parameters whose rows the step scales -> the result that says by what."""
+        results = [role for role in self.outputs if role.kind is OutputKind.RESULT]
+        return {role.name: role.index for role in results if role.name}
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -38,6 +38,7 @@ from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
@@ -306,8 +307,13 @@ class StepEngine:
         reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
         checks = IndexChecks(config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
+        replicas = self._session.topology.rdp_group(self._session.rank)
+        objects = self._session.objects
+        scaled_rows = ScaledRows(cut.step, states, backend, objects, replicas)
         runner = PlanRunner(
-            plan, states, link, self._pp_rank, backend, reduction, models, checks, gathering
+            *(plan, states, link, self._pp_rank, backend, reduction, models, checks),
+            scaled_rows,
+            gathering,
         )
         self.meter.note_compilation(time.perf_counter() - started)
         get_logger().info(

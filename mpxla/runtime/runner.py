@@ -20,6 +20,7 @@ from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
+from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.runtime.states import ModelStates
 from mpxla.stage.spec import TensorSpec
 
@@ -38,6 +39,7 @@ class PlanRunner:
         reduction: of the gradients over replicas; None for an evaluation step.
         models: labels of the models that the step uses.
         checks: of the indices in the step.
+        scaled_rows: what the step writes to parameters.
         gathering: makes divided parameters whole for a step; None where programs take parts.
     """
 
@@ -51,11 +53,13 @@ class PlanRunner:
         reduction: StepReduction | None,
         models: tuple[str, ...],
         checks: IndexChecks,
+        scaled_rows: ScaledRows,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
         self.models = models
         self.checks = checks
+        self._scaled_rows = scaled_rows
         self._gathering = gathering
         self._fetch: Callable[[int], list[torch.Tensor]] | None = None
         self._states = states
@@ -127,6 +131,7 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
+        self._scaled_rows.write(fetch)
         backend, count = self._backend, len(range(num_microbatches)[own])
         leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(

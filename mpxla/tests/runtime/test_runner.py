@@ -6,6 +6,7 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.runner import PlanRunner
+from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
 
@@ -52,7 +53,8 @@ def runner_of(is_training):
     checks = IndexChecks("off", plan.cut.step, backend)
     states = States()
     backend.calls.clear()
-    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks)
+    rows = ScaledRows(plan.cut.step, states, backend, None, (0,))
+    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks, rows)
     return backend, runner, reduction
 
 
