@@ -48,7 +48,7 @@ _CHOOSING = frozenset(
 CURVED_ALONG_DIMS = (
     *(_aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int, _aten._log_softmax.default),
     *(_aten.layer_norm.default, _aten.rms_norm.default, _aten.glu.default, _aten.topk.default),
-    *(_aten.sort.default, _aten.argsort.default),
+    *(_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.logcumsumexp.default),
 )
 """Operators along dims that are not linear."""
 _CURVED = frozenset(

@@ -46,7 +46,7 @@ class _Along(NamedTuple):
 
 _SAME = (*CASTS, _aten.detach.default, _aten.dropout.default)
 _ALONG_DIMS = (
-    *(*CURVED_ALONG_DIMS, _aten.sort.stable, _aten.logcumsumexp.default),
+    *CURVED_ALONG_DIMS,
     *(_aten.cumsum.default, _aten.cumprod.default, _aten.flip.default, _aten.roll.default),
 )
 """Operators along dims, which keep the shape or that of the other dims."""

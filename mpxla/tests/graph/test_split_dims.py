@@ -108,6 +108,8 @@ def test_positions_of_equal_values_are_refused(operator):
 
 SUMS = {
     "aten::softmax": lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x,
+    "aten::sort": lambda x: (x @ x.transpose(-1, -2)).sort(dim=-1, stable=True).values @ x,
+    "aten::logcumsumexp": lambda x: (x @ x.transpose(-1, -2)).logcumsumexp(-1) @ x,
     "aten::add": lambda x: x * (x @ torch.ones(x.shape[-1], 1) + 1),
     "aten::mul": lambda x: x * (x @ torch.ones(x.shape[-1], 1)),
     "aten::linear": lambda x: x * functional.linear(x, x.new_ones(1, 8).detach(), torch.ones(1)),
