@@ -23,7 +23,7 @@ class EagerBackend(NullBackend):
         self.compiled[-1] = program
         return program
 
-    def put(self, tensors):
+    def put(self, tensors, owned=False):
         return [tensor.detach().clone() for tensor in tensors]
 
     def adopt(self, tensors, held=()):
