@@ -161,12 +161,11 @@ class Constants:
             except Exception:  # the call on the tensor without a value says what is wrong
                 return None
             if torch.equal(before, torch.get_rng_state()):
-                if is_read:
-                    where = at_user_line()
+                where = at_user_line() if is_read else None
+                if where is not None:
                     self.reads |= {id(s): (s, where) for s in self._sources(given_ones)}
                 if self._tape is not None:
                     changed = [t for t, n in zip(given, writes, strict=True) if t._version != n]
-                    where = at_user_line() if is_read else None
                     self._tape.add((func, args, kwargs), value, changed, where)
                 return value
             torch.set_rng_state(before)

@@ -106,25 +106,24 @@ class RankRun(Run):
         return self.model.state_dict()
 
 
-def freezing_later(run):
+def in_phases(run, *changes):
+    """Trains with one optimizer, and two steps more after each change (layer, is it trained)."""
     optimizer = run.wrapped(optim.AdamW(run.model.parameters(), 0.01, eps=1e-3))
     run.loop(optimizer, range(2))
-    run.raw.left.requires_grad_(False)
-    run.loop(optimizer, range(2, 4))
-    run.raw.left.requires_grad_(True)
-    run.loop(optimizer, range(4, 6))
+    for number, (layer, is_trained) in enumerate(changes, 1):
+        layer.requires_grad_(is_trained)
+        run.loop(optimizer, range(2 * number, 2 * number + 2))
+
+
+def freezing_later(run):
+    in_phases(run, (run.raw.left, False), (run.raw.left, True))
 
 
 def thawing_layer_by_layer(run):
     """The optimizer has all layers from the start, and gets one more each time."""
     for layer in (run.raw.first, run.raw.left):
         layer.requires_grad_(False)
-    optimizer = run.wrapped(optim.AdamW(run.model.parameters(), 0.01, eps=1e-3))
-    run.loop(optimizer, range(2))
-    run.raw.left.requires_grad_(True)
-    run.loop(optimizer, range(2, 4))
-    run.raw.first.requires_grad_(True)
-    run.loop(optimizer, range(4, 6))
+    in_phases(run, (run.raw.left, True), (run.raw.first, True))
 
 
 def thawing_into_new_groups(run):
