@@ -20,7 +20,7 @@ from torch import nn
 
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.plain import FUNCTIONS, UNKNOWN, Change, change, plain
+from mpxla.graph.plain import FUNCTIONS, LARGE, UNKNOWN, Change, change, plain
 from mpxla.graph.reach import outside
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
@@ -110,11 +110,11 @@ class AttributeLog:
 
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
-        found = [read for read in self.inherited.values() if read.value is not UNKNOWN]
+        found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
         for (owner_id, key), value in self.first.items():
-            if value is UNKNOWN:
-                continue
             name, owner = self.names[owner_id]
+            if not _is_known(f"{name}.{key}", value):
+                continue
             now = partial(owner.get, key, _MISSING)
             read = Read(f"{name}.{key}", value, now, self.texts)
             if (owner_id, key) not in self.written:
@@ -227,8 +227,20 @@ def outside_values(function: Callable[..., Any], model: nn.Module) -> Outer:
     """What a function that calls a model names of the outside, and what it calls in turn."""
     found = outside(function, model)
     copies = [(p, plain(p.value, found.names)) for p in found.places]
-    reads = [Read(p.name, value, p.get, found.names) for p, value in copies if value is not UNKNOWN]
+    known = [(p, value) for p, value in copies if _is_known(p.name, value)]
+    reads = [Read(p.name, value, p.get, found.names) for p, value in known]
     return Outer(reads, [(p.name, p.value) for p in found.places], found.names)
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if value is LARGE:
+        warn_once(
+            f"large value {name}",
+            f"the step function names {name}, which is too large, or holds too many objects, to be "
+            f"compared in every call. If the step reads it, it reads what it is now, and a later "
+            f"change in place is not noticed: pass what changes as an argument.",
+        )
+    return value is not UNKNOWN and value is not LARGE
 
 
 def kept(reads: Sequence[Read]) -> list[Read]:

@@ -1,13 +1,16 @@
 """What can be compared of a value that a step reads: numbers, texts, and containers of them.
 
 A copy is kept, since lists and dictionaries change in place. Tensors count as what they are, not by
-their numbers, which programs read anew in every call, and so do modules. What else there is (large
-data) counts as equal to anything. This module must not know where values come from.
+their numbers, which programs read anew in every call, and so do modules. What else there is counts
+as equal to anything. This module must not know where values come from.
 """
 
+import marshal
 import types
+import zlib
 from collections import deque
 from collections.abc import Set
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
@@ -15,26 +18,30 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["FUNCTIONS", "UNKNOWN", "Change", "change", "plain"]
+__all__ = ["FUNCTIONS", "LARGE", "UNKNOWN", "Change", "change", "plain"]
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-UNKNOWN = object()
+UNKNOWN, LARGE = object(), object()
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, Enum),
     *(np.generic, *FUNCTIONS),
 )
 _THEMSELVES = (torch.Tensor, nn.Module)
-_SEQUENCES = (list, tuple, deque)
+_SEQUENCES, _SETS = (list, tuple, deque), (set, frozenset)
 _MOST_ELEMENTS = 512
-_MOST_BYTES = 2**16
+"""Of which each is looked at; of larger containers the bytes are compared."""
+_MOST_BYTES = 2**26
 
 
-class _Array(NamedTuple):
-    """A NumPy array."""
+@dataclass(frozen=True)
+class _Content:
+    """An array or a large container."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    kind: str
     data: bytes
+
+    def __repr__(self) -> str:
+        return f"{self.kind} with checksum {zlib.crc32(self.data):08x}"
 
 
 class Change(NamedTuple):
@@ -53,7 +60,7 @@ class Change(NamedTuple):
 
 
 def plain(value: Any, names: Set[str] = frozenset()) -> Any:
-    """A copy that can be compared; UNKNOWN where there is none.
+    """A copy that can be compared; UNKNOWN where there is none, LARGE where it would take too much.
 
     Args:
         value: anything.
@@ -69,26 +76,42 @@ def plain(value: Any, names: Set[str] = frozenset()) -> Any:
         count += 1
         if isinstance(value, (*_PLAIN, *_THEMSELVES)):
             return value
-        if count > _MOST_ELEMENTS:
-            return UNKNOWN
-        if isinstance(value, _SEQUENCES):
-            kind = tuple if isinstance(value, tuple) else list
-            return kind(map(copied, value)) if len(value) <= _MOST_ELEMENTS else UNKNOWN
-        if isinstance(value, (set, frozenset)):
-            count += len(cast(Set[Any], value))
-            return frozenset(cast(Set[Any], value)) if count <= _MOST_ELEMENTS else UNKNOWN
         if isinstance(value, np.ndarray):
-            is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
-            return _Array(value.dtype.str, value.shape, value.tobytes()) if is_small else UNKNOWN
-        entries = _entries(value)
-        if entries is None or len(entries) > _MOST_ELEMENTS:
-            return UNKNOWN
-        if not names.isdisjoint(key for key in entries if isinstance(key, str)):
+            return _content_of(value)
+        entries = None if isinstance(value, (*_SEQUENCES, *_SETS)) else _entries(value)
+        if entries is not None and not names.isdisjoint(k for k in entries if isinstance(k, str)):
             entries = {k: v for k, v in entries.items() if not isinstance(k, str) or k in names}
-        return {key: copied(part) for key, part in entries.items()}
+        held = value if entries is None else entries
+        if isinstance(held, (dict, *_SEQUENCES, *_SETS)) and count + len(held) > _MOST_ELEMENTS:
+            return _packed(held)
+        if isinstance(value, _SETS):
+            return frozenset(cast(Set[Any], value))
+        if isinstance(value, _SEQUENCES):
+            return (tuple if isinstance(value, tuple) else list)(map(copied, value))
+        return UNKNOWN if entries is None else {key: copied(v) for key, v in entries.items()}
 
-    found = copied(value)
-    return UNKNOWN if count > _MOST_ELEMENTS else found
+    return copied(value)
+
+
+def _content_of(array: np.ndarray) -> Any:
+    if array.dtype.hasobject:
+        return UNKNOWN
+    if array.nbytes > _MOST_BYTES:
+        return LARGE
+    return _Content(f"a {array.dtype.name} array of shape {list(array.shape)}", array.tobytes())
+
+
+def _packed(value: Any) -> Any:
+    """Of a container of numbers and texts, which takes a tenth of the time of copies."""
+    kind = next(k for k in (dict, tuple, list, deque, set, frozenset) if isinstance(value, k))
+    bare = list(value) if kind is deque else kind(value)  # classes made from these are refused
+    try:
+        data = marshal.dumps(bare, 2)  # version 2: later ones write who else holds an object
+    except ValueError:  # of other things
+        return LARGE
+    return (
+        _Content(f"a {kind.__name__} of {len(bare)}", data) if len(data) <= _MOST_BYTES else LARGE
+    )
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
@@ -118,7 +141,7 @@ def change(name: str, before: Any, now: Any) -> Change | None:
         before: what `plain` gave earlier.
         now: what it gives now.
     """
-    if before is now or before is UNKNOWN:
+    if before is now or before is UNKNOWN or before is LARGE:
         return None
     if type(before) is not type(now):  # 1, 1.0 and True are equal and make different programs
         return Change(name, before, now)

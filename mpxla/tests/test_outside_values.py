@@ -52,6 +52,7 @@ def made(alpha):
         "slots": Slots(alpha),
         "space": SimpleNamespace(alpha=alpha, step=0),
         "array": np.full(2, alpha),
+        "large": {"array": np.full(20_000, alpha), "list": [alpha] * 2_000},
         "tensor": torch.full((), alpha),
         "loss": abs if alpha == 1.0 else torch.square,
     }
@@ -63,6 +64,7 @@ own = made(1.0)["own"]
 slots = made(1.0)["slots"]
 space = made(1.0)["space"]
 array = made(1.0)["array"]
+large = made(1.0)["large"]
 tensor = made(1.0)["tensor"]
 loss = made(1.0)["loss"]
 
@@ -95,6 +97,8 @@ READERS = {
     "slots": lambda y: y + slots.alpha,
     "namespace": lambda y: y + space.alpha,
     "array": lambda y: y + float(array[0]),
+    "large array": lambda y: y + float(large["array"][-1]),
+    "large list": lambda y: y + large["list"][-1],
     "tensor": lambda y: y + tensor,
     "function": lambda y: loss(y),
     "class": lambda y: y + Config.base,
@@ -114,6 +118,7 @@ def change(alpha):
         globals().update({name: made(alpha)[name] for name in ("tensor", "loss")})
     settings["alpha"] = space.alpha = slots.alpha = own.alpha = alpha
     nested.inner.alpha = nested.table["alpha"] = nested.rows[0][0] = alpha
+    large["array"][-1] = large["list"][-1] = alpha
     array[0] = Config.base = script.ALPHA = script.TABLE["alpha"] = Layer.scale = alpha
 
 
@@ -168,6 +173,26 @@ def test_wherever_settings_are_they_are_noticed():
         for (value, _), wanted in zip(calls, expected[name], strict=True):
             torch.testing.assert_close(value, wanted, msg=name)
         assert [count for _, count in calls][1:] == [0, 1], name
+
+
+def read_what_is_too_large():
+    smp.init({"microbatches": 1})
+    model = smp.DistributedModel(nn.Linear(5, 3))
+    objects = [object()] * 1_000
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x) * len(objects)
+
+    with logged() as lines:
+        evaluate(model, X)
+    return [line for line in lines if "objects" in line]
+
+
+def test_what_is_too_large_to_compare_is_named():
+    ((line,),) = run_ranks(read_what_is_too_large, 1)
+    assert "the step function names objects" in line
+    assert "pass what changes as an argument" in line
 
 
 def change_in_a_model(raw, place):
