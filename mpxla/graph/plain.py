@@ -104,7 +104,7 @@ def _content_of(array: np.ndarray) -> Any:
 def _packed(value: Any) -> Any:
     """Of a container of numbers and texts, which takes a tenth of the time of copies."""
     kind = next(k for k in (dict, tuple, list, deque, set, frozenset) if isinstance(value, k))
-    bare = list(value) if kind is deque else kind(value)  # classes made from these are refused
+    bare: Any = list(value) if kind is deque else kind(value)  # no class made from these is taken
     try:
         data = marshal.dumps(bare, 2)  # version 2: later ones write who else holds an object
     except ValueError:  # of other things
