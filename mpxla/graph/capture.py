@@ -204,6 +204,7 @@ class _StepModule(nn.Module):
                 assigned_buffers_written(self.model),
             ):
                 returned = self._function(leaves)
+                semantics.selected.check()
         finally:
             _recorder = None
         flat, self.returned.spec = pytree.tree_flatten(returned)

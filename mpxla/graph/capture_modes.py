@@ -30,6 +30,7 @@ from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
+from mpxla.graph.capture_selects import Selected
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fakes import fake_tensor
@@ -66,6 +67,7 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
+        self.selected = Selected(self.constants.call)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
@@ -105,6 +107,10 @@ class StepSemantics(TorchFunctionMode):
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
+        if func is torch.Tensor.__getitem__:
+            return self.selected.get(*args)
+        if func is torch.Tensor.__setitem__:
+            return self.selected.set(*args)
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
         return self.constants.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)

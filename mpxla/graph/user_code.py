@@ -43,10 +43,11 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     ):
         return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `bool()` and indexing with a "
-            f"tensor's value are not possible inside it, unless the value follows from the inputs "
-            f"alone. Use torch.where or masks, or move the decision out of the step function; a "
-            f"value that is only returned may use .item()."
+            f"once as a graph, so `if`, `while`, `int()`, `bool()` and slices up to a tensor's "
+            f"value are not possible inside it, unless the value follows from the inputs alone. "
+            f"Use torch.where or masks, index by tensors (x[start + torch.arange(n)] in place of "
+            f"x[start : start + n]), or move the decision out of the step function; a value that "
+            f"is only returned may use .item()."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")

@@ -1,8 +1,8 @@
 """Splitting the arguments of a step call into microbatches.
 
-Containers are walked, tensors are cut along their batch axis, objects with `smp_slice` are asked,
-everything else is passed whole. Source of the rules: SMP API reference, `smp.step` and
-"smp_slice"; also `client_behaviours` such as dictionaries that only behave like one.
+Containers are walked, tensors are cut along their batch axis, objects with `smp_slice` are asked;
+all else is passed whole, tensors without dims too. Source of the rules: SMP API reference,
+`smp.step` and "smp_slice"; also `client_behaviours` such as dictionaries that only behave like one.
 This module must not know about stages or ranks.
 """
 
@@ -94,7 +94,8 @@ def num_samples(rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Samples of a call's batch: the batch axis of its first tensor; None without one."""
     positional, named = _name_arguments(rule, args, kwargs)
     for name, value in (*positional, *named.items()):
-        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        leaves = pytree.tree_leaves(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if tensors and name not in rule.non_split_inputs:
             return tensors[0].shape[rule.input_split_axes.get(name, 0)]
     return None
@@ -152,7 +153,9 @@ class _Splitter:
         return value
 
     def _tensor(self, value: torch.Tensor, axis: int, path: str) -> torch.Tensor:
-        if value.dim() == 0 or not -value.dim() <= axis < value.dim():
+        if value.dim() == 0:
+            return value.detach()  # a weight or a temperature: there is nothing to split
+        if not -value.dim() <= axis < value.dim():
             raise StepError(
                 f"{path}: a tensor of shape {list(value.shape)} has no axis {axis} to split into "
                 f"{self.count} microbatches. Name it in non_split_inputs of smp.step, or give its "

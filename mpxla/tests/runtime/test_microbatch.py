@@ -195,12 +195,15 @@ def test_gradients_of_arguments_are_not_computed(warnings_of):
 @pytest.mark.parametrize(
     ("value", "axes", "text"),
     [
-        (torch.tensor(1.0), None, r"^x: a tensor of shape \[\] has no axis 0 .* non_split_inputs"),
-        (torch.zeros(4), {"x": 1}, r"^x: a tensor of shape \[4\] has no axis 1 to split into 2"),
+        (
+            torch.zeros(4),
+            {"x": 1},
+            r"^x: a tensor of shape \[4\] has no axis 1 .* non_split_inputs",
+        ),
         (torch.zeros(4), {"x": -2}, r"no axis -2 to split .* input_split_axes"),
-        ([torch.zeros(2), torch.tensor(1)], None, r"^x\[1\]: a tensor of shape \[\]"),
-        ({"loss": torch.tensor(1)}, None, r"^x\['loss'\]: a tensor"),
-        (Pair(torch.tensor(1), 2), None, r"^x\.left: a tensor"),
+        ([torch.zeros(2), torch.ones(1)], None, r"^x\[1\]: a batch of 1 samples"),
+        ({"loss": torch.ones(1)}, None, r"^x\['loss'\]: a batch"),
+        (Pair(torch.ones(1), 2), None, r"^x\.left: a batch"),
         (
             torch.zeros(5, 3),
             None,
@@ -209,12 +212,19 @@ def test_gradients_of_arguments_are_not_computed(warnings_of):
         ),
         ([{"a": torch.zeros(3)}], None, r"^x\[0\]\['a'\]: a batch of 3 samples"),
         (torch.zeros(4, 3), {"x": 1}, r"a batch of 3 samples \(axis 1 of shape \[4, 3\]\)"),
-        ({torch.tensor(0)}, None, r"^x\[\.\.\.\]: a tensor of shape \[\] has no axis 0"),
+        ({torch.ones(1)}, None, r"^x\[\.\.\.\]: a batch of 1 samples"),
     ],
 )
 def test_what_cannot_be_split(value, axes, text):
     with pytest.raises(StepError, match=text):
         split(value, axes=axes)
+
+
+def test_tensors_without_dims_are_passed_whole():
+    weight = torch.tensor(2.0)
+    parts = split({"x": torch.arange(4), "weights": [weight]})
+    assert [part["weights"] for part in first_of(parts)] == [[weight], [weight]]
+    assert [part["x"].tolist() for part in first_of(parts)] == [[0, 1], [2, 3]]
 
 
 def strict(x, y=0):

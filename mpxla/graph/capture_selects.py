@@ -1,0 +1,127 @@
+"""Indices that are tensors without dims: `x[i]`, `table[t] = row`, `scores[b, labels[b]]`.
+
+PyTorch reads such an index as a number, and gives a view of the place. A captured step has no
+numbers; what is at the place is copied by operators that take the tensor. A write into the copy,
+which PyTorch's view would pass on, is an error.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpxla.errors import CaptureError
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["Selected"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_aten = torch.ops.aten
+_Places = dict[int, torch.Tensor]
+"""Indices without dims by the dim that they select from."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What was read at places, and from where."""
+
+    value: torch.Tensor
+    num_writes: int
+    tensor: torch.Tensor
+    parts: tuple[Any, ...]
+    line: str
+
+    def is_at(self, tensor: torch.Tensor, parts: tuple[Any, ...]) -> bool:
+        return tensor is self.tensor and all(map(_is_same, parts, self.parts))
+
+
+class Selected:
+    """Answers `__getitem__` and `__setitem__` with such indices while a step is captured.
+
+    Args:
+        call: calls a function of torch with arguments and keyword arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+        self._copies: list[_Copy] = []
+
+    def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        """What is at an index."""
+        parts = _parts(index)
+        places, rest = _taken_apart(parts, tensor.dim())
+        if not places:
+            return self._call(torch.Tensor.__getitem__, (tensor, index), {})
+        found = self._call(_aten.index.Tensor, (tensor, _indices(places)), {})
+        self._copies.append(_Copy(found, found._version, tensor, parts, at_user_line()))
+        return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
+
+    def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
+        parts = _parts(index)
+        places, rest = _taken_apart(parts, tensor.dim())
+        if not places or any(isinstance(part, (torch.Tensor, Sequence)) for part in rest):
+            return self._call(torch.Tensor.__setitem__, (tensor, index, value), {})
+        self._copies = [copy for copy in self._copies if not copy.is_at(tensor, parts)]
+        if rest:
+            others = [dim for dim in range(tensor.dim()) if dim not in places]
+            view = self._call(torch.permute, (tensor, (*places, *others)), {})
+            index = (*(slice(None) for _ in places), *rest)
+            tensor = self._call(torch.Tensor.__getitem__, (view, index), {})
+            places = dict(enumerate(places.values()))
+        if isinstance(value, torch.Tensor):
+            value = self._call(torch.Tensor.to, (value, tensor.dtype), {})
+            extra = range(max(0, value.dim() - tensor.dim() + len(places)))
+            value = self._call(torch.squeeze, (value, tuple(extra)), {})
+        else:
+            value = self._call(torch.full, ((), value), {"dtype": tensor.dtype})
+        self._call(_aten.index_put_.default, (tensor, _indices(places), value), {})
+
+    def check(self) -> None:
+        """Looks at what was read, when the step function has run.
+
+        Raises:
+            CaptureError: some of it was changed in place.
+        """
+        for copy in self._copies:
+            if copy.value._version != copy.num_writes:
+                raise CaptureError(
+                    f"The step function changes in place what it has read{copy.line} by an index "
+                    f"that is a tensor without dims. PyTorch gives a view there, and a captured "
+                    f"step a copy: write x[i] = value, or x[i] += value."
+                )
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) in (int, slice) and one == other)
+
+
+def _taken_apart(parts: tuple[Any, ...], num_dims: int) -> tuple[_Places, tuple[Any, ...]]:
+    """The indices without dims, and the others."""
+    places: _Places = {}
+    rest: list[Any] = []
+    dim, width = 0, num_dims - sum(map(_num_dims, parts))
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS:
+            places[dim] = part
+        else:
+            rest.append(part)
+        dim += width if part is ... else _num_dims(part)
+    return places, tuple(rest)
+
+
+def _num_dims(part: Any) -> int:
+    """How many dims of a tensor a part of an index stands for; an ellipsis is not counted."""
+    if part is None or part is ... or isinstance(part, bool):
+        return 0
+    is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+    return part.dim() if is_mask else 1
+
+
+def _indices(places: _Places) -> list[torch.Tensor | None]:
+    return [places.get(dim) for dim in range(max(places) + 1)]
