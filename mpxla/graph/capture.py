@@ -86,8 +86,12 @@ class BackwardRecorder:
     """What `model.backward` was asked to differentiate while a step function is captured.
 
     Also what `smp.debug_print` is to show, with a label, when the step runs.
+
+    Attributes:
+        is_constant: says whether a tensor is the same in every call.
     """
 
+    is_constant: Callable[[torch.Tensor], bool]
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
@@ -187,9 +191,9 @@ class _StepModule(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
-        _recorder = recorder = BackwardRecorder()
         tape = None if self._values is None else Tape()
         semantics = StepSemantics(tape)
+        _recorder = recorder = BackwardRecorder(semantics.constants.is_known)
         if self._values is not None:
             semantics.constants.give_inputs(leaves, self._values)
         try:

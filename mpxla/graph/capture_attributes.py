@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.plain import FUNCTIONS, LARGE, UNKNOWN, Change, change, plain
@@ -29,7 +30,7 @@ from mpxla.user_lines import is_model_code
 __all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside_values"]
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
-_MISSING = object()
+_MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
 _DEPTH, _MOST_OBJECTS = 4, 2000
@@ -68,8 +69,9 @@ class AttributeLog:
         names: name of an object by the id of its table of attributes.
         texts: in the code that may read them, as for `plain`.
         first: values at the first read, by table's id and attribute.
-        written: the user's line of the first write, and the value of the last one. Export puts
-            the value back that was there before (torch 2.13), or leaves it (2.9).
+        written: the user's line of the first write, and the value of the last one, of tensors
+            whether they are constants. Export puts the value back that was there before (torch
+            2.13), or leaves it (2.9).
         inherited: reads of attributes of classes.
     """
 
@@ -111,19 +113,29 @@ class AttributeLog:
     def reads(self) -> list[Read]:
         """What the captured step depends on: what was read, and not changed by the step."""
         found = [read for read in self.inherited.values() if _is_known(read.name, read.value)]
-        for (owner_id, key), value in self.first.items():
-            name, owner = self.names[owner_id]
-            if not _is_known(f"{name}.{key}", value):
+        for place, value in self.first.items():
+            owner_name, owner = self.names[place[0]]
+            name = f"{owner_name}.{place[1]}"
+            line, last = self.written.get(place, ("", _MISSING))
+            if last is _COMPUTED:
+                raise _refusal(name, line)
+            if not _is_known(name, value):
                 continue
-            now = partial(owner.get, key, _MISSING)
-            read = Read(f"{name}.{key}", value, now, self.texts)
-            if (owner_id, key) not in self.written:
+            read = Read(name, value, partial(owner.get, place[1], _MISSING), self.texts)
+            if last is _MISSING or last is _CONSTANT:  # a cache, which all calls fill alike
                 found.append(read)
-                continue
-            line, last = self.written[owner_id, key]
-            if read.change() or change("", value, plain(last, self.texts)):
-                _warn(read.name, line)
+            elif read.change() or change("", value, plain(last, self.texts)):
+                _warn(name, line)
         return kept(found)
+
+
+def _refusal(name: str, line: str) -> CaptureError:
+    return CaptureError(
+        f"The step function reads {name}, and gives it a tensor{line}, which the next microbatch "
+        f"or step would read. A step is captured once and leaves no tensors in attributes: make "
+        f"it a buffer (register_buffer with its shape, then self.name.copy_(value)), or return it "
+        f"and pass it to the next call as an argument."
+    )
 
 
 def _warn(name: str, line: str) -> None:
@@ -262,7 +274,12 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     get_attribute, set_attribute = kind.__getattribute__, kind.__setattr__
 
     def get(self: Any, name: str) -> Any:
-        value = get_attribute(self, name)
+        try:
+            value = get_attribute(self, name)
+        except AttributeError:  # or it is a parameter, buffer or module
+            if current_recorder() is not None and not name.startswith("__"):
+                log.note_read(object.__getattribute__(self, "__dict__"), name, _MISSING)
+            raise
         if current_recorder() is not None:
             # Export reads through proxies of modules, which share their tables.
             owner = object.__getattribute__(self, "__dict__")
@@ -273,8 +290,12 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
         return value
 
     def set_noted(self: Any, name: str, value: Any) -> None:
-        if current_recorder() is not None and not isinstance(value, (torch.Tensor, nn.Module)):
-            log.note_write(object.__getattribute__(self, "__dict__"), name, value)
+        recorder = current_recorder()
+        if recorder is not None and not isinstance(value, nn.Module):
+            written = value
+            if isinstance(value, torch.Tensor):  # which must not be held beyond the step
+                written = _CONSTANT if recorder.is_constant(value) else _COMPUTED
+            log.note_write(object.__getattribute__(self, "__dict__"), name, written)
         set_attribute(self, name, value)
 
     with exchanged(kind, __getattribute__=get, __setattr__=set_noted):
