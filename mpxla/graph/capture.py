@@ -59,6 +59,7 @@ from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
 from mpxla.kept import Kept
+from mpxla.log import warn_once
 
 __all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
 
@@ -85,7 +86,8 @@ class NumberLeaf(TensorLeaf):
 class BackwardRecorder:
     """What `model.backward` was asked to differentiate while a step function is captured.
 
-    Also what `smp.debug_print` is to show, with a label, when the step runs.
+    Also what `smp.debug_print` is to show when the step runs, with a label, and what is to be true
+    then, with the user's line.
 
     Attributes:
         is_constant: says whether a tensor is the same in every call.
@@ -93,7 +95,7 @@ class BackwardRecorder:
 
     is_constant: Callable[[torch.Tensor], bool]
     objectives: list[torch.Tensor] = field(default_factory=list)
-    prints: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    prints: list[tuple[str, torch.Tensor, bool]] = field(default_factory=list)
 
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""
@@ -105,7 +107,17 @@ class BackwardRecorder:
                 f"tensor: the one that .item() was called on, for a number."
             )
         # A copy, which what is written to the tensor afterwards does not reach.
-        self.prints.append((label, tensor.detach().clone()))
+        self.prints.append((label, tensor.detach().clone(), False))
+
+    def check(self, line: str, passed: torch.Tensor) -> None:
+        """Makes the step fail where a value is not true when it has run."""
+        warn_once(
+            f"finite{line}",
+            f"the step function asks{line} whether values are NaN or infinite. It is captured as "
+            f"if there were none, and every step call waits for its results, to see that there "
+            f"were none.",
+        )
+        self.prints.append((line, passed, True))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Records the scalars whose gradients add up to what the call asks for.
@@ -209,6 +221,8 @@ class _StepModule(nn.Module):
             ):
                 returned = self._function(leaves)
                 semantics.selected.check()
+                for line, passed in semantics.constants.finite().items():
+                    recorder.check(line, passed)
         finally:
             _recorder = None
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -229,9 +243,10 @@ class _StepModule(nn.Module):
                 is_number = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_number, value=leaf))
         self.returned.prints = tuple(
-            Print(label, len(results) + place) for place, (label, _) in enumerate(recorder.prints)
+            Print(label, len(results) + place, is_check)
+            for place, (label, _, is_check) in enumerate(recorder.prints)
         )
-        results += [value for _, value in recorder.prints]
+        results += [value for _, value, _ in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics

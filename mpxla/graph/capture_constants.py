@@ -38,6 +38,16 @@ _READS = frozenset(
     "__bool__ __contains__ __float__ __index__ __int__ "
     "allclose equal is_nonzero item tolist".split()
 )
+_NUMBERS = _READS - {"__bool__", "is_nonzero"}
+"""Reads that are no decision."""
+_OF_FINITE = {
+    "isnan": False,
+    "isinf": False,
+    "isposinf": False,
+    "isneginf": False,
+    "isfinite": True,
+}
+"""What tests say of finite values."""
 _COUNTS = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
 """The shape of their result depends on values."""
 _data = cast(Any, torch.Tensor.data).__get__
@@ -47,13 +57,14 @@ _data = cast(Any, torch.Tensor.data).__get__
 class _Known:
     """The value of a tensor without one, and the numbers of writes that both had then.
 
-    Sources are the user's own tensors that it follows from.
+    Sources are the user's own tensors that it follows from, and tests whether values are finite.
     """
 
     value: torch.Tensor
     num_writes: int
     tensor_writes: int
     sources: tuple[torch.Tensor, ...] = ()
+    is_assumed: bool = False
 
 
 class Constants:
@@ -62,10 +73,12 @@ class Constants:
     Attributes:
         reads: the user's own tensors whose values Python has read, by id: the tensor, and the
             user's line.
+        tests: whether values are finite, which Python has read, by id: the test, and the line.
     """
 
     def __init__(self, tape: Tape | None = None) -> None:
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
+        self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
         self._tape = tape
 
@@ -87,7 +100,14 @@ class Constants:
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if func is torch.Tensor.__getitem__:
             args = (args[0], self._as_indices(args[1]))
-        if func is _data or not all(self.is_known(tensor) for tensor in tensors):
+        if func is _data or not all(self._has_value(tensor) for tensor in tensors):
+            result = func(*args, **kwargs)
+            # Inputs may have values, for which the step is captured again, with these.
+            if getattr(func, "__name__", "") in _OF_FINITE and self._tape is not None:
+                self._assume(result, _OF_FINITE[func.__name__], self._tape)
+            return result
+        is_number = getattr(func, "__name__", "") in _NUMBERS
+        if is_number and any(t.dtype is not torch.bool and self._tests_of(t) for t in tensors):
             return func(*args, **kwargs)
         if tensors and _depends_on_values(func, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
@@ -106,13 +126,40 @@ class Constants:
         for part in index if isinstance(index, tuple) else (index,):
             is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
             places = None
-            if is_mask and self.is_known(part):
+            if is_mask and self._has_value(part):
                 places = self._run(torch.nonzero, (part,), {}, is_read=True)
             found += [part] if places is None else places.unbind(1)
         return tuple(found)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
+        return self._has_value(tensor) and not self._tests_of(tensor)
+
+    def finite(self) -> dict[str, torch.Tensor]:
+        """Whether values were finite where Python has read that, by the user's line."""
+        found: dict[str, torch.Tensor] = {}
+        for test, line in self.tests.values():
+            passed = test.all() if bool(self._known[test].value.all()) else ~test.any()
+            found[line] = found[line] & passed if line in found else passed
+        return found
+
+    def _tests_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [source for source in self._sources(tensor) if self._is_test(source)]
+
+    def _is_test(self, source: torch.Tensor) -> bool:
+        known = self._known.get(source)
+        return known is not None and known.is_assumed
+
+    def _assume(self, test: torch.Tensor, value: bool, tape: Tape) -> None:
+        """Takes a test whether values are finite for passed."""
+        if is_functorch_wrapped_tensor(test) or test.numel() > LARGEST_CONSTANT:
+            return
+        with _disable_current_modes():
+            passed = torch.full(test.shape, value)
+        tape.begin_constant(passed)
+        self._known[test] = _Known(passed, passed._version, test._version, (test,), True)
+
+    def _has_value(self, tensor: torch.Tensor) -> bool:
         if is_functorch_wrapped_tensor(tensor):  # a row of it, in `torch.vmap`
             return False
         if not isinstance(tensor, FakeTensor):
@@ -163,7 +210,9 @@ class Constants:
             if torch.equal(before, torch.get_rng_state()):
                 where = at_user_line() if is_read else None
                 if where is not None:
-                    self.reads |= {id(s): (s, where) for s in self._sources(given_ones)}
+                    for source in self._sources(given_ones):
+                        found = self.tests if self._is_test(source) else self.reads
+                        found[id(source)] = source, where
                 if self._tape is not None:
                     changed = [t for t, n in zip(given, writes, strict=True) if t._version != n]
                     self._tape.add((func, args, kwargs), value, changed, where)

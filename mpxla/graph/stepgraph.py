@@ -103,10 +103,14 @@ class ResultLeaf:
 
 @dataclass(frozen=True)
 class Print:
-    """A tensor that the step shows when it runs: its label, and its index among the results."""
+    """A tensor that the step shows when it runs: its label, and its index among the results.
+
+    Or a check, whose label is the user's line.
+    """
 
     label: str
     result: int
+    is_check: bool = False
 
 
 @dataclass(frozen=True)

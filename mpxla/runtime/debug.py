@@ -16,7 +16,7 @@ from mpxla.graph.stepgraph import Print
 from mpxla.graph.user_code import at_user_line
 from mpxla.session import current, is_initialized
 
-__all__ = ["debug_print", "show_prints"]
+__all__ = ["debug_print", "problem_of_checks", "show_prints"]
 
 
 def debug_print(tensor: torch.Tensor, label: str | None = None) -> None:
@@ -60,9 +60,38 @@ def show_prints(
     """
     for microbatch in range(num_microbatches):
         for shown in prints:
-            if (shown.result, microbatch) in results:
+            if not shown.is_check and (shown.result, microbatch) in results:
                 value = view(results[shown.result, microbatch])
                 _write(f"{shown.label}, microbatch {microbatch}", value)
+
+
+def problem_of_checks(
+    prints: Sequence[Print],
+    function: str,
+    num_microbatches: int,
+    fetch: Callable[[int], list[torch.Tensor]],
+    view: Callable[[Any], torch.Tensor],
+) -> str | None:
+    """Which check of a step has failed, as a text for the user; waits for the step.
+
+    Args:
+        prints: of the step.
+        function: the step function, for the text.
+        num_microbatches: how many microbatches the step had.
+        fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
+        view: gives a result on the host.
+    """
+    for check in prints:
+        for microbatch in range(num_microbatches) if check.is_check else ():
+            if not bool(view(fetch(check.result)[microbatch])):
+                return (
+                    f"{function}: microbatch {microbatch} has values that are NaN or infinite, for "
+                    f"which the step function asks{check.label}. It was captured as if there were "
+                    f"none, and has run; its gradients are worthless. Look for where they begin "
+                    f"with smp.debug_print or MPXLA_EAGER=1; to train on, use torch.where in place "
+                    f"of the branch."
+                )
+    return None
 
 
 def _write(title: str, value: Any) -> None:

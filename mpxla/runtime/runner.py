@@ -10,7 +10,7 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
-from mpxla.runtime.debug import show_prints
+from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gathering import Gathering
@@ -153,10 +153,12 @@ class PlanRunner:
                 (run.results[key],) = self._backend.put(self._backend.get([value]))
 
     def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
-        """What is wrong with the indices that the last run made; every rank of the pipeline."""
+        """What is wrong with values that the last run made; every rank of the pipeline."""
         fetch, self._fetch = self._fetch, None  # it holds the results of a step
         assert fetch is not None, "a step has run"
-        return self.checks.problem_of_results(function, num_microbatches, fetch)
+        prints, view = self.plan.cut.step.prints, self._backend.view
+        problem = problem_of_checks(prints, function, num_microbatches, fetch, view)
+        return problem or self.checks.problem_of_results(function, num_microbatches, fetch)
 
     def _reduce(self, stage: int, run: StepRun) -> None:
         assert self._reduction is not None, "only training steps have reductions"
