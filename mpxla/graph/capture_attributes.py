@@ -31,6 +31,7 @@ __all__ = ["AttributeLog", "Outer", "Read", "attributes_noted", "kept", "outside
 
 _OF_TORCH, _OF_MODULES = frozenset(vars(nn.Module())), frozenset(dir(nn.Module))
 _MISSING, _CONSTANT, _COMPUTED = object(), object(), object()
+_TABLES = ("_parameters", "_buffers", "_modules")
 _MADE_BY_PYTHON, _IMMUTABLE = 1 << 9, 1 << 8
 """CPython's flags of types."""
 _DEPTH, _MOST_OBJECTS = 4, 2000
@@ -276,9 +277,11 @@ def _class_noted(kind: Any, log: AttributeLog) -> Generator[None]:
     def get(self: Any, name: str) -> Any:
         try:
             value = get_attribute(self, name)
-        except AttributeError:  # or it is a parameter, buffer or module
-            if current_recorder() is not None and not name.startswith("__"):
-                log.note_read(object.__getattribute__(self, "__dict__"), name, _MISSING)
+        except AttributeError:  # which modules have for their parameters, buffers and parts, too
+            owner = object.__getattribute__(self, "__dict__")
+            is_there = any(name in owner.get(table, ()) for table in _TABLES)
+            if current_recorder() is not None and not is_there:
+                log.note_read(owner, name, _MISSING)
             raise
         if current_recorder() is not None:
             # Export reads through proxies of modules, which share their tables.

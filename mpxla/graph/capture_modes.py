@@ -31,6 +31,7 @@ from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
 from mpxla.graph.capture_selects import Selected
+from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fakes import fake_tensor
@@ -67,7 +68,8 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
-        self.selected = Selected(self.constants.call)
+        self._writes = HiddenWrites(self.constants.call)
+        self.selected = Selected(self._writes.call)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
@@ -113,7 +115,7 @@ class StepSemantics(TorchFunctionMode):
             return self.selected.set(*args)
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
-        return self.constants.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
+        return self._writes.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
 
     def _verdict(self, compare: Any, args: Any, kwargs: Any) -> bool:
         """Whether all elements pass a comparison, read as `bool(tensor)` reads it."""

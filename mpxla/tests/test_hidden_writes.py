@@ -1,0 +1,131 @@
+"""Writes that autograd does not see have the values and gradients that they have in PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.errors import CaptureError
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def under_no_grad(model, y):
+    with torch.no_grad():
+        y.mul_(0.5)
+        torch.relu_(y)
+        y += 1
+    return y
+
+
+def to_views(model, y):
+    with torch.no_grad():
+        y[:, 0].zero_()
+        y[1] = 2.0
+        y.t()[2, :2].add_(y[:2, 3])
+    return y
+
+
+def to_data(model, y):
+    y.data.clamp_(-0.1, 0.1)
+    y.data[:, 1] = 0.3
+    y.detach().mul_(2)
+    return y
+
+
+def other_data(model, y):
+    """As the activations of binary networks do it."""
+    y.data = y.data.sign()
+    return y * model.last.weight.data.sign().mean()
+
+
+def detached_in_place(model, y):
+    return (y * 2).detach_() + y
+
+
+def buffers(model, y):
+    model.scale.data.mul_(0.5)
+    model.shift.data = model.shift.data + model.last.weight.data.mean()
+    return y * model.scale + model.shift
+
+
+FUNCTIONS = [under_no_grad, to_views, to_data, other_data, detached_in_place, buffers]
+
+
+class Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x):
+        return self.last(self.function(self, self.first(x)))
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+
+
+def expected(function):
+    model = Model(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x in X.chunk(2):
+            (model(x).square().mean() / 2).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def train(num_stages, functions):
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).square().mean())
+
+    found = []
+    for function in functions:
+        model = smp.DistributedModel(Model(function))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(model, X)
+            optimizer.step()
+        found.append({name: value.cpu() for name, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_values_and_gradients(num_stages):
+    for states in run_ranks(train, num_stages, num_stages, FUNCTIONS):
+        for function, state in zip(FUNCTIONS, states, strict=True):
+            torch.testing.assert_close(state, expected(function), msg=function.__name__)
+
+
+def to_a_parameter(model, y):
+    model.last.weight.data = model.last.weight.data.sign()
+    return y
+
+
+def into_a_parameter(model, y):
+    model.last.weight.data.clamp_(-1, 1)
+    return y
+
+
+def refuse(function):
+    smp.init({"microbatches": 2})
+    evaluate = smp.step(lambda model, x: model(x))
+    with pytest.raises(CaptureError) as error:
+        evaluate(smp.DistributedModel(Model(function)), X)
+    return str(error.value)
+
+
+def test_parameters_are_not_written_to():
+    (text,) = run_ranks(refuse, 1, to_a_parameter)
+    assert "gives a parameter other data at " in text
+    assert "model.last.weight.data = model.last.weight.data.sign()" in text
+    (text,) = run_ranks(refuse, 1, into_a_parameter)
+    assert "changes the parameter or constant last.weight in place at " in text
