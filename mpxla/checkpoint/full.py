@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,74 +111,13 @@ def _gather_masters(session: Session, model: DistributedModel) -> dict[str, torc
     return {name: whole[canonical] for name, canonical in names if canonical in whole}
 
 
-class StateSource(Protocol):
+class StateSource(NamedTuple):
     """A state dict on the disk."""
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     """By name."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the host; may be mapped, so copy before writing to it."""
-        ...
-
-
-class _Loaded:
-    """A state dict whose tensors are mapped from a file."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor]):
-        self._values = values
-        self.shapes = {name: tuple(value.shape) for name, value in values.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._values[name]
-
-
-class _Safetensors:
-    """A file of the safetensors format."""
-
-    def __init__(self, path: Path):
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise CheckpointError(
-                f"{path} needs the package safetensors; install it with pip install safetensors."
-            ) from error
-        try:
-            self._file = safe_open(path, framework="pt")
-            names = list(self._file.keys())
-            self.shapes = {n: tuple(self._file.get_slice(n).get_shape()) for n in names}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read, it may be truncated or altered: {error}"
-            ) from error
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(name)
-
-
-class _Several:
-    """Several files that share the names of one model."""
-
-    def __init__(self, index: Path, weights_only: bool):
-        try:
-            places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{index} is no index of model files (it has no weight_map); pass the file that "
-                f"names the parts, such as model.safetensors.index.json."
-            ) from error
-        files = {f: open_state(index.parent / f, weights_only) for f in set(places.values())}
-        self._sources = {name: files[file] for name, file in places.items()}
-        missing = [name for name, source in self._sources.items() if name not in source.shapes]
-        if missing:
-            raise CheckpointError(
-                f"{index} says that {missing[0]} is in {places[missing[0]]}, which does not have "
-                f"it; fetch the files again."
-            )
-        self.shapes = {name: source.shapes[name] for name, source in self._sources.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._sources[name].read(name)
+    read: Callable[[str], torch.Tensor]
+    """One tensor, on the host; may be mapped, so copy before writing to it."""
 
 
 def open_state(
@@ -199,17 +138,61 @@ def open_state(
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; check the path and the tag.")
     if path.name.endswith(".index.json"):
-        source: StateSource = _Several(path, weights_only)
+        source = _several(path, weights_only)
     elif path.suffix == ".safetensors":
-        source = _Safetensors(path)
+        source = _safetensors(path)
     else:
         check_zip(path)
         values = load_object(path, weights_only, mmap=is_zip(path))
-        return _Loaded(_tensors(path, values if translate is None else translate(values)))
+        return _loaded(_tensors(path, values if translate is None else translate(values)))
     if translate is not None:
         values = {name: source.read(name) for name in source.shapes}
-        source = _Loaded(_tensors(path, translate(values)))
+        source = _loaded(_tensors(path, translate(values)))
     return source
+
+
+def _loaded(values: Mapping[str, torch.Tensor]) -> StateSource:
+    """Tensors that are mapped from a file."""
+    return StateSource(
+        {name: tuple(value.shape) for name, value in values.items()}, values.__getitem__
+    )
+
+
+def _safetensors(path: Path) -> StateSource:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} needs the package safetensors; install it with pip install safetensors."
+        ) from error
+    try:
+        file = safe_open(path, framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, it may be truncated or altered: {error}"
+        ) from error
+    return StateSource(shapes, file.get_tensor)
+
+
+def _several(index: Path, weights_only: bool) -> StateSource:
+    """Several files that share the names of one model."""
+    try:
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{index} is no index of model files (it has no weight_map); pass the file that "
+            f"names the parts, such as model.safetensors.index.json."
+        ) from error
+    files = {file: open_state(index.parent / file, weights_only) for file in set(places.values())}
+    missing = [name for name, file in places.items() if name not in files[file].shapes]
+    if missing:
+        raise CheckpointError(
+            f"{index} says that {missing[0]} is in {places[missing[0]]}, which does not have "
+            f"it; fetch the files again."
+        )
+    shapes = {name: files[file].shapes[name] for name, file in places.items()}
+    return StateSource(shapes, lambda name: files[places[name]].read(name))
 
 
 def _tensors(path: Path, values: Any) -> dict[str, torch.Tensor]:

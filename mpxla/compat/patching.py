@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from mpxla.graph.exchanged import exchanged
+
 __all__ = ["Patches", "patched_on_import"]
 
 
@@ -17,11 +19,7 @@ class Patches(contextlib.ExitStack):
     def replace(self, owner: Any, name: str, value: Any) -> Any:
         """Replaces an attribute of a module or a class, and returns what it was."""
         found = getattr(owner, name, None)
-        if name in vars(owner):
-            self.callback(setattr, owner, name, vars(owner)[name])
-        else:  # it is inherited
-            self.callback(delattr, owner, name)
-        setattr(owner, name, value)
+        self.enter_context(exchanged(owner, **{name: value}))
         return found
 
 

@@ -1,4 +1,4 @@
-"""Attributes of torch's classes and modules that are others while a step is captured."""
+"""Attributes of classes and modules of other packages that are others for a while."""
 
 import contextlib
 from collections.abc import Generator

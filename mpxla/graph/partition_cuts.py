@@ -9,10 +9,8 @@ amount of each layer costs in stage s. Whatever several pieces share counts in A
 shared(i, j) is the surplus of that within the run. X is the price of the cuts. `best_cuts`
 minimises the largest cost of exactly S stages. Phases:
 
-1. *bound*: without `shared`, the cost separates into a term of i and a term of j, so whether S
-   stages below a threshold exist takes one running maximum per stage; bisection. This is the
-   optimum if nothing is shared, and an upper bound otherwise.
-2. *bottleneck*: if something is shared, an exact dynamic program over runs within that bound.
+1. *bound*: what stages of nearly equal amounts cost.
+2. *bottleneck*: the optimum, by an exact dynamic program over runs within that bound.
 3. *preference*: a second dynamic program picks, among all cuts that reach the optimum, those with
    the least sum of preferences.
 
@@ -31,7 +29,6 @@ __all__ = ["Chain", "best_cuts"]
 
 TOLERANCE = 1e-9
 """Relative difference below which two costs are equal."""
-MAX_BISECTIONS = 60
 UNREACHABLE = np.iinfo(np.int64).max // 4
 
 
@@ -75,47 +72,22 @@ def best_cuts(chain: Chain) -> tuple[tuple[int, ...], float] | None:
         restriction leaves no way.
     """
     assert 1 <= chain.num_stages <= chain.num_pieces
-    if chain.first_start is not None:
-        bottleneck = _bottleneck(chain, _most_possible(chain))
-    else:
-        bottleneck = _separable_bottleneck(chain)
-        if any(chain.shared):
-            bottleneck = _bottleneck(chain, bottleneck)
+    bottleneck = _bottleneck(chain, _bound(chain))
     if not np.isfinite(bottleneck):
         return None
     cuts = _preferred_cuts(chain, bottleneck)
     return cuts, _largest_cost(chain, cuts)
 
 
-def _most_possible(chain: Chain) -> float:
-    """No stage can cost more."""
-    return float((chain.weights @ chain.upper[:, -1]).max() + 2 * chain.crossing.max())
-
-
-def _separable_bottleneck(chain: Chain) -> float:
-    """Phase 1: smallest threshold (to within the tolerance) if shared things cost every time."""
-    prefix = chain.weights @ chain.upper
-    ends, starts = prefix + chain.crossing, prefix - chain.crossing
-
-    def is_enough(threshold: float) -> bool:
-        is_reached = np.zeros(chain.num_pieces + 1, dtype=bool)
-        is_reached[0] = True
-        for end, start in zip(ends, starts, strict=True):
-            best_start = np.maximum.accumulate(np.where(is_reached, start, -np.inf))
-            is_reached[1:] = best_start[:-1] >= end[1:] - threshold
-            is_reached[0] = False
-        return bool(is_reached[-1])
-
-    low, high = float(prefix[:, -1].min()) / chain.num_stages, _most_possible(chain)
-    for _ in range(MAX_BISECTIONS):
-        if high - low <= TOLERANCE * high / 4:
-            break
-        middle = (low + high) / 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high * (1 + TOLERANCE)
+def _bound(chain: Chain) -> float:
+    """Phase 1: what the optimum does not exceed."""
+    num_pieces, steps = chain.num_pieces, np.arange(1, chain.num_stages)
+    if chain.first_start is not None:  # even cuts may not be allowed
+        return float((chain.weights @ chain.upper[:, -1]).max() + 2 * chain.crossing.max())
+    amounts = chain.weights.mean(axis=0) @ chain.upper
+    even = np.searchsorted(amounts, amounts[-1] * steps / chain.num_stages)
+    ordered = np.maximum.accumulate(np.maximum(even - steps, 0)) + steps  # no stage is empty
+    return _largest_cost(chain, np.minimum(ordered, num_pieces - steps[::-1]).tolist())
 
 
 def _bottleneck(chain: Chain, limit: float) -> float:

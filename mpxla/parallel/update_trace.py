@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpxla.device.backend import Backend
+from mpxla.graph.exchanged import exchanged
 from mpxla.parallel.stochastic_rounding import (
     Noise,
     Origin,
@@ -195,18 +196,15 @@ def _capturable(kind: type) -> Generator[None]:
     """
     name = "_get_capturable_supported_devices"
     modules = [sys.modules[part.__module__] for part in kind.__mro__ if part is not object]
-    found = [(module, getattr(module, name)) for module in modules if hasattr(module, name)]
-    for module, allowed in found:
+    with contextlib.ExitStack() as stack:
+        for module in (module for module in modules if hasattr(module, name)):
+            allowed = getattr(module, name)
 
-        def more(*args: Any, own: Any = allowed, **kwargs: Any) -> list[str]:
-            return [*own(*args, **kwargs), "cpu"]
+            def more(*args: Any, own: Any = allowed, **kwargs: Any) -> list[str]:
+                return [*own(*args, **kwargs), "cpu"]
 
-        setattr(module, name, more)
-    try:
+            stack.enter_context(exchanged(module, **{name: more}))
         yield
-    finally:
-        for module, allowed in reversed(found):
-            setattr(module, name, allowed)
 
 
 def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:

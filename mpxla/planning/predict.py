@@ -5,15 +5,15 @@ there are pipeline ranks, so that two short steps tell what each further round t
 where stages are unequal, no less than the work of the busiest rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpxla.errors import ConfigError
 from mpxla.planning.layout import PRECISIONS, Layout, problems
 from mpxla.planning.work import Work, step_costs
+from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import peak_bytes
 from mpxla.schedule.search import Found, StepCosts, compute_lists, search
-from mpxla.schedule.simulate import Costs
 
 __all__ = ["Prediction", "memory_of", "predict", "shortest_s", "simulated"]
 
@@ -133,7 +133,8 @@ def shortest_s(layout: Layout, num_microbatches: int, costs: StepCosts) -> float
     last one must then go through all stages before.
     """
     placement = layout.placement
-    forward, backward, reduce = _per_stage(costs.costs)
+    times = costs.costs.per_stage(len(placement))
+    forward, backward, reduce = times[Op.FORWARD], times[Op.BACKWARD], times[Op.REDUCE]
     bounds: list[float] = []
     for rank in range(layout.stages):
         own = [stage for stage, home in enumerate(placement) if home == rank]
@@ -143,9 +144,3 @@ def shortest_s(layout: Layout, num_microbatches: int, costs: StepCosts) -> float
         after_s = max(drain_s, sum(reduce[s] for s in own) if layout.stages_per_rank == 1 else 0.0)
         bounds.append(sum(forward[:first]) + compute_s + after_s)
     return max(bounds)
-
-
-def _per_stage(costs: Costs) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-    found = costs.forward, costs.backward, costs.reduce
-    assert all(not isinstance(each, int | float) for each in found), "costs are per stage"
-    return found  # pyright: ignore[reportReturnType]

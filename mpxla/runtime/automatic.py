@@ -20,7 +20,6 @@ from mpxla.runtime.cut import CutStep
 from mpxla.runtime.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Op
 from mpxla.schedule.analysis import StageBytes, peak_bytes
-from mpxla.schedule.simulate import Costs
 from mpxla.stage.flat import FlatShard
 from mpxla.stage.sharded import block_of
 
@@ -226,17 +225,9 @@ def _counted(config: Config, step_s: float, default_s: float) -> tuple[float, fl
 def _step_s(
     cut: CutStep, config: Config, machine: MachineModel, dispatch_s: float = _DISPATCH_S
 ) -> float:
-    costs = _with_dispatch(stage_costs(cut, machine), len(cut.stages), dispatch_s)
+    # Every program, also each part of a split backward, has to be started.
+    costs = stage_costs(cut, machine).plus(dict.fromkeys(_PROGRAMS, [dispatch_s] * len(cut.stages)))
     return simulate_step(cut, schedule_step(cut, config), costs).makespan
-
-
-def _with_dispatch(costs: Costs, num_stages: int, dispatch_s: float) -> Costs:
-    """Every program, also each part of a split backward, has to be started."""
-    stages = costs.per_stage(num_stages)
-    return replace(
-        costs,
-        **{op.name.lower(): [seconds + dispatch_s for seconds in stages[op]] for op in _PROGRAMS},
-    )
 
 
 def bytes_of_divided(

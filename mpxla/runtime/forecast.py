@@ -20,7 +20,6 @@ from mpxla.runtime.scheduling import schedule_step, simulate_step, stage_costs
 from mpxla.schedule.action import Action, Op
 from mpxla.schedule.analysis import link_bytes, peak_bytes
 from mpxla.schedule.search import StepCosts
-from mpxla.schedule.simulate import Costs
 from mpxla.schedule.timeline import Timeline
 from mpxla.stage.lower import LoweredStage, TracedStage
 from mpxla.stage.spec import TensorSpec
@@ -159,33 +158,29 @@ def _step_costs(
         held_bytes(stage, splits.get(stage.spec.index), cut.placement[stage.spec.index] == first)
         for stage in lowered
     ]
-    costs = _with_recomputation(stage_costs(cut, machine), cut, lowered)
+    costs = stage_costs(cut, machine).plus(_recomputed(cut, lowered))
+    costs = costs.plus(_collectives(machine, lowered))
     copies = [stage.moved / machine.host_bytes_per_s for stage in held]
     return StepCosts(
-        replace(_with_collectives(costs, machine, lowered), copy=copies),
+        replace(costs, copy=copies),
         *cut.edges,
         held,
         cut.partition.rank_bytes(cut.partition.parameter_bytes),
     )
 
 
-def _with_recomputation(costs: Costs, cut: CutStep, lowered: list[LoweredStage]) -> Costs:
-    """Adds to backwards what they compute again, before anything else of them can run."""
+def _recomputed(cut: CutStep, lowered: list[LoweredStage]) -> dict[Op, list[float]]:
+    """What backwards compute again, before anything else of them can run."""
     seconds = {
         group[0].name: cost
         for group, cost in zip(cut.problem.members, cut.problem.forward_s, strict=True)
     }
     again = [sum(seconds.get(name, 0.0) for name in recomputed_nodes(s)) for s in lowered]
-    stages = costs.per_stage(len(lowered))
-    whole, first = (
-        [a + b for a, b in zip(stages[op], again, strict=True)]
-        for op in (Op.BACKWARD, Op.INPUT_GRADIENT)
-    )
-    return replace(costs, backward=whole, input_gradient=first)
+    return {Op.BACKWARD: again, Op.INPUT_GRADIENT: again}
 
 
-def _with_collectives(costs: Costs, machine: MachineModel, lowered: list[LoweredStage]) -> Costs:
-    """Adds messages among the ranks that share tensors, which nothing overlaps."""
+def _collectives(machine: MachineModel, lowered: list[LoweredStage]) -> dict[Op, list[float]]:
+    """Messages among the ranks that share tensors, which nothing overlaps."""
 
     def seconds(graph: torch.fx.Graph) -> float:
         return sum(map(collective_bytes, graph.nodes)) / machine.link_bytes_per_s
@@ -195,12 +190,7 @@ def _with_collectives(costs: Costs, machine: MachineModel, lowered: list[Lowered
         0.0 if stage.backward is None else seconds(stage.backward.derivative.graph)
         for stage in lowered
     ]
-    stages = costs.per_stage(len(lowered))
-    forward, whole, first = (
-        [a + b for a, b in zip(stages[op], more, strict=True)]
-        for op, more in ((Op.FORWARD, there), (Op.BACKWARD, back), (Op.INPUT_GRADIENT, back))
-    )
-    return replace(costs, forward=forward, backward=whole, input_gradient=first)
+    return {Op.FORWARD: there, Op.BACKWARD: back, Op.INPUT_GRADIENT: back}
 
 
 def _programs(

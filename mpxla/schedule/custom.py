@@ -19,6 +19,7 @@ from mpxla.schedule.grid import Cell, format_failure
 from mpxla.schedule.lower import add_communication, add_reduce
 from mpxla.schedule.simulate import simulate
 from mpxla.schedule.timeline import stage_peaks
+from mpxla.schedule.validate import check_lists
 
 __all__ = ["CustomSchedule"]
 
@@ -49,7 +50,6 @@ class CustomSchedule:
             )
         self.placement = _placement(self.lists)
         _check_microbatches(self.lists, num_microbatches)
-        _check_complete(self.lists, self.placement, num_microbatches)
         self._prove()
         peaks = stage_peaks(self.lists, len(self.placement))
         if max(peaks) > active_microbatches:
@@ -79,6 +79,8 @@ class CustomSchedule:
 
     def _prove(self) -> None:
         """Runs the text with stages in a chain; with transfers, the edges are those it names."""
+        if not self.has_transfers:  # they can be added only where every stage does all its work
+            check_lists(self.lists, Dataflow.of_schedule(self.lists, self.placement, (), ()))
         stages = range(len(self.placement) - 1)
         forward = {(s, s + 1) for s in stages}
         if self.has_transfers:
@@ -132,20 +134,3 @@ def _check_microbatches(lists: Lists, num_microbatches: int) -> None:
             "schedule: the text has no backwards. It is for training steps; evaluation steps need "
             "none."
         )
-
-
-def _check_complete(lists: Lists, placement: tuple[int, ...], num_microbatches: int) -> None:
-    """Transfers can be added only where every stage does all its work."""
-    found = {action for line in lists for action in line}
-    flow = Dataflow.of_schedule(lists, placement, (), ())
-    for rank, line in enumerate(lists):
-        wanted = [kind for kind in flow.computes() if placement[kind.stage] == rank]
-        needed = (Action(k.stage, k.op, mb) for mb in range(num_microbatches) for k in wanted)
-        missing = [str(action) for action in needed if action not in found]
-        if missing:
-            headline = (
-                f"schedule: rank {rank} lacks {', '.join(missing[:8])}"
-                f"{', ...' if len(missing) > 8 else ''}: every stage runs every microbatch. Add "
-                "what is missing."
-            )
-            raise ScheduleError(format_failure(lists, Cell(rank, len(line)), headline))

@@ -18,7 +18,7 @@ This module must not know how schedules are made.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpxla.errors import ScheduleError
 from mpxla.schedule.action import OTHER_END, Action, Op
@@ -79,6 +79,14 @@ class Costs:
             Op.OFFLOAD: spread(self.copy),
             Op.LOAD: spread(self.copy),
         }
+
+    def plus(self, more: Mapping[Op, Sequence[float]]) -> "Costs":
+        """With more of what every stage's programs cost, by operation."""
+        sums = {}
+        for op, added in more.items():
+            own = self.per_stage(len(added))[op]
+            sums[op.name.lower()] = [a + b for a, b in zip(own, added, strict=True)]
+        return replace(self, **sums)
 
 
 def simulate(

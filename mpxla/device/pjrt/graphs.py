@@ -61,7 +61,9 @@ _WRITTEN_LATE = (
     *("sinc", "mvlgamma", "linalg_cross", "slice_scatter", "select_scatter", "max_unpool2d"),
     *("max_unpool3d", "embedding_dense_backward", "native_group_norm_backward"),
     *("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit_functional"),
-    "_native_batch_norm_legit_no_training",
+    *("_native_batch_norm_legit_no_training", "im2col", "col2im", "index_add", "addr"),
+    *("nll_loss_forward", "nll_loss2d_forward"),
+    *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
 )
 """Operators that graphs keep: stages save what these take, and not what they are made of."""
 

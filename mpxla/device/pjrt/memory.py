@@ -10,6 +10,7 @@ import jax
 from mpxla.device.pjrt.arrays import Device
 from mpxla.env import read_environment
 from mpxla.errors import MpxlaError
+from mpxla.graph.partition_report import format_size
 
 __all__ = ["counters", "explained"]
 
@@ -54,15 +55,16 @@ def _text(doing: str, device: Device, program: Any, cause: str) -> str:
     if program is not None:
         sizes = program.memory_analysis()
         if sizes is not None:
+            own_bytes = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
             lines.append(
-                f"  The program needs {_size(sizes.temp_size_in_bytes)} while it runs and "
-                f"{_size(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)} for its results, "
-                f"beside {_size(sizes.argument_size_in_bytes)} of arguments."
+                f"  The program needs {format_size(sizes.temp_size_in_bytes)} while it runs and "
+                f"{format_size(own_bytes)} for its results, beside "
+                f"{format_size(sizes.argument_size_in_bytes)} of arguments."
             )
     counted = counters(device)
     if counted is not None:
         used, limit = counted.get("bytes_used", 0), counted.get("bytes_limit", 0)
-        lines.append(f"  In use: {_size(used)} of {_size(limit)}.")
+        lines.append(f"  In use: {format_size(used)} of {format_size(limit)}.")
     lines.append("  Arrays (parameters, gradients, optimizer state, activations), by shape:")
     lines += [f"    {line}" for line in _arrays(device)]
     lines.append(
@@ -82,16 +84,9 @@ def _arrays(device: Device) -> list[str]:
         kind = f"{array.dtype}{list(array.shape)}"
         counts[kind] += 1
         total[kind] += array.nbytes
-    lines = [f"{_size(n)} in {counts[k]} x {k}" for k, n in total.most_common(_NUM_KINDS)]
+    lines = [f"{format_size(n)} in {counts[k]} x {k}" for k, n in total.most_common(_NUM_KINDS)]
     rest = len(total) - len(lines)
     shown = sum(n for _, n in total.most_common(_NUM_KINDS))
     if rest > 0:
-        lines.append(f"{_size(total.total() - shown)} in {rest} other shapes")
+        lines.append(f"{format_size(total.total() - shown)} in {rest} other shapes")
     return lines or ["none"]
-
-
-def _size(num_bytes: int) -> str:
-    for unit, limit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= limit:
-            return f"{num_bytes / limit:.3g} {unit}"
-    return f"{num_bytes} bytes"

@@ -68,7 +68,7 @@ def test_the_configuration_brings_it():
             "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
             r"(?s)cannot run in their order.*>>0B0<<.*\[1F1\].*rank 1 is blocked at step 0",
         ),
-        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1", "rank 0 lacks 0B1"),
+        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1", "Rank 0 lacks 0B1"),
         (
             "0F0 0F1 0SEND_F0>1 0SEND_F1>1 0RECV_B1<1 0B1 0RECV_B0<1 0B0\n"
             "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0",

@@ -71,26 +71,3 @@ def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
 @implements("take")
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x.reshape(-1), index, mode="fill")
-
-
-@implements("_unsafe_masked_index")
-def _masked_index(
-    x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Any
-) -> jax.Array:
-    clipped = _clip(x, indices)
-    return jnp.where(mask, x[places_of(clipped)], jnp.asarray(fill, x.dtype))
-
-
-@implements("_unsafe_masked_index_put_accumulate")
-def _masked_index_add(
-    x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array
-) -> jax.Array:
-    added = jnp.where(mask, values, 0).astype(x.dtype)
-    return add_at(x, places_of(_clip(x, indices)), added)
-
-
-def _clip(x: jax.Array, indices: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-    return [
-        None if index is None else jnp.clip(index, 0, x.shape[i] - 1)
-        for i, index in enumerate(indices)
-    ]

@@ -46,7 +46,6 @@ def _added(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..
 
 implements("addmm", "addmv", "baddbmm")(_added(_wide_product))
 implements("addbmm")(_added(lambda left, right: jnp.sum(product(left, right), 0)))
-implements("addr")(_added(jnp.outer))
 
 
 @implements("linear")

@@ -126,18 +126,6 @@ def _row(x: jax.Array, dim: int, index: jax.Array) -> tuple[Any, ...]:
     return (*(slice(None),) * (dim % x.ndim), index.reshape(-1))
 
 
-@implements("index_add")
-def _index_add(
-    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1
-) -> jax.Array:
-    values = source.astype(x.dtype)
-    values = values if alpha == 1 else values * cast(alpha, x.dtype)
-    if not x.ndim:
-        return x + jnp.sum(values)
-    values = values if values.ndim else values[None]
-    return x.at[_row(x, dim, index)].add(values)
-
-
 @implements("index_reduce")
 def _index_reduce(
     x: jax.Array,

@@ -9,6 +9,7 @@ those names at each call, so it does not matter how a script imported them. Prog
 transport are traced by the original functions (`xla_programs.py`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch._subclasses import FakeTensor
 from mpxla.comm.transport import Transport
 from mpxla.env import set_variables
 from mpxla.errors import MpxlaError
+from mpxla.graph.exchanged import exchanged
 
 __all__ = ["XlaWorld"]
 
@@ -59,47 +61,44 @@ class XlaWorld:
         self._transport = transport
         self._world = tuple(range(transport.world_size))
         self._has_reduced = has_reduced
-        self._undo: list[Callable[[], Any]] = []
+        self._undo = contextlib.ExitStack()
         self._describe(local_rank, local_size)
-        for name in ("_xla_all_reduce", "_xla_all_reduce_inplace", "_xla_all_to_all"):
-            self._exchange(_xla, name, getattr(self, name[4:]))
-        for name in ("all_gather", "reduce_scatter"):
-            self._exchange(_xla, f"_xla_{name}", getattr(self, f"_{name}"))
+        called: dict[str, Callable[..., Any]] = {
+            "all_reduce": self._all_reduce,
+            "all_reduce_inplace": self._all_reduce_inplace,
+            "all_to_all": self._all_to_all,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "collective_permute": self._permute,
+            "send": functools.partial(_refuse, "send"),
+            "recv": functools.partial(_refuse, "recv"),
+        }
         for form, run in _FORMS.items():
-            self._exchange(_xla, f"_xla_all_gather{form}", functools.partial(run, self._all_gather))
-            self._exchange(
-                _xla,
-                f"_xla_reduce_scatter{form}",
-                lambda kind, *rest, run=run: run(functools.partial(self._scattered, kind), *rest),
+            called[f"all_gather{form}"] = functools.partial(run, self._all_gather)
+            called[f"reduce_scatter{form}"] = lambda kind, *rest, run=run: run(
+                functools.partial(self._scattered, kind), *rest
             )
-        self._exchange(_xla, "_xla_collective_permute", self._permute)
-        for name in ("send", "recv"):
-            self._exchange(_xla, f"_xla_{name}", functools.partial(_refuse, name))
+        self._exchange(_xla, **{f"_xla_{name}": function for name, function in called.items()})
 
     def close(self) -> None:
         """Gives torch_xla its own names back."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _describe(self, local_rank: int, local_size: int) -> None:
         rank, size = self._transport.rank, self._transport.world_size
         # The functions read these globals, once they are set.
-        self._exchange(xr, "_WORLD_SIZE", size)
-        self._exchange(xr, "_ORDINAL", rank)
-        self._exchange(xr, "global_device_count", lambda: size)
-        self._exchange(_xla, "_xla_get_process_index", lambda: rank)
-        self._exchange(_xla, "_xla_get_num_processes", lambda: size)
+        self._exchange(xr, _WORLD_SIZE=size, _ORDINAL=rank, global_device_count=lambda: size)
+        self._exchange(
+            _xla, _xla_get_process_index=lambda: rank, _xla_get_num_processes=lambda: size
+        )
         local = {"PJRT_LOCAL_PROCESS_RANK": local_rank, "PJRT_LOCAL_PROCESS_COUNT": local_size}
         before = set_variables({name: str(value) for name, value in local.items()})
-        self._undo.append(functools.partial(set_variables, before))
+        self._undo.callback(set_variables, before)
         gradients = xm._fetch_gradients  # pyright: ignore[reportPrivateUsage]
-        self._exchange(
-            xm, "_fetch_gradients", lambda o: [] if self._has_reduced(o) else gradients(o)
-        )
+        self._exchange(xm, _fetch_gradients=lambda o: [] if self._has_reduced(o) else gradients(o))
 
-    def _exchange(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+    def _exchange(self, owner: Any, **values: Any) -> None:
+        self._undo.enter_context(exchanged(owner, **values))
 
     # --- collectives ----------------------------------------------------------------------------
 

@@ -225,6 +225,13 @@ _NO_KERNEL = (
 )
 """Operators without a kernel of torch_xla's that torch writes with others."""
 
+_ALONG = (
+    *(_aten.index_select.default, _aten.index_add.default, _aten.index_copy.default),
+    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
+)
+"""Written by advanced indexing: where their index comes out of `sort` or `topk`, they take the
+shape of the whole result of those, a pair, for that of the index."""
+
 
 def _nll_loss(
     tensor: torch.Tensor,
@@ -253,51 +260,7 @@ def _nll_loss_backward(
     return found.squeeze(0)
 
 
-def _along(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> list[torch.Tensor | None]:
-    """An index of one dimension, as advanced indexing takes it.
-
-    `index_select` and its kin end the process where their index comes out of `sort` or `topk`: they
-    take the shape of the whole result of those, a pair, for that of the index (torch_xla 2.9).
-    """
-    return [*(None for _ in range(dim % tensor.dim())), index.reshape(-1)]
-
-
-def _index_select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-    if not tensor.dim():
-        return NotImplemented
-    return _aten.index.Tensor(tensor, _along(tensor, dim, index))
-
-
-def _index_put(
-    tensor: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    values: torch.Tensor,
-    is_sum: bool = False,
-) -> Any:
-    if not tensor.dim():
-        return NotImplemented
-    indices = _along(tensor, dim, index)
-    return _aten.index_put.default(tensor, indices, values.to(tensor.dtype), is_sum)
-
-
-def _index_add(
-    tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float = 1
-) -> Any:
-    source = source if alpha == 1 else source * alpha
-    return _index_put(tensor, dim, index, source, is_sum=True)
-
-
-def _index_fill(tensor: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
-    return _index_put(tensor, dim, index, torch.full((), value, device=tensor.device))
-
-
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    _aten.index_select.default: _index_select,
-    _aten.index_add.default: _index_add,
-    _aten.index_copy.default: _index_put,
-    _aten.index_fill.int_Scalar: _index_fill,
-    _aten.index_fill.int_Tensor: _index_put,
     _aten.nll_loss_forward.default: _nll_loss,
     _aten.nll_loss_backward.default: _nll_loss_backward,
     _aten.copy.default: copied,
@@ -309,6 +272,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions(
         [
             *_NO_KERNEL,
+            *_ALONG,
             _aten.elu_backward.default,
             _aten.glu_backward.default,
             _aten.native_dropout.default,

@@ -338,8 +338,8 @@ def test_full_memory_says_what_needs_it_and_what_holds_it(backend, monkeypatch):
         program(backend.put([torch.zeros(64, 64)]))
     text = str(caught.value)
     assert text.startswith("rank 1: the memory of its device (cpu:0) is full, while stage 1 ")
-    assert "16 KiB for its results, beside 16 KiB of arguments" in text
-    assert f"6 MiB in {len(held)} x float32[512, 1024]\n" in text
+    assert "16.0 KiB for its results, beside 16.0 KiB of arguments" in text
+    assert f"6.00 MiB in {len(held)} x float32[512, 1024]\n" in text
     assert "Use smaller or more microbatches" in text
     assert text.endswith("The runtime says: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
     program._call.text = "INTERNAL: something else"
