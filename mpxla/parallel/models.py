@@ -122,7 +122,7 @@ class Models:
             model.begin_with_loss_scale,
             self._rounds,
             label,
-            self.engine.names_of(label),
+            functools.partial(self.engine.names_of, label),
         )
         self._reducers.add(reducer)
         self._members[label] = model
@@ -154,6 +154,7 @@ class Models:
         Raises:
             MpxlaError: it holds other parameters only.
         """
+        self.engine.take_in()
         given, known = parameters_of(optimizer), list(self)
         found = self.holding(given)
         if not found and given and len(known) > 1:

@@ -29,7 +29,7 @@ class PlainBackward:
         self._reducer = reducer
         self._state = reducer.replica.state
         self._touched: set[str] = set()
-        self._reductions: dict[tuple[str, ...], CombinedReduction] = {}
+        self._reductions: dict[tuple[tuple[str, ...], ...], CombinedReduction] = {}
         self._watched: set[str] = set()
         self.watch()
 
@@ -54,15 +54,15 @@ class PlainBackward:
         self._reducer.replica.backend.flush()
         gradients = [p.grad for p in parameters if p.grad is not None]
         set_gradients(parameters, [None] * len(parameters))
-        reduction = self._reductions.get(names)
+        buffers = tuple(sorted(self._state.buffers))
+        reduction = self._reductions.get((names, buffers))
         if reduction is None:
             sources = {name: [(0, place)] for place, name in enumerate(names)}
-            buffers = tuple(sorted(self._state.buffers))
             flow = GradientFlow(sources, frozenset(names), {}, buffers)
             self._reducer.prepare_updates(names)
             part = BucketedReduction(self._reducer, flow)
             reduction = CombinedReduction(self._reducer.rounds, [part])
-            self._reductions[names] = reduction
+            self._reductions[names, buffers] = reduction
         reduction.begin()
         self._reducer.rounds.check_accord()
         gradients = self._reducer.replica.backend.adopt(gradients)

@@ -343,9 +343,9 @@ class ParameterStore:
 
         The values are what a module has loaded, by any of its names.
         """
-        state, exact = self.state, {}
+        state, exact, names = self.state, {}, self.state.canonical_names
         for alias, value in values.items():
-            copy = self.copy_of(name := state.canonical_names.get(alias, ""))
+            copy = self.copy_of(name := names.get(alias, ""))
             is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
             if is_exact:
                 self._saved_masters.pop(name, None)  # what is loaded later counts
