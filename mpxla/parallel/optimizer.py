@@ -439,8 +439,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_placed(self) -> bool:
-        """Whether all its models are partitioned."""
-        return all(model.partitioned for model in self._models)
+        """Whether all its models are partitioned, with what they have got since."""
+        return all(model.partitioned and not model.tensors.waiting for model in self._models)
 
     def keep_local(self) -> None:
         """Takes what other ranks update out of the groups, and moves existing state."""
@@ -451,6 +451,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Of divided parameters this rank has a part; they have no storage.
         states = [model.tensors for model in self._models]
         waiting |= {id(state.parameters[name]) for state in states for name in state.parts}
+        waiting |= {id(parameter) for state in states for parameter in state.waiting}
         for group in self.optimizer.param_groups:
             elsewhere = {
                 p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting

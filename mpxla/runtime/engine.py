@@ -443,7 +443,7 @@ class StepEngine:
     def _meet_new(self) -> None:
         """What models have got since they were placed is the same on all ranks of the pipeline.
 
-        What was computed from values of some ranks (a mask of a weight) stays on those.
+        What was computed from values of some ranks (a mask of a weight) has values on those only.
 
         Raises:
             RankMismatch: it is not the same.
@@ -464,7 +464,7 @@ class StepEngine:
                     f"from model.state_dict(), which gives whole values on all ranks."
                 )
             if len(holders) < len(everyone):
-                self.placement.keep_in_place(name, holders)
+                self.placement.note_holders(name, holders)
 
     def _follow_first_replica(self, cut: CutStep, function: str, new: Sequence[str]) -> CutStep:
         """The step cut so that new models live where the first replica puts them.

@@ -43,6 +43,7 @@ class Placement:
         self._link = link
         self._reducers = reducers
         self._of_model: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.stateful: frozenset[str] = frozenset()
 
@@ -60,9 +61,9 @@ class Placement:
         is_placed, held = self._states[label].is_placed, self._of_model.get(label, {})
         return is_placed and all(own in held for own in self._states.own_names(label))
 
-    def keep_in_place(self, name: str, ranks: tuple[int, ...]) -> None:
-        """What is not placed, and has values on some ranks of the pipeline only, stays there."""
-        self.ranks[name] = ranks
+    def note_holders(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Remembers which ranks of the pipeline have values of what is not placed; others lack."""
+        self._holders[name] = ranks
 
     def of_new(self, cut: CutStep, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Ranks of parameters and buffers that are not placed, of models that a step uses.
@@ -95,8 +96,22 @@ class Placement:
         held.update(new)
         state = self._states[label]
         self._backend.forget(state.parameters.values())
+        for name in sorted(self._holders.keys() & self._states.names_of(label)):
+            self._bring(name, self._holders.pop(name))
         state.place({n for n, r in new.items() if self._pp_rank in r}, self._backend.device)
         self._reducers.equalize(label, held, list(new))
+
+    def _bring(self, name: str, holders: tuple[int, ...]) -> None:
+        """Sends a tensor that is to be placed to ranks that need it and have no values of it."""
+        lacking = [rank for rank in self.ranks[name] if rank not in holders]
+        tensor = self._states.tensor(name)
+        assert tensor is not None, "it is there"
+        if lacking and self._pp_rank == holders[0]:
+            self._link.send_values(lacking, [tensor.detach()], "tied")
+        elif self._pp_rank in lacking:
+            (value,) = self._link.receive_from(holders[0], [TensorSpec.of(tensor)], "tied")()
+            label, own = self._states.own_name(name)
+            self._states[label].give(own, self._backend.view(value).clone())
 
     def decision(self, label: str) -> dict[str, Any]:
         """Where a model lives, as plain data, and the settings that led there."""

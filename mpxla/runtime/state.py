@@ -211,6 +211,21 @@ class ModelState:
         tensor = self.buffers.get(name) if tensor is None else tensor
         return tensor is not None and (is_delayed(tensor) or not tensor.is_meta)
 
+    @property
+    def waiting(self) -> list[nn.Parameter]:
+        """Parameters that are not placed yet."""
+        return [p for name, p in self.parameters.items() if name not in self._placed]
+
+    def give(self, name: str, value: torch.Tensor) -> None:
+        """Gives a value to a tensor that is not placed and has none here."""
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            self.set_buffer(name, value)
+            return
+        with _without_weak_references(self.module):
+            moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, moved)
+
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees others; placed ones stay.
 
