@@ -91,7 +91,7 @@ def test_without_a_type_for_masters_there_are_none():
 
 def test_all_ranks_know_whether_some_has_masters():
     store = store_of()
-    store.state.place(["norm"], torch.device("cpu"))
+    store.state.local_names = frozenset(["norm"])
     store.widen(NAMES)
     assert store.has_copies and not store.num_parts, "the others are elsewhere"
     for name in ("weight", "bias"):
