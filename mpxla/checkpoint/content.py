@@ -57,9 +57,9 @@ def local_inventory(
         names = model_names(model)
         canonical, state = model.canonical_names, model.tensors
         for name, parameter in model.local_named_parameters():
-            own = canonical[name]
-            shard, divided = model.shards_of_tensors.get(own), state.shards.get(own)
-            held, offset = state.held(own), 0 if divided is None else divided.extent[0]
+            one = canonical[name]
+            shard, divided = model.shards_of_tensors.get(one), state.shards.get(one)
+            held, offset = state.held(one), 0 if divided is None else divided.extent[0]
             values[_slot("model", name, "", held, parameter.shape, offset, shard)] = held
         for name, buffer in model.local_named_buffers():
             if name not in names:
