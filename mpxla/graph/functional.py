@@ -47,8 +47,7 @@ def _read_tied_tables_once(program: torch.export.ExportedProgram) -> None:
     Torch refuses a tensor that is an input twice and written to; what is read by no other name may
     be another tensor there.
     """
-    nodes = program.graph.nodes
-    if not any(node.target is torch.ops.aten.embedding_renorm_.default for node in nodes):
+    if torch.ops.aten.embedding_renorm_.default not in _targets(program.graph_module):
         return
     state: dict[str, Any] = program.state_dict
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -66,10 +65,14 @@ def _read_tied_tables_once(program: torch.export.ExportedProgram) -> None:
 
 def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes}
-    operators = {target for target in targets if isinstance(target, OpOverload)}
+    operators = {target for target in _targets(module) if isinstance(target, OpOverload)}
     return {operator for operator in operators if _is_preservable_cia_op(operator)}
+
+
+def _targets(module: fx.GraphModule) -> set[Any]:
+    """What the nodes of a program call, and of the programs in it."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return {node.target for graph in graphs for node in graph.nodes}
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
 class WholeUpdate:
     """Runs an optimizer on host copies of all its parameters, of all ranks of a pipeline.
 
-    Every rank of every replica steps its copies with equal numbers. The optimizer's state is that of
-    its first parameter, and shown there.
+    Every rank of every replica steps its copies with equal numbers. The optimizer's state is that
+    of its first parameter, and shown there.
 
     Args:
         optimizer: the inner optimizer, with one param group.

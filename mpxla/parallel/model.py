@@ -157,7 +157,9 @@ class DistributedModel(PartitionedModule):
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)
         places = {name: shard.place for name, shard in shards.items()}
-        self._names_of_parts = set(self._state.canonical_names.values()) if len(sharing) > 1 else None
+        self._names_of_parts = (
+            set(self._state.canonical_names.values()) if len(sharing) > 1 else None
+        )
         member = Member(
             self._state, pins, self._when_placed, trace_execution_times, self._before_new, places
         )

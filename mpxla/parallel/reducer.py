@@ -62,8 +62,8 @@ class GradientReducer:
         loss_scale: gives that of the optimizers.
         rounds: what it shares with the reducers of other models.
         label: of the model.
-        names: gives the name in steps of each parameter and buffer that belongs to it -> name in the
-            model; what it shares with an earlier model belongs to that one.
+        names: gives the name in steps of each parameter and buffer that belongs to it -> name in
+            the model; what it shares with an earlier model belongs to that one.
     """
 
     def __init__(

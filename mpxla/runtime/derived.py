@@ -1,8 +1,9 @@
 """Plain attributes that hooks of PyTorch compute of parameters: `layer.weight` of a pruned layer.
 
-`torch.nn.utils.prune`, and `weight_norm` and `spectral_norm` beside it, set such an attribute before
-every forward. A captured step runs no hooks, and scripts read the attribute: to log how many weights
-are zero, or to prune once more. So it is set after every step, from the values that the step read.
+`torch.nn.utils.prune`, and `weight_norm` and `spectral_norm` beside it, set such an attribute
+before every forward. A captured step runs no hooks, and scripts read the attribute: to log how many
+weights are zero, or to prune once more. So it is set after every step, from the values that the
+step has read.
 This module must not know how steps run.
 """
 

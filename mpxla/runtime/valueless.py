@@ -23,9 +23,9 @@ __all__ = ["AbsentParameter", "Valueless"]
 
 _WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
-    "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts modules "
-    "that belong together on one partition), make two models of it, each in a DistributedModel, or "
-    "read whole values from model.state_dict()."
+    "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
+    "modules that belong together on one partition), make two models of it, each in a "
+    "DistributedModel, or read whole values from model.state_dict()."
 )
 
 
@@ -139,8 +139,8 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> None:
     if target.device.type != "meta" and _is_valueless(sources):
         raise StepError(
-            f"{_name(func)} writes to a tensor of this rank from a parameter that has no values here "
-            f"at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
+            f"{_name(func)} writes to a tensor of this rank from a parameter that has no values "
+            f"here at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
         )
 
 
