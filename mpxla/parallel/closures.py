@@ -59,7 +59,7 @@ class WholeUpdate:
         self._copies: list[nn.Parameter] = []
         self._shown: dict[str, Any] | None = None
 
-    def step(self, closure: Closure, collect: Callable[[], None]) -> Any:
+    def step(self, closure: Closure, collect: Callable[[], object]) -> Any:
         """One step. All ranks call it.
 
         Args:
@@ -122,18 +122,19 @@ class WholeUpdate:
             taken = inspect.signature(kind).parameters  # loading a state adds defaults
             settings = {k: v for k, v in self._inner.defaults.items() if k in taken}
             self._host = kind(self._copies, **settings)
+        host: torch.optim.Optimizer = self._host
         for position, copy in enumerate(self._copies):
             copy.data = values[position].to(copy.dtype).clone()
-        (own,), (host,) = self._inner.param_groups, self._host.param_groups
-        host.update({key: value for key, value in own.items() if key != "params"})
+        (own,), (group,) = self._inner.param_groups, host.param_groups
+        group.update({key: value for key, value in own.items() if key != "params"})
         first = self._first()
         state = None if first is None else self._inner.state.get(first)
         news = None if first is None or state is self._shown else [to_host(state, self._backend)]
         for found in self._session.state_objects.allgather(news, self._pipeline):
             if found is not None:  # another state was loaded, or it was cleared
-                self._host.state.clear()
-                self._host.state.update({self._copies[0]: found[0]} if found[0] else {})
-        return self._host
+                host.state.clear()
+                host.state.update({self._copies[0]: found[0]} if found[0] else {})
+        return host
 
     def _first(self) -> nn.Parameter | None:
         """The parameter that has the state, if it is here."""

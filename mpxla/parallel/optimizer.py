@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"fp16: True: no update can be left out in between. Use bf16: True or float32."
             )
         if self._whole is not None:
-            return self._whole.step(closure, lambda: self._has_gradients() and None)
+            return self._whole.step(closure, self._has_gradients)
         is_first = True
 
         def evaluated() -> Any:

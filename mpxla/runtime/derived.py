@@ -32,7 +32,8 @@ def set_derived(view: ModelView) -> None:
 def _set(module: nn.Module, hook: Any) -> None:
     with torch.no_grad():
         if isinstance(hook, BasePruningMethod):
-            setattr(module, hook._tensor_name, hook.apply_mask(module))
+            name: str = hook._tensor_name  # pyright: ignore[reportPrivateUsage]
+            setattr(module, name, hook.apply_mask(module))
         elif isinstance(hook, WeightNorm):
             setattr(module, hook.name, hook.compute_weight(module))
         elif isinstance(hook, SpectralNorm):  # with the vectors that the step has left

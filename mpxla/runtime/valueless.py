@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.fx.experimental import _config as meta_config
+from torch.fx.experimental import _config
 
 from mpxla.errors import StepError
 from mpxla.user_lines import at_script_line
 
 __all__ = ["AbsentParameter", "Valueless"]
 
+_meta_settings: Any = _config
 _WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
     "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
@@ -54,7 +55,7 @@ def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:  # the result's shape depends on values: any will do
-            with meta_config.patch(meta_nonzero_assume_all_nonzero=True):
+            with _meta_settings.patch(meta_nonzero_assume_all_nonzero=True):
                 result = func(*args, **kwargs)
         except RuntimeError as error:
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -20,7 +20,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(20, 4, max_norm=0.9, norm_type=1.5, padding_idx=0)
-        self.again = nn.Embedding(20, 4, max_norm=0.8)
+        self.again = nn.Embedding(20, 4, max_norm=0.8, norm_type=1.5)
         self.again.weight = self.words.weight
         self.inner, self.bags = nn.Linear(4, 4), nn.EmbeddingBag(20, 4, max_norm=0.7)
 
