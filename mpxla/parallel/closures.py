@@ -116,13 +116,7 @@ class WholeUpdate:
     def _settled(self) -> torch.optim.Optimizer:
         """The optimizer on the host, with the values, state and settings that there are now."""
         values = self._gathered(lambda held: held)
-        kind: Any = type(self._inner)
-        if self._host is None:
-            self._copies = [nn.Parameter(values[position].clone()) for position in sorted(values)]
-            taken = inspect.signature(kind).parameters  # loading a state adds defaults
-            settings = {k: v for k, v in self._inner.defaults.items() if k in taken}
-            self._host = kind(self._copies, **settings)
-        host: torch.optim.Optimizer = self._host
+        host = self._host = self._host or self._made(values)
         for position, copy in enumerate(self._copies):
             copy.data = values[position].to(copy.dtype).clone()
         (own,), (group,) = self._inner.param_groups, host.param_groups
@@ -135,6 +129,13 @@ class WholeUpdate:
                 host.state.clear()
                 host.state.update({self._copies[0]: found[0]} if found[0] else {})
         return host
+
+    def _made(self, values: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
+        self._copies = [nn.Parameter(values[position].clone()) for position in sorted(values)]
+        kind: Any = type(self._inner)
+        taken = inspect.signature(kind).parameters  # loading a state adds defaults
+        settings = {k: v for k, v in self._inner.defaults.items() if k in taken}
+        return kind(self._copies, **settings)
 
     def _first(self) -> nn.Parameter | None:
         """The parameter that has the state, if it is here."""

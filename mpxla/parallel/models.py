@@ -113,7 +113,12 @@ class Models:
             session.topology.sdp_replicas(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
-            ParameterStore(member.state, session.backend, _master_dtype(session)),
+            ParameterStore(
+                member.state,
+                session.backend,
+                _master_dtype(session),
+                lends_gradients=not session.config.fp16,  # where they have the loss scale
+            ),
         )
         reducer = GradientReducer(
             replica,

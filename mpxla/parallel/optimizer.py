@@ -40,6 +40,11 @@ _NORM = "_global_grad_norm"
 """Attribute that is there with sharded data parallelism only."""
 _OF_FP16 = ("overflow", "loss_scale")
 """Attributes that are there with `fp16: True` only."""
+_OF_MASTERS = "param.grad of the model's own shows those, in float32."
+_OF_PIECES = (
+    "param.grad of the model's own is None: code that changes or reads gradients finds them in "
+    "param_groups; clipping by torch.nn.utils or smp finds them anywhere."
+)
 _PLAIN = (bool, int, float, str)
 
 
@@ -531,11 +536,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session.rank == 0 and not held_before and self._pieces.num_held:
             get_logger().info(
                 "optimizer.param_groups holds %s in the place of %d parameters of the model, with "
-                "their gradients: param.grad of the model's own is None. Code that changes or "
-                "reads gradients finds them in param_groups; clipping by torch.nn.utils or smp "
-                "finds them anywhere.",
+                "their gradients. %s",
                 "pieces that replicas divide" if self._are_divided else "masters",
                 self._pieces.num_held,
+                _OF_PIECES if self._are_divided or self._session.config.fp16 else _OF_MASTERS,
             )
         if self.is_placed:
             before, self._unplaced = self._unplaced, None

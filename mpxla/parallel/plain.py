@@ -13,6 +13,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
+from mpxla.parallel.lent_gradients import own_gradient
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.store import set_gradients
 
@@ -52,7 +53,7 @@ class PlainBackward:
         parameters = [self._state.parameters[name] for name in names]
         # Also the loss: an update in place would take the parameters' memory from it.
         self._reducer.replica.backend.flush()
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g for p in parameters if (g := own_gradient(p)) is not None]
         set_gradients(parameters, [None] * len(parameters))
         buffers = tuple(sorted(self._state.buffers))
         reduction = self._reductions.get((names, buffers))
