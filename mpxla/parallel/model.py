@@ -465,10 +465,11 @@ class DistributedModel(PartitionedModule):
         if self._compute_dtype is not None:
             convert(self.module, self._compute_dtype)
         if self._names_of_parts is not None:
-            new = set(self._state.canonical_names.values()) - self._names_of_parts
+            names = self._state.names_now
+            new = sorted(names[canonical] for canonical in names.keys() - self._names_of_parts)
             if new:
                 raise CaptureError(
-                    f"The model has {', '.join(sorted(new)[:5])}, which it had not when "
+                    f"The model has {', '.join(new[:5])}, which it had not when "
                     f"smp.DistributedModel wrapped it, and ranks share its tensors "
                     f"(tensor_parallel_degree): nobody has divided the new ones. Change the model "
                     f"before smp.DistributedModel, or set tensor_parallel_degree: 1."

@@ -21,6 +21,7 @@ from mpxla.user_lines import at_script_line
 
 __all__ = ["AbsentParameter", "Valueless"]
 
+_EAGER = ("cpu", "cuda", "meta")
 _meta_settings: Any = _config
 _WHERE = "they are on another pipeline rank, or divided over ranks"
 _ADVICE = (
@@ -90,9 +91,9 @@ def _is_valueless(values: Any) -> bool:
 
 
 def _check_devices(func: Any, values: Any) -> None:
-    """Raises for what PyTorch/XLA has not told yet: it functionalizes operators before."""
+    """Raises where PyTorch makes operators functional before it asks here, and would crash then."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    if any(tensor.device.type == "xla" for tensor in tensors):  # torch_xla 2.9 crashes on these
+    if any(tensor.device.type not in _EAGER for tensor in tensors):  # torch_xla 2.9
         raise StepError(
             f"torch.{_name(func)} was called at {at_script_line()} with a list of tensors of this "
             f"rank and of parameters that have no values here: {_WHERE}. PyTorch/XLA cannot take "

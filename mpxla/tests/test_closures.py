@@ -76,7 +76,6 @@ def sharpness_aware(run):
 
 
 HABITS = {h.__name__: h for h in (adam, lbfgs, lbfgs_with_a_line_search, sharpness_aware)}
-ELEMENTWISE = ["adam", "sharpness_aware"]
 
 
 def train_with_closures(config, names):
@@ -94,7 +93,7 @@ def train_with_closures(config, names):
     [
         ("stages", ["lbfgs"]),
         *(pytest.param(w, list(HABITS), marks=pytest.mark.slow) for w in ("stages", "replicas")),
-        *(pytest.param(w, ELEMENTWISE, marks=pytest.mark.slow) for w in ("zero", "grid")),
+        pytest.param("grid", ["adam"], marks=pytest.mark.slow),
     ],
 )
 def test_closures(world, names):

@@ -3,6 +3,8 @@
 What a change adds is placed by the next step; optimizers are those that scripts make for it.
 """
 
+import re
+
 import pytest
 import torch
 from torch import nn, optim
@@ -10,7 +12,7 @@ from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import mpxla as smp
-from mpxla.errors import MpxlaError, RankMismatch, StepError
+from mpxla.errors import CaptureError, RankMismatch
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_training_habits import RankRun, check_against_plain, train_step
 from mpxla.tests.wrong_uses import REPLICAS, TWO, check_texts, made, refused, train
@@ -246,7 +248,8 @@ def prune_divided():
 @pytest.mark.slow
 def test_masks_of_divided_parameters_are_refused():
     text = r"second\.weight_mask, which the model got .* has no values on any rank"
-    check_texts(run_ranks(prune_divided, 2), StepError, text)
+    for _, found in run_ranks(prune_divided, 2):  # one may hear of the other's first
+        assert re.search(text, found)
 
 
 def split_and_changed():
@@ -257,5 +260,5 @@ def split_and_changed():
 
 @pytest.mark.slow
 def test_new_parameters_of_divided_layers_are_refused():
-    text = r"The model has second\.weight#2, .*nobody has divided the new ones"
-    check_texts(run_ranks(split_and_changed, 2), MpxlaError, text)
+    text = r"The model has second\.bias, second\.weight, which .*nobody has divided the new ones"
+    check_texts(run_ranks(split_and_changed, 2), CaptureError, text)

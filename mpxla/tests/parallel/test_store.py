@@ -456,6 +456,7 @@ WRITERS = {
     "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
     "parallel/compute_dtype.py": "models are converted before the store is made",
+    "parallel/lent_gradients.py": "assignments to parameters that have masters",
     "parallel/closures.py": "copies on the host, which only LBFGS sees",
     # Tensors of trials and of tracing, which no model has.
     "parallel/elementwise.py": "a trial",
