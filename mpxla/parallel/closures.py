@@ -10,11 +10,13 @@ This file must not know how gradients get to the parameters.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from mpxla.errors import MpxlaError
+from mpxla.parallel.optimizer_state import OptimizerState
 from mpxla.parallel.state_dicts import to_host
 from mpxla.parallel.store import ParameterStore
 from mpxla.session import Session
@@ -22,18 +24,94 @@ from mpxla.session import Session
 if TYPE_CHECKING:
     from mpxla.parallel.model import DistributedModel
 
-__all__ = ["Closure", "WholeUpdate", "calls_closure_first"]
+__all__ = ["Closure", "ClosureSteps"]
 
 Closure = Callable[[], Any]
 
 
-def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step with a closure is a call of the closure, and then a step without."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    return is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
+class Update(Protocol):
+    """The steps of an update, see `DistributedOptimizer`."""
+
+    def step(self) -> Any: ...
+    def prepare_update(self) -> bool: ...
+    def run_update(self, closure: Closure) -> Any: ...
+    def settle_update(self) -> None: ...
 
 
-class WholeUpdate:
+class ClosureSteps:
+    """Steps of one optimizer that call a closure.
+
+    Args:
+        optimizer: the inner optimizer.
+        models: whose parameters it holds.
+        contents: its parameters by position, and update copies.
+        session: configuration, topology and device.
+
+    Attributes:
+        are_needed: whether it cannot step without a closure.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: "Sequence[DistributedModel]",
+        contents: OptimizerState,
+        session: Session,
+    ):
+        self._kind = type(optimizer)
+        self._has_scale = session.config.fp16
+        self._pieces = contents.pieces
+        self.are_needed = isinstance(optimizer, torch.optim.LBFGS)
+        self._whole = _WholeUpdate(optimizer, models, contents, session)
+
+    def step(self, update: Update, closure: Closure | None) -> Any:
+        """One step; returns what the closure did at first.
+
+        Raises:
+            MpxlaError: there is no closure, or a loss scale that does not go with it.
+        """
+        if closure is None:
+            raise MpxlaError(
+                "LBFGS calls the loss function several times in one step: give optimizer.step a "
+                "closure that calls optimizer.zero_grad() and the step function, and returns the "
+                "loss, as loss.reduce_mean()."
+            )
+        if self._kind.__module__.startswith("torch.optim") and not self.are_needed:
+            with torch.enable_grad():
+                loss = closure()
+            update.step()
+            return loss
+        if self._has_scale:
+            raise MpxlaError(
+                f"{self._kind.__name__} calls a closure within its step, which does not go with "
+                f"the loss scale of fp16: True: no update can be left out in between. Use "
+                f"bf16: True or float32."
+            )
+        if self.are_needed:
+            return self._whole.step(closure, update.prepare_update)
+        return self._step_of_user(update, closure)
+
+    def _step_of_user(self, update: Update, closure: Closure) -> Any:
+        is_first = True
+
+        def evaluated() -> Any:
+            nonlocal is_first
+            if not is_first:  # parameters may have been changed
+                update.settle_update()
+                self._pieces.publish(has_masters=True)
+            is_first = False
+            with torch.enable_grad():
+                loss = closure()
+            update.prepare_update()
+            self._pieces.renew_masters()
+            return loss
+
+        loss = update.run_update(evaluated)
+        self._pieces.publish(has_masters=True)
+        return loss
+
+
+class _WholeUpdate:
     """Runs an optimizer on host copies of all its parameters, of all ranks of a pipeline.
 
     Every rank of every replica steps its copies with equal numbers. The optimizer's state is that
@@ -42,7 +120,7 @@ class WholeUpdate:
     Args:
         optimizer: the inner optimizer, with one param group.
         models: whose parameters it holds.
-        positions: gives the position of each parameter, by its id.
+        contents: the position of each parameter.
         session: topology, communication and device.
     """
 
@@ -50,10 +128,10 @@ class WholeUpdate:
         self,
         optimizer: torch.optim.Optimizer,
         models: "Sequence[DistributedModel]",
-        positions: Callable[[], Mapping[int, int]],
+        contents: OptimizerState,
         session: Session,
     ):
-        self._inner, self._models, self._positions = optimizer, models, positions
+        self._inner, self._models, self._contents = optimizer, models, contents
         self._session = session
         self._host: torch.optim.Optimizer | None = None
         self._copies: list[nn.Parameter] = []
@@ -87,7 +165,7 @@ class WholeUpdate:
 
     def _held(self) -> Iterator[tuple[int, ParameterStore, str, nn.Parameter]]:
         """(position, store, name, what is updated) of the parameters of this rank."""
-        positions = self._positions()
+        positions = self._contents.positions
         for model in self._models:
             for name, parameter in model.tensors.local_parameters():
                 held = model.store.owner(name)

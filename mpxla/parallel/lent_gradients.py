@@ -43,7 +43,7 @@ class MasteredParameter(nn.Parameter):
         return master.grad
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def grad(self, value: torch.Tensor | None) -> None:  # type: ignore[override]
         master = vars(self).get(_MASTER)
         set_own_gradient(self, value if master is None else None)
         if master is not None:

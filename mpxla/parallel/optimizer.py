@@ -18,7 +18,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards
 from mpxla.parallel.carrier import equalize_beside, take_along
-from mpxla.parallel.closures import Closure, WholeUpdate, calls_closure_first
+from mpxla.parallel.closures import Closure, ClosureSteps
 from mpxla.parallel.companions import tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
 from mpxla.parallel.loss_scale import LossScale
@@ -158,10 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._update = CompiledUpdate(
             optimizer, session.backend, self._pieces, rounding, session.kept
         )
-        self._whole: WholeUpdate | None = None
-        if isinstance(optimizer, torch.optim.LBFGS):
-            positions = lambda: self.contents.positions  # noqa: E731
-            self._whole = WholeUpdate(optimizer, self._models, positions, session)
+        self._closures = ClosureSteps(optimizer, self._models, self.contents, session)
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -226,19 +223,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"optimizer.step() was called in a step function{at_user_line()}, which is "
                 f"captured once and runs for every microbatch. Call it after the step call."
             )
-        if self._whole is not None or closure is not None:
-            return self._step_with(closure)
-        if not self._has_gradients():
+        if self._closures.are_needed or closure is not None:
+            return self._closures.step(self, closure)
+        if not self.prepare_update():
             return None
         if any(group["params"] for group in self.optimizer.param_groups):
-            self._update.step()
-            self._settle_update()
+            self.run_update()
         elif clip := getattr(self.optimizer, "clip_gradients", None):
             clip()  # by the norm over all ranks, in which all have to take part
         self._pieces.publish(has_masters=not self._update.was_compiled)
         return None
 
-    def _has_gradients(self) -> bool:
+    def prepare_update(self) -> bool:
         """Brings gradients to what is updated, scaled and clipped; whether they are to be used."""
         for model in self._models:
             model.tensors.check_divided()
@@ -258,50 +254,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pieces.renew_divided()
         return True
 
-    def _settle_update(self) -> None:
+    def run_update(self, closure: Closure | None = None) -> Any:
+        """Runs the inner optimizer; what it leaves pending is started."""
+        result = self._update.step(closure)
+        self.settle_update()
+        return result
+
+    def settle_update(self) -> None:
         """Starts what an update that is not compiled has left pending."""
         if not self._update.was_compiled:
             self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-
-    def _step_with(self, closure: Closure | None) -> Any:
-        """A step that calls a closure, see `closures`."""
-        if closure is None:
-            raise MpxlaError(
-                "LBFGS calls the loss function several times in one step: give optimizer.step a "
-                "closure that calls optimizer.zero_grad() and the step function, and returns the "
-                "loss, as loss.reduce_mean()."
-            )
-        if calls_closure_first(self.optimizer):
-            with torch.enable_grad():
-                loss = closure()
-            self.step()
-            return loss
-        kind = type(self.optimizer).__name__
-        if self._scale is not None:
-            raise MpxlaError(
-                f"{kind} calls a closure within its step, which does not go with the loss scale of "
-                f"fp16: True: no update can be left out in between. Use bf16: True or float32."
-            )
-        if self._whole is not None:
-            return self._whole.step(closure, self._has_gradients)
-        is_first = True
-
-        def evaluated() -> Any:
-            nonlocal is_first
-            if not is_first:  # it may have changed parameters
-                self._settle_update()
-                self._pieces.publish(has_masters=True)
-            is_first = False
-            with torch.enable_grad():
-                loss = closure()
-            self._has_gradients()
-            self._pieces.renew_masters()
-            return loss
-
-        loss = self._update.step(evaluated)
-        self._settle_update()
-        self._pieces.publish(has_masters=True)
-        return loss
 
     def unscale(self) -> None:
         """Divides the gradients by the loss scale of `fp16: True`, once; all ranks must call it."""
