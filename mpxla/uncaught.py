@@ -22,6 +22,8 @@ __all__ = ["UncaughtErrors", "format_error", "show_in_notebook"]
 
 _PACKAGE = Path(__file__).parent
 _MOST_CHARACTERS = 300
+_OF_ABSENT = "`variable` and `tensor` have incompatible tensor type"
+"""What torch says of `own.data = other.data`, which nothing of ours sees before it fails."""
 Claim = Callable[[str], int]
 """Given the name of an error, the rank that was the first to say that it shows it."""
 
@@ -101,6 +103,12 @@ def format_error(error: BaseException, is_complete: bool = False) -> str:
         error: that was raised.
         is_complete: with all frames.
     """
+    if isinstance(error, RuntimeError) and _OF_ABSENT in str(error):
+        error.add_note(
+            "The tensor that was assigned to .data may be a parameter that has no values here: its "
+            "device is meta where it is on another pipeline rank, or divided over ranks. Skip "
+            "parameters whose device is meta, or read whole values from model.state_dict()."
+        )
     shown = traceback.TracebackException.from_exception(error)
     if not is_complete:
         _shorten(shown, error)

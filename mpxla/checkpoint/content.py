@@ -34,7 +34,7 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
     Raises:
         CheckpointError: a module has state that is no tensor.
     """
-    canonical = model.canonical_names
+    canonical, first = model.canonical_names, model.tensors.names_now
     names: dict[str, list[str]] = {}
     for name, value in model.get_module().state_dict(keep_vars=True).items():
         if name not in canonical or not isinstance(value, torch.Tensor):
@@ -43,7 +43,7 @@ def model_names(model: DistributedModel) -> dict[str, list[str]]:
                 f"checkpoints cannot hold; keep it in user_content, or use "
                 f"smp.save(model.state_dict(), ...) and model.load_state_dict."
             )
-        names.setdefault(canonical[name], []).append(name)
+        names.setdefault(first[canonical[name]], []).append(name)
     return names
 
 
@@ -55,9 +55,11 @@ def local_inventory(
     own: dict[str, torch.Tensor] = {}
     if model is not None:
         names = model_names(model)
+        canonical, state = model.canonical_names, model.tensors
         for name, parameter in model.local_named_parameters():
-            shard, divided = model.shards_of_tensors.get(name), model.tensors.shards.get(name)
-            held, offset = model.tensors.held(name), 0 if divided is None else divided.extent[0]
+            one = canonical[name]
+            shard, divided = model.shards_of_tensors.get(one), state.shards.get(one)
+            held, offset = state.held(one), 0 if divided is None else divided.extent[0]
             values[_slot("model", name, "", held, parameter.shape, offset, shard)] = held
         for name, buffer in model.local_named_buffers():
             if name not in names:

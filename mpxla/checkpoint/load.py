@@ -198,13 +198,13 @@ def _copy_into(
     """Loads what this rank holds, and reads nothing else (of formats that allow it)."""
     local = {name for name, _ in model.local_named_parameters()}
     local |= {name for name, _ in model.local_named_buffers()}
-    shards = model.shards_of_tensors
-    divided = {n for n in names if model.canonical_names[n] in model.tensors.parts}
+    shards, canonical = model.shards_of_tensors, model.canonical_names
+    divided = {n for n in names if canonical[n] in model.tensors.parts}
     for name in sorted(divided & local):  # one by one: together they may be more than a host has
         whole = {name: read(names[name], None)}
-        model.load_values(without_shards(whole, shards, model.canonical_names), strict=False)
+        model.load_values(without_shards(whole, shards, canonical), strict=False)
     values = {n: read(names[n], shards.get(n)) for n in names if n in local - divided}
-    model.load_values(without_shards(values, shards, model.canonical_names), strict=False)
+    model.load_values(without_shards(values, shards, canonical), strict=False)
 
 
 class _FullLoader:

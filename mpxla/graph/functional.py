@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.export.exported_program as exported_program
-from torch import fx
+from torch import fx, nn
 from torch._export.utils import _is_preservable_cia_op  # pyright: ignore[reportPrivateUsage]
 from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnabled
 from torch._ops import OpOverload
@@ -34,18 +34,45 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
+    _read_tied_tables_once(program)
     found = _composites(program.graph_module)
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
     with limited, _regions_with_origin():
         return program.run_decompositions({})
 
 
+def _read_tied_tables_once(program: torch.export.ExportedProgram) -> None:
+    """Lets a tied embedding that scales its rows (`max_norm`) be read by its first name, in place.
+
+    Torch refuses a tensor that is an input twice and written to; what is read by no other name may
+    be another tensor there.
+    """
+    if torch.ops.aten.embedding_renorm_.default not in _targets(program.graph_module):
+        return
+    state: dict[str, Any] = program.state_dict
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    first: dict[int, fx.Node] = {}
+    for spec in program.graph_signature.input_specs:
+        value = state.get(spec.target or "")
+        node = placeholders.get(getattr(spec.arg, "name", ""))
+        if not isinstance(value, nn.Parameter) or node is None:
+            continue
+        known = first.setdefault(id(value), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            state[spec.target or ""] = nn.Parameter(value.detach().clone(), value.requires_grad)
+
+
 def _composites(module: fx.GraphModule) -> set[OpOverload]:
     """Composite operators of a program and of the programs in it."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes}
-    operators = {target for target in targets if isinstance(target, OpOverload)}
+    operators = {target for target in _targets(module) if isinstance(target, OpOverload)}
     return {operator for operator in operators if _is_preservable_cia_op(operator)}
+
+
+def _targets(module: fx.GraphModule) -> set[Any]:
+    """What the nodes of a program call, and of the programs in it."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return {node.target for graph in graphs for node in graph.nodes}
 
 
 @contextlib.contextmanager

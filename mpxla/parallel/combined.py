@@ -92,9 +92,15 @@ class ModelReducers:
     def __iter__(self) -> Iterator[GradientReducer]:
         return iter(self._reducers.values())
 
-    def equalize(self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+    def equalize(
+        self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    ) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values."""
-        self._reducers[label].equalize(parameter_ranks)
+        self._reducers[label].equalize(parameter_ranks, names)
+
+    def meet(self, what: str, line: str) -> None:
+        """Before something that all replicas do at once, or none."""
+        self._rounds.attendance.meet(what, line)
 
     def prepare(self, cut: CutStep, num_microbatches: int) -> CombinedReduction:
         """Makes the reduction of a training step, of the models that it trains or changes."""

@@ -32,8 +32,7 @@ def compute_dtype(config: Config) -> torch.dtype | None:
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
     """Converts parameters and buffers in place to bfloat16 or float16; they stay the same objects.
 
-    The module is not wrapped yet, and may have no values yet, which are converted when they are
-    made.
+    It may have no values yet, which are converted when they are made.
 
     Raises:
         ConfigError: parameters or buffers have no such type (complex numbers), which names their
@@ -57,7 +56,7 @@ def convert(module: nn.Module, dtype: torch.dtype) -> None:
     for part in module.modules():
         if not isinstance(part, _BatchNorm):
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() and tensor.dtype is not dtype:
                     data = tensor.data
                     tensor.data = convert_delayed(data, dtype) if data.is_meta else data.to(dtype)
 

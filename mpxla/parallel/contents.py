@@ -4,7 +4,7 @@ The part of `DistributedModel` that is about parameters and buffers by name. It 
 hooks or optimizers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -71,7 +71,7 @@ class PartitionedModule(nn.Module):
     @property
     def canonical_names(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the one name used for it (tied weights)."""
-        return dict(self._state.canonical_names)
+        return self._state.canonical_names
 
     # --- tensor parallelism ---------------------------------------------------------------------
 
@@ -101,12 +101,19 @@ class PartitionedModule(nn.Module):
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those whose gradients are reduced over `DP_GROUP`."""
         if self._session.topology.tp_size == 1:
-            yield from self._state.parameters.items()
+            yield from self._named_parameters()
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those whose gradients are reduced over `RDP_GROUP`."""
         if self._session.topology.tp_size > 1:
-            yield from self._state.parameters.items()
+            yield from self._named_parameters()
+
+    def _named_parameters(
+        self, is_wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """(first name that it has now, parameter) of what the model has, by canonical name."""
+        held, names = self._state.parameters, self._state.names_now
+        return ((names[n], held[n]) for n in names if n in held and is_wanted(n))
 
     @property
     def tensors(self) -> ModelState:
@@ -125,17 +132,18 @@ class PartitionedModule(nn.Module):
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the parameters that this rank holds. After partitioning."""
         self._require_partition("local_named_parameters")
-        return self._state.local_parameters()
+        return self._named_parameters(self._state.holds)
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that this rank holds; may be empty. After partitioning."""
         self._require_partition("local_parameters")
-        return (parameter for _, parameter in self._state.local_parameters())
+        return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, buffer) of the buffers that this rank holds. After partitioning."""
-        held = self._require_partition("local_named_buffers")
-        return ((name, b) for name, b in self._state.buffers.items() if name in held)
+        self._require_partition("local_named_buffers")
+        names, holds = self._state.names_now, self._state.holds
+        return ((names[n], b) for n, b in self._state.buffers.items() if n in names and holds(n))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         """Buffers that this rank holds. After partitioning."""
@@ -143,8 +151,9 @@ class PartitionedModule(nn.Module):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of the modules with a parameter or buffer here, and of their parents."""
-        held = self._require_partition("local_named_modules")
-        names = [n for n, canonical in self._state.canonical_names.items() if canonical in held]
+        self._require_partition("local_named_modules")
+        state = self._state
+        names = [n for n, canonical in state.canonical_names.items() if state.holds(canonical)]
         owners = {name.rpartition(".")[0] for name in names}
         return (
             (path, module)
@@ -168,13 +177,13 @@ class PartitionedModule(nn.Module):
 
     def _local_values(self) -> dict[str, Any]:
         """As `local_state_dict`; of divided parameters all ranks of the group call it."""
-        held = self._require_partition("local_state_dict")
+        self._require_partition("local_state_dict")
         self._state.check_divided()
         names = self._state.canonical_names
         local = {
             name: value
             for name, value in self.module.state_dict(keep_vars=True).items()
-            if names.get(name, name) in held or name not in names
+            if name not in names or self._state.holds(names[name])
         }
         whole = {
             name: self._whole(names[name]) for name in local if names.get(name) in self._state.parts
@@ -264,8 +273,8 @@ class PartitionedModule(nn.Module):
             full = gather(session.state_objects, group, self._local_values(), list(own))
         full = self.with_whole_tensors(full)
         # Names of one tensor share it, as in torch: those who save files write it once.
-        names = self._state.canonical_names
-        full = {name: full.get(names.get(name, name), value) for name, value in full.items()}
+        names, first = self._state.canonical_names, self._state.names_now
+        full = {name: full.get(first.get(names.get(name, ""), name), v) for name, v in full.items()}
         return {} if gather_to_rank0 and session.rank else full
 
     def with_whole_tensors(self, values: dict[str, Any]) -> dict[str, Any]:

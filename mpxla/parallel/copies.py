@@ -58,7 +58,7 @@ class DistributedCopy(PartitionedModule):
         # A reference that is no submodule.
         self.__dict__["_original"] = weakref.ref(original)
         if original.partitioned:
-            self.tensors.local_names = original.tensors.local_names
+            self.tensors.stand_as(original.tensors)
         original.copies.append(weakref.ref(self))
         self._register_load_state_dict_pre_hook(self._adapt)
         _average_what_is_here()
@@ -106,10 +106,11 @@ class DistributedCopy(PartitionedModule):
         tensors = (*self.parameters(), *self.buffers())
         self._backend.adopt([tensor for tensor in tensors if not tensor.is_meta])
 
-    def follow(self, local_names: frozenset[str], device: torch.device) -> None:
-        """Called when the model is placed."""
+    def follow(self, device: torch.device) -> None:
+        """Called when the model is placed, or something of it that it got later."""
         self._backend.forget(self.parameters())
-        self.tensors.place(local_names, device)
+        names, local = self.original.tensors.names_now, self.original.tensors.local_names or ()
+        self.tensors.place((names[n] for n in local if n in names), device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As that of the model; also as part of the state dict of a module around the copy."""
@@ -159,14 +160,23 @@ class DistributedCopy(PartitionedModule):
 
     def _exchange(self) -> None:
         theirs, own = self.original.tensors, self.tensors
-        for name, parameter in theirs.parameters.items():
-            other = own.parameters[name]
-            parameter.data, other.data = other.data, parameter.data
-        mine = own.buffers
-        for name, buffer in theirs.buffers.items():
-            if buffer.is_meta == mine[name].is_meta:
-                theirs.set_buffer(name, mine[name])
-                own.set_buffer(name, buffer)
+        names, held = theirs.names_now, {now: n for n, now in own.names_now.items()}
+        if set(names.values()) != held.keys():
+            differing = sorted(set(names.values()) ^ held.keys())
+            raise StepError(
+                f"a copy of the distributed model was used{at_user_line()} that has other "
+                f"parameters or buffers than the model has now: {', '.join(differing[:5])}. Copy "
+                f"the model anew (copy.deepcopy, AveragedModel) after a change of its modules."
+            )
+        mine, buffers = own.buffers, theirs.buffers
+        for name, now in names.items():
+            other = held[now]
+            if name in theirs.parameters:
+                parameter, copied = theirs.parameters[name], own.parameters[other]
+                parameter.data, copied.data = copied.data, parameter.data
+            elif buffers[name].is_meta == mine[other].is_meta:
+                theirs.set_buffer(name, mine[other])
+                own.set_buffer(other, buffers[name])
 
 
 def lending(

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpxla.comm.transport import Group, Members
 from mpxla.delayed import accept_changes, delay_all_models, is_delayed
-from mpxla.errors import MpxlaError, StepError
+from mpxla.errors import CaptureError, MpxlaError, StepError
 from mpxla.graph.capture import current_recorder
 from mpxla.log import warn_once
 from mpxla.nn.distribute import (
@@ -157,7 +157,12 @@ class DistributedModel(PartitionedModule):
         self._is_single = session.config.pipeline_parallel_degree == 1
         pins = partial(partition_pins, self.module)
         places = {name: shard.place for name, shard in shards.items()}
-        member = Member(self._state, pins, self._when_placed, trace_execution_times, places)
+        self._names_of_parts = (
+            set(self._state.canonical_names.values()) if len(sharing) > 1 else None
+        )
+        member = Member(
+            self._state, pins, self._when_placed, trace_execution_times, self._before_new, places
+        )
         self.label, self._reducer = self._models.add(self, member, options)
         see_all_gradients()
         see_all_overflows()
@@ -203,6 +208,8 @@ class DistributedModel(PartitionedModule):
             )
         if current_recorder() is None:
             check_whole(self._state)
+            if self._is_single and not self._engine.is_tracing:
+                self._engine.adopt_single_stage(self.label)  # what the model has got since
         if current_recorder() is None and self._plain_backward is not None:
             self._plain_backward.watch()
         if self._compute_dtype is None:
@@ -449,10 +456,30 @@ class DistributedModel(PartitionedModule):
         """The `DistributedOptimizer`, or None where there is none."""
         return self._optimizers[0] if self._optimizers else None
 
+    def _before_new(self) -> None:
+        """Called before parameters and buffers are taken in that it has got since it was wrapped.
+
+        Raises:
+            CaptureError: there are some, and its layers are divided over ranks.
+        """
+        if self._compute_dtype is not None:
+            convert(self.module, self._compute_dtype)
+        if self._names_of_parts is not None:
+            names = self._state.names_now
+            new = sorted(names[canonical] for canonical in names.keys() - self._names_of_parts)
+            if new:
+                raise CaptureError(
+                    f"The model has {', '.join(new[:5])}, which it had not when "
+                    f"smp.DistributedModel wrapped it, and ranks share its tensors "
+                    f"(tensor_parallel_degree): nobody has divided the new ones. Change the model "
+                    f"before smp.DistributedModel, or set tensor_parallel_degree: 1."
+                )
+        if self.partitioned:
+            self._backend.forget(self.module.parameters())
+
     def _when_placed(self) -> None:
-        local = self.tensors.local_names
         for copy in self._living_copies():
-            copy.follow(local or frozenset(), self._backend.device)
+            copy.follow(self._backend.device)
         for optimizer in self._optimizers:
             optimizer.keep_local()
         if not self._is_single:

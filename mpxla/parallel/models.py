@@ -113,7 +113,12 @@ class Models:
             session.topology.sdp_replicas(session.rank),
             session.topology.pp_rank(session.rank),
             self._link,
-            ParameterStore(member.state, session.backend, _master_dtype(session)),
+            ParameterStore(
+                member.state,
+                session.backend,
+                _master_dtype(session),
+                lends_gradients=not session.config.fp16,  # where they have the loss scale
+            ),
         )
         reducer = GradientReducer(
             replica,
@@ -122,7 +127,7 @@ class Models:
             model.begin_with_loss_scale,
             self._rounds,
             label,
-            self.engine.names_of(label),
+            functools.partial(self.engine.names_of, label),
         )
         self._reducers.add(reducer)
         self._members[label] = model
@@ -154,6 +159,7 @@ class Models:
         Raises:
             MpxlaError: it holds other parameters only.
         """
+        self.engine.take_in()
         given, known = parameters_of(optimizer), list(self)
         found = self.holding(given)
         if not found and given and len(known) > 1:

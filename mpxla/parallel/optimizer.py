@@ -18,6 +18,7 @@ from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger, warn_once
 from mpxla.nn.distribute import refuse_with_shards
 from mpxla.parallel.carrier import equalize_beside, take_along
+from mpxla.parallel.closures import Closure, ClosureSteps
 from mpxla.parallel.companions import tensors_beside
 from mpxla.parallel.elementwise import check_elementwise, is_elementwise, mixes_parameters
 from mpxla.parallel.loss_scale import LossScale
@@ -39,6 +40,11 @@ _NORM = "_global_grad_norm"
 """Attribute that is there with sharded data parallelism only."""
 _OF_FP16 = ("overflow", "loss_scale")
 """Attributes that are there with `fp16: True` only."""
+_OF_MASTERS = "param.grad of the model's own shows those, in float32."
+_OF_PIECES = (
+    "param.grad of the model's own is None: code that changes or reads gradients finds them in "
+    "param_groups; clipping by torch.nn.utils or smp finds them anywhere."
+)
 _PLAIN = (bool, int, float, str)
 
 
@@ -91,13 +97,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, not a "
                 f"{type(optimizer).__name__}."
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise MpxlaError(
-                "LBFGS calls the loss function as often as it likes within one step, which a step "
-                "function cannot do; use an optimizer whose step() takes no closure."
-            )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise MpxlaError(
+                "SparseAdam takes sparse gradients only, and steps give dense ones, also of "
+                "nn.Embedding(sparse=True). Use Adam or AdamW, whose updates are compiled. (They "
+                "move rows that a step has not read by their momentum; SGD and Adagrad do not.)"
+            )
         if session.topology.tp_size > 1 and not is_elementwise(optimizer):
             what = f"{type(optimizer).__name__}, which does not update every element by itself,"
             refuse_with_shards(what, session.topology.tp_size)
@@ -151,6 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._update = CompiledUpdate(
             optimizer, session.backend, self._pieces, rounding, session.kept
         )
+        self._closures = ClosureSteps(optimizer, self._models, self.contents, session)
         for model in self._models:
             model.attach_optimizer(self)
 
@@ -198,8 +206,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         So they do with `sharded_data_parallel_degree`, where gradients are clipped first, by their
         norm over all ranks (`sdp_gradient_clipping`).
 
+        Args:
+            closure: calls `zero_grad` and the step function, and returns the loss, the same on all
+                ranks of a replica. All ranks call `step` with it.
+
+        Returns:
+            What the closure returned at first; None without a closure.
+
         Raises:
-            MpxlaError: a closure was given (it would have to run the step function).
+            MpxlaError: LBFGS without a closure, or an optimizer that calls it as it likes with
+                `fp16: True`.
             StepError: called inside a step function.
         """
         if current_recorder() is not None:
@@ -207,10 +223,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"optimizer.step() was called in a step function{at_user_line()}, which is "
                 f"captured once and runs for every microbatch. Call it after the step call."
             )
-        if closure is not None:
-            raise MpxlaError(
-                "DistributedOptimizer.step takes no closure: call the step function, then step()."
-            )
+        if self._closures.are_needed or closure is not None:
+            return self._closures.step(self, closure)
+        if not self.prepare_update():
+            return None
+        if any(group["params"] for group in self.optimizer.param_groups):
+            self.run_update()
+        elif clip := getattr(self.optimizer, "clip_gradients", None):
+            clip()  # by the norm over all ranks, in which all have to take part
+        self._pieces.publish(has_masters=not self._update.was_compiled)
+        return None
+
+    def prepare_update(self) -> bool:
+        """Brings gradients to what is updated, scaled and clipped; whether they are to be used."""
         for model in self._models:
             model.tensors.check_divided()
         self._notice_groups()
@@ -220,21 +245,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.overflow = bool(self._has_overflowed)
             self._scale.update(self.overflow)
             if self.overflow:
-                return None
+                return False
         if self._max_norm is not None:
             given = parameters_of(self.optimizer)
             self._global_grad_norm = clip_grad_norm_(given, self._max_norm)
         if self._rounding is not None:
             self._rounding.advance()
         self._pieces.renew_divided()
-        if any(group["params"] for group in self.optimizer.param_groups):
-            self._update.step()
-            if not self._update.was_compiled:
-                self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
-        elif clip := getattr(self.optimizer, "clip_gradients", None):
-            clip()  # by the norm over all ranks, in which all have to take part
-        self._pieces.publish(has_masters=not self._update.was_compiled)
-        return None
+        return True
+
+    def run_update(self, closure: Closure | None = None) -> Any:
+        """Runs the inner optimizer; what it leaves pending is started."""
+        result = self._update.step(closure)
+        self.settle_update()
+        return result
+
+    def settle_update(self) -> None:
+        """Starts what an update that is not compiled has left pending."""
+        if not self._update.was_compiled:
+            self._backend.adopt([*self._updated(), *tensors_beside(self.optimizer)])
 
     def unscale(self) -> None:
         """Divides the gradients by the loss scale of `fp16: True`, once; all ranks must call it."""
@@ -439,8 +468,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_placed(self) -> bool:
-        """Whether all its models are partitioned."""
-        return all(model.partitioned for model in self._models)
+        """Whether all its models are partitioned, with what they have got since."""
+        return all(model.partitioned and not model.tensors.waiting for model in self._models)
 
     def keep_local(self) -> None:
         """Takes what other ranks update out of the groups, and moves existing state."""
@@ -451,6 +480,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Of divided parameters this rank has a part; they have no storage.
         states = [model.tensors for model in self._models]
         waiting |= {id(state.parameters[name]) for state in states for name in state.parts}
+        waiting |= {id(parameter) for state in states for parameter in state.waiting}
         for group in self.optimizer.param_groups:
             elsewhere = {
                 p for p in group["params"] if p.device.type == "meta" and id(p) not in waiting
@@ -468,11 +498,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._session.rank == 0 and not held_before and self._pieces.num_held:
             get_logger().info(
                 "optimizer.param_groups holds %s in the place of %d parameters of the model, with "
-                "their gradients: param.grad of the model's own is None. Code that changes or "
-                "reads gradients finds them in param_groups; clipping by torch.nn.utils or smp "
-                "finds them anywhere.",
+                "their gradients. %s",
                 "pieces that replicas divide" if self._are_divided else "masters",
                 self._pieces.num_held,
+                _OF_PIECES if self._are_divided or self._session.config.fp16 else _OF_MASTERS,
             )
         if self.is_placed:
             before, self._unplaced = self._unplaced, None

@@ -81,6 +81,11 @@ class OptimizerState:
         self._param_names = [_names_in(group) for group in optimizer.param_groups]
         self.pieces = OptimizerPieces(optimizer, self._positions)
 
+    @property
+    def positions(self) -> Mapping[int, int]:
+        """Position in the plain optimizer of everything that is or was in the groups, by its id."""
+        return self._positions
+
     def notice_groups(self) -> bool:
         """Takes in groups that were added since; whether there are some."""
         new = self._optimizer.param_groups[len(self.group_sizes) :]

@@ -13,6 +13,7 @@ from torch import nn
 from mpxla.device.backend import Buffer
 from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
 from mpxla.parallel.combined import CombinedReduction
+from mpxla.parallel.lent_gradients import own_gradient
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.store import set_gradients
 
@@ -29,7 +30,7 @@ class PlainBackward:
         self._reducer = reducer
         self._state = reducer.replica.state
         self._touched: set[str] = set()
-        self._reductions: dict[tuple[str, ...], CombinedReduction] = {}
+        self._reductions: dict[tuple[tuple[str, ...], ...], CombinedReduction] = {}
         self._watched: set[str] = set()
         self.watch()
 
@@ -52,17 +53,17 @@ class PlainBackward:
         parameters = [self._state.parameters[name] for name in names]
         # Also the loss: an update in place would take the parameters' memory from it.
         self._reducer.replica.backend.flush()
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g for p in parameters if (g := own_gradient(p)) is not None]
         set_gradients(parameters, [None] * len(parameters))
-        reduction = self._reductions.get(names)
+        buffers = tuple(sorted(self._state.buffers))
+        reduction = self._reductions.get((names, buffers))
         if reduction is None:
             sources = {name: [(0, place)] for place, name in enumerate(names)}
-            buffers = tuple(sorted(self._state.buffers))
             flow = GradientFlow(sources, frozenset(names), {}, buffers)
             self._reducer.prepare_updates(names)
             part = BucketedReduction(self._reducer, flow)
             reduction = CombinedReduction(self._reducer.rounds, [part])
-            self._reductions[names] = reduction
+            self._reductions[names, buffers] = reduction
         reduction.begin()
         self._reducer.rounds.check_accord()
         gradients = self._reducer.replica.backend.adopt(gradients)

@@ -62,8 +62,8 @@ class GradientReducer:
         loss_scale: gives that of the optimizers.
         rounds: what it shares with the reducers of other models.
         label: of the model.
-        names: name in steps of each parameter and buffer that belongs to it -> name in the model;
-            what it shares with an earlier model belongs to that one.
+        names: gives the name in steps of each parameter and buffer that belongs to it -> name in
+            the model; what it shares with an earlier model belongs to that one.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GradientReducer:
         loss_scale: Callable[[], float],
         rounds: Rounds,
         label: str,
-        names: Mapping[str, str],
+        names: Callable[[], Mapping[str, str]],
     ):
         self.replica = replica
         self.options = options
@@ -82,11 +82,16 @@ class GradientReducer:
         self.loss_scale = loss_scale
         self.rounds = rounds
         self.label = label
-        self.names = names
+        self._names = names
         self.hook: CommHook | None = None
         self.is_prepared = False
         self.unreduced: set[str] = set()
         self._pass = 0
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Name in steps of each parameter and buffer that belongs to it -> name in the model."""
+        return self._names()
 
     def set_hook(self, state: Any, hook: Callable[[Any, Any], Any], has_ddp: bool) -> None:
         """Lets a user's function communicate; see `DistributedModel.register_comm_hook`."""
@@ -109,11 +114,16 @@ class GradientReducer:
         replica = self.replica
         self.hook = CommHook(state, hook, replica.transport, self.rounds.hooks, replica.backend)
 
-    def equalize(self, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
-        """Gives all replicas, and all holders of a shared parameter, the same start values."""
+    def equalize(
+        self, parameter_ranks: Mapping[str, tuple[int, ...]], names: Iterable[str]
+    ) -> None:
+        """Gives all replicas, and all holders of a shared parameter, the same start values.
+
+        All have the ranks given; the names are of those that have just been placed.
+        """
         replica, own = self.replica, self.names.values()
         replica.store.ranks = parameter_ranks
-        equalize(replica, 0)
+        equalize(replica, 0, names)
         if replica.state.shards:
             divide_over_group(replica)
         self.prepare_updates(own)
@@ -135,7 +145,7 @@ class GradientReducer:
 
     def take_over(self, source: int) -> None:
         """Gives all replicas the values of one of them."""
-        equalize(self.replica, source)
+        equalize(self.replica, source, self.replica.store.ranks)
 
     def objective_scale(self, num_microbatches: int) -> float:
         """1 / microbatches for the mean; comm hooks get sums and average by themselves."""

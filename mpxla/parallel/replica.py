@@ -4,6 +4,7 @@ Start values and buffers are made equal here too: those of the first replica, an
 holder of a shared tensor, are everyone's.
 """
 
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from mpxla.comm.objects import Objects
@@ -66,13 +67,14 @@ class Replica:
         return len(self.group)
 
 
-def equalize(replica: Replica, source: int) -> None:
+def equalize(replica: Replica, source: int, names: Iterable[str]) -> None:
     """Gives all replicas, and all holders of a shared tensor, the same values of what is whole.
 
-    All ranks must call it; everyone gets the values of the replica `source`.
+    All ranks must call it, with equal names; everyone gets the values of the replica `source`.
     """
+    chosen = set(names)
     local, ranks = replica.store.local_tensors(), replica.store.ranks
-    names = [n for n in sorted(local) if replica.pp_rank in ranks[n]]
+    names = [n for n in sorted(local) if n in chosen and replica.pp_rank in ranks[n]]
     if replica.count > 1 and names:
         packed = pack([local[name].detach().cpu() for name in names])
         sender = replica.group[source]
@@ -80,13 +82,13 @@ def equalize(replica: Replica, source: int) -> None:
         if replica.rank != sender:
             specs = [TensorSpec.of(local[n]) for n in names]
             replica.store.write(names, unpack(packed, specs))
-    _equalize_shared(replica)
+    _equalize_shared(replica, chosen)
 
 
-def _equalize_shared(replica: Replica) -> None:
+def _equalize_shared(replica: Replica, chosen: Set[str]) -> None:
     local, ranks = replica.store.local_tensors(), replica.store.ranks
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(ranks):
+    for name in sorted(chosen & ranks.keys()):
         if len(ranks[name]) > 1 and name not in replica.state.shards:
             groups.setdefault(ranks[name], []).append(name)
     for (first, *others), names in sorted(groups.items()):

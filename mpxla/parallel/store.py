@@ -9,9 +9,10 @@ optimizers are views of it:
             gradient       on the update copy, of its type; a plain parameter's own otherwise
             state          the optimizer's, for the update copy
 
-Where there is an update copy, `param.grad` of the model's parameter is None after a step: torch
-ties a gradient's type to its tensor's, and the gradient is wider or a part. This module must not
-know how gradients are reduced, nor optimizers.
+Where there is an update copy, the model's parameter has no gradient after a step: torch ties a
+gradient's type to its tensor's, and the gradient is wider or a part. `param.grad` shows that of a
+master all the same, and is None where replicas divide it. This module must not know how gradients
+are reduced, nor optimizers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from mpxla.device.backend import Backend, Buffer
 from mpxla.log import warn_once
 from mpxla.parallel.buckets import Bucket, fill_buckets
 from mpxla.parallel.hand_changes import mark, notice_unreached
+from mpxla.parallel.lent_gradients import lend_gradient, own_gradient, set_own_gradient
 from mpxla.parallel.parts import Parts, Pieces
 from mpxla.parallel.programs import Programs
 from mpxla.parallel.state_dicts import to_host
@@ -67,7 +69,7 @@ def set_gradients(
 ) -> None:
     """Exchanges gradients; None takes one away."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
-        tensor.grad = gradient
+        set_own_gradient(tensor, gradient)
         if gradient is not None:
             mark(gradient)
 
@@ -80,6 +82,7 @@ class ParameterStore:
         backend: of this rank's device.
         master_dtype: 16-bit parameters that are trained get update copies of this type; None: every
             parameter is updated in its own. (Gradients are summed in float32 anyway.)
+        lends_gradients: whether parameters show the gradients of their masters.
 
     Attributes:
         ranks: pipeline ranks that hold each parameter and buffer; empty before they are placed.
@@ -89,11 +92,16 @@ class ParameterStore:
     """
 
     def __init__(
-        self, state: ModelState, backend: Backend, master_dtype: torch.dtype | None = None
+        self,
+        state: ModelState,
+        backend: Backend,
+        master_dtype: torch.dtype | None = None,
+        lends_gradients: bool = True,
     ):
         self.state = state
         self.backend = backend
         self.master_dtype = master_dtype
+        self.lends_gradients = lends_gradients
         self.ranks: Mapping[str, tuple[int, ...]] = {}
         self.is_divided = False
         self.shards: dict[Bucket, Shard] = {}
@@ -226,7 +234,10 @@ class ParameterStore:
         }
         if narrow:
             assert self.master_dtype is not None, "only masters are wider"
-            self._add(Masters(narrow, self.master_dtype, self._programs))
+            masters = Masters(narrow, self.master_dtype, self._programs)
+            self._add(masters)
+            for name, copy in masters.copies.items() if self.lends_gradients else ():
+                lend_gradient(narrow[name], copy.parameter)
 
     def set_part(self, name: str, value: torch.Tensor) -> None:
         """Holds this rank's part of a parameter, of which the value on the host is the whole."""
@@ -343,9 +354,9 @@ class ParameterStore:
 
         The values are what a module has loaded, by any of its names.
         """
-        state, exact = self.state, {}
+        state, exact, names = self.state, {}, self.state.canonical_names
         for alias, value in values.items():
-            copy = self.copy_of(name := state.canonical_names.get(alias, ""))
+            copy = self.copy_of(name := names.get(alias, ""))
             is_exact = copy is not None and getattr(value, "dtype", None) == copy.parameter.dtype
             if is_exact:
                 self._saved_masters.pop(name, None)  # what is loaded later counts
@@ -402,9 +413,9 @@ class ParameterStore:
             name
             for part in self._parts
             for name, copy in part.copies.items()
-            if copy.extent is None and parameters[name].grad is not None
+            if copy.extent is None and own_gradient(parameters[name]) is not None
         ]
-        given = [gradient for name in names if (gradient := parameters[name].grad) is not None]
+        given = [g for name in names if (g := own_gradient(parameters[name])) is not None]
         set_gradients([parameters[name] for name in names], [None] * len(names))
         self.add_gradients(names, self.backend.adopt(given))
 

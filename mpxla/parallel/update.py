@@ -18,7 +18,7 @@ numbers, or keeps tensors outside of its state) runs as before: lazily, traced i
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,8 +93,8 @@ class CompiledUpdate:
         """See `counts_of`, which tries the optimizer: not before it is known that it may be."""
         return counts_of(self._optimizer)
 
-    def step(self) -> None:
-        """Runs the optimizer's `step`, compiled if that is possible.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Runs the optimizer's `step`, compiled if that is possible and there is no closure.
 
         Hooks of the user see gradients, whether they were registered before or after this object.
         """
@@ -102,7 +102,7 @@ class CompiledUpdate:
         optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
         optimizer._optimizer_step_post_hooks.move_to_end(self._post_hook.id, last=False)
         try:
-            self._optimizer.step()
+            return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         finally:
             if self._rounding is not None and not self.was_compiled:
                 self._rounding.narrow()

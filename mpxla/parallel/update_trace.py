@@ -6,6 +6,8 @@ and rates are tensors meanwhile, because a number would be a constant of the pro
 
 import contextlib
 import copy
+import functools
+import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -178,7 +180,8 @@ class UpdateFunction:
     def _run(self, clone: Any) -> None:
         """One step of the copy, which has to change tensors only."""
         before, drawn = _python_values(clone), random_python()
-        with python_random_kept(), _TensorScalars(), _capturable(type(clone)):
+        numbers = _TensorScalars(self._wide)
+        with python_random_kept(), numbers, _capturable(type(clone)), _choosing(type(clone)):
             type(clone).step(clone)
             is_random = random_python() != drawn
         if is_random:
@@ -205,6 +208,35 @@ def _capturable(kind: type) -> Generator[None]:
 
             stack.enter_context(exchanged(module, **{name: more}))
         yield
+
+
+@contextlib.contextmanager
+def _choosing(kind: type) -> Generator[None]:
+    """Lets the modules of an optimizer choose with `max` and `min` among numbers that are tensors.
+
+    Adafactor does so with norms; Python would read them.
+    """
+    steps = (vars(part)["step"] for part in kind.__mro__ if "step" in vars(part))
+    modules = {id(found): found for found in (inspect.unwrap(step).__globals__ for step in steps)}
+    chosen = {"max": (max, torch.gt), "min": (min, torch.lt)}
+    places = [(names, name) for names in modules.values() for name in chosen]
+    before = [(names, name, names.get(name)) for names, name in places]
+    for names, name, own in before:
+        function, is_better = chosen[name]
+        names[name] = functools.partial(_chosen, function if own is None else own, is_better)
+    try:
+        yield
+    finally:
+        for names, name, own in before:
+            names.pop(name) if own is None else names.update({name: own})
+
+
+def _chosen(function: Any, is_better: Any, *values: Any, **settings: Any) -> Any:
+    has_numbers = any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+    if len(values) != 2 or settings or not has_numbers:
+        return function(*values, **settings)
+    first, second = map(torch.as_tensor, values)
+    return torch.where(is_better(second, first), second, first)
 
 
 def _away_from_zero(rate: torch.Tensor) -> torch.Tensor:
@@ -238,8 +270,14 @@ def without_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
 class _TensorScalars(TorchFunctionMode):
     """Lets tensors of one element stand where an operator takes a number (`alpha`, `value`).
 
-    torch reads such a tensor on the host, which would make a constant of the learning rate.
+    torch reads such a tensor on the host, which would make a constant of the learning rate. What
+    optimizers read themselves by `item()` stays a tensor, of the dtype given; where Python needs
+    its value (in a branch), tracing ends in an error all the same.
     """
+
+    def __init__(self, wide: torch.dtype):
+        super().__init__()
+        self._wide = wide
 
     def __torch_function__(
         self,
@@ -250,6 +288,10 @@ class _TensorScalars(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return args[0].to(self._wide).clone()
+        if name in ("lerp", "lerp_") and len(args) == 3 and isinstance(args[2], torch.Tensor):
+            args = (*args[:2], args[2].to(args[0].dtype))
         if isinstance(kwargs.get("alpha"), torch.Tensor) and name in ("add", "add_", "sub", "sub_"):
             target, other, *rest = args
             return func(target, other * kwargs.pop("alpha"), *rest, **kwargs)

@@ -20,7 +20,7 @@ def check_module(module: Any) -> None:
 
     Raises:
         MpxlaError: it is none, is wrapped by another library part, scripted, or has parameters
-            without a shape.
+            or observers without a shape.
     """
     if not isinstance(module, nn.Module):
         raise MpxlaError(
@@ -37,6 +37,13 @@ def check_module(module: Any) -> None:
             raise MpxlaError(
                 f"{where} is scripted (torch.jit), so that it cannot be cut into stages; give "
                 f"smp.DistributedModel the plain module."
+            )
+        seen = getattr(part, "min_val", None)
+        is_observer = type(part).__module__.startswith("torch.ao.quantization")
+        if is_observer and isinstance(seen, torch.Tensor) and not seen.numel():
+            raise MpxlaError(
+                f"{where} is an observer (prepare_qat) that takes the shape of its buffers from "
+                f"the first batch; call the model once on a batch before smp.DistributedModel."
             )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from mpxla.collection import give_back_memory
-from mpxla.comm.agreement import check_agreement, share_error
+from mpxla.comm.agreement import agreed, check_agreement, share_error
 from mpxla.comm.transport import Members
 from mpxla.errors import PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
@@ -24,6 +24,7 @@ from mpxla.log import get_logger
 from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
+from mpxla.runtime.derived import set_derived
 from mpxla.runtime.executor import StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
@@ -51,6 +52,7 @@ __all__ = ["StepEngine"]
 
 
 _T = TypeVar("_T")
+_NEW = "a step function, or the model, with new parameters or buffers"
 _SAME_STEP = (
     "What the step function reads outside of its arguments (tensors, random numbers of Python, the "
     "rank) has to be equal on all ranks that share tensors: make it from one seed, or pass it as "
@@ -177,7 +179,9 @@ class StepEngine:
                 self.calls.agree_to_start(call, call.plan)
             if lent:
                 self._refuse_training(name, call.plan, lent)
-            return self._run_counted(call.plan, call, rule, args, kwargs)
+            result = self._run_counted(call.plan, call, rule, args, kwargs)
+            set_derived(call.plan.view)
+            return result
         except (PeerFailure, AnnouncedError):
             raise
         except BaseException as error:
@@ -251,20 +255,22 @@ class StepEngine:
     def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        if not self._states.is_any_placed():
+        self.take_in()
+        if self._states.is_any_placed():
+            self._meet_new()
+        else:
             self._cutter.settle_rates()
         cut, signature, reads = self._cut_together(call, function)
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
-        new = [label for label in used if not self._states[label].is_placed]
+        new = self.placement.unsettled(used)
         if new:
             cut = self._follow_first_replica(cut, signature.function, new)
         what = "captured another step"
         check_agreement(self._session.objects, self._group, cut.description(), what)
         self._compare_captured(cut.step)
-        if new:
-            self._settle(self.placement.of_new(cut, new), new)
+        self._settle(self.placement.of_new(cut, new), used)
         if not self.first_cuts:
             self._write_decision(cut)
         for label in used:
@@ -428,13 +434,47 @@ class StepEngine:
         used = [n for n in labels if n in read or not self._states.names_of(n)]
         return self._states.closure(used or labels[:1])
 
+    def take_in(self) -> None:
+        """Names parameters and buffers that models have now and had not before."""
+        for member in self._members.values():
+            member.before_new()
+        self._states.take_in()
+
+    def _meet_new(self) -> None:
+        """What models have got since they were placed is the same on all ranks of the pipeline.
+
+        What was computed from values of some ranks (a mask of a weight) has values on those only.
+
+        Raises:
+            RankMismatch: it is not the same.
+            StepError: no rank has values of it.
+        """
+        placed = [label for label in self._states.labels if self._states[label].is_placed]
+        new = self.placement.unsettled(placed)
+        owners = [(self._states[label], own) for label, own in map(self._states.own_name, new)]
+        own = self._states.describe(new), [state.holds(name) for state, name in owners]
+        everyone = agreed(self._session.objects, self._group, own, _changed, lambda found: found[0])
+        for place, name in enumerate(new):
+            holders = tuple(rank for rank, (_, held) in enumerate(everyone) if held[place])
+            if not holders:
+                raise StepError(
+                    f"{name}, which the model got after smp.DistributedModel, has no values on any "
+                    f"rank: it was computed from parameters that are divided over ranks "
+                    f"(sharded_data_parallel_degree). Compute it before smp.DistributedModel, or "
+                    f"from model.state_dict(), which gives whole values on all ranks."
+                )
+            if len(holders) < len(everyone):
+                self.placement.note_holders(name, holders)
+
     def _follow_first_replica(self, cut: CutStep, function: str, new: Sequence[str]) -> CutStep:
         """The step cut so that new models live where the first replica puts them.
 
         Batches of other shapes (other sequence lengths) may have led this replica elsewhere.
         """
         objects, world = self._session.objects, self._session.topology.world_group()
-        model = [f"the first step function is {function}", *self._states.description(new)]
+        if self._states.is_any_placed():
+            self._reducers.meet(_NEW, at_user_line())
+        model = [f"the first step function is {function}", *self._states.describe(new)]
         check_agreement(objects, world, model, "have another model or script")
         mine = self.placement.of_new(cut, new), self._cutter.chosen
         first = objects.allgather(mine, world)[0]
@@ -446,12 +486,27 @@ class StepEngine:
 
     def _settle(self, ranks: Mapping[str, tuple[int, ...]], labels: Iterable[str]) -> None:
         for label in labels:
-            self.placement.settle(label, ranks)
-            self._members[label].on_placed()
+            if not self.placement.is_settled(label):
+                self.placement.settle(label, ranks)
+                self._members[label].on_placed()
 
     def adopt_single_stage(self, label: str) -> None:
-        """Places all of a model here; used at construction when there is only one stage."""
-        world = self._session.topology.world_group()
-        model = self._states.description([label])
+        """Places all of a model here, where there is only one stage: what is not placed yet."""
+        self.take_in()
+        world, new = self._session.topology.world_group(), self.placement.unsettled([label])
+        if not new and self._states[label].is_placed:
+            return
+        if self._states[label].is_placed:
+            self._reducers.meet(_NEW, at_user_line())
+        model = self._states.describe(new)
         check_agreement(self._session.objects, world, model, "have another model")
-        self._settle(dict.fromkeys(self._states.names_of(label), (0,)), [label])
+        self._settle(dict.fromkeys(new, (0,)), [label])
+
+
+def _changed(others: list[int], first: tuple[list[str], Any], other: tuple[list[str], Any]) -> str:
+    """Text of the error of ranks that have added other tensors to their models."""
+    return (
+        f"the models have other new parameters or buffers on ranks {others} than on the first rank "
+        f"of the pipeline: {', '.join(other[0]) or 'none'} there, {', '.join(first[0]) or 'none'} "
+        f"here. Change models in the same way on all ranks."
+    )

@@ -40,6 +40,7 @@ class ModelView:
         hooks: (module's index, kind, number of the function) of everything that runs around or in
             place of a `forward` or its backward; index -1 for hooks on all modules, and for those
             on gradients of parameters.
+        buffers: (module's index, name) of every buffer, whatever tensor it is.
         paths: name of every module, in the captured view only.
         reads: what the step read outside of its arguments, in the captured view only.
     """
@@ -49,6 +50,7 @@ class ModelView:
     modules: Sequence[nn.Module]
     parameters: Sequence[Any]
     hooks: tuple[tuple[int, str, int], ...]
+    buffers: tuple[tuple[int, str], ...] = ()
     paths: Mapping[int, str] | None = None
     reads: tuple[Read, ...] = ()
 
@@ -63,6 +65,9 @@ class ModelView:
             return f"{self._first_module(now)} was replaced, added or removed"
         if not _are_same(self.parameters, now.parameters):
             return "a parameter of the model was replaced"
+        if self.buffers != now.buffers:
+            index, name = min(set(self.buffers) ^ set(now.buffers))
+            return f"the buffer {self._path(self.modules[index])}.{name} was added or removed"
         if self.hooks != now.hooks:
             index = min(index for index, *_ in set(self.hooks) ^ set(now.hooks))
             where = self._path(self.modules[index]) if index >= 0 else "all modules"
@@ -119,7 +124,13 @@ class ModelWatch:
         for place, parameter in enumerate(parameters):
             if has_gradient_hook(parameter):
                 hooks.append((-1, "gradient", place))  # which a capture refuses
-        return ModelView(modes, trainable, modules, parameters, tuple(hooks))
+        buffers = tuple(
+            (index, name)
+            for index, module in enumerate(modules)
+            for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
+            if buffer is not None
+        )
+        return ModelView(modes, trainable, modules, parameters, tuple(hooks), buffers)
 
     def keep(self, views: Sequence[ModelView]) -> None:
         """Forgets all functions that none of these views has."""

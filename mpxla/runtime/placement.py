@@ -4,7 +4,7 @@ The partitioner decides for a step; what it does not read is placed here. This m
 how a step is captured, cut or run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpxla.errors import StepError
@@ -43,18 +43,36 @@ class Placement:
         self._link = link
         self._reducers = reducers
         self._of_model: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._holders: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.stateful: frozenset[str] = frozenset()
 
-    def of_new(self, cut: CutStep, labels: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Ranks of all parameters and buffers of models that a step is the first to use.
+    def unsettled(self, labels: Iterable[str]) -> list[str]:
+        """What some models have and is not placed: all of it, or what they have since then."""
+        return [
+            name
+            for label in labels
+            for name, own in self._states.names_of(label).items()
+            if own not in self._of_model.get(label, ()) and self._states.tensor(name) is not None
+        ]
+
+    def is_settled(self, label: str) -> bool:
+        """Whether all that a model has is placed, also what belongs to another one."""
+        is_placed, held = self._states[label].is_placed, self._of_model.get(label, {})
+        return is_placed and all(own in held for own in self._states.own_names(label))
+
+    def note_holders(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Remembers which ranks of the pipeline have values of what is not placed; others lack."""
+        self._holders[name] = ranks
+
+    def of_new(self, cut: CutStep, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Ranks of parameters and buffers that are not placed, of models that a step uses.
 
         What the step does not read lives where a checkpoint says it did, or with the rest of its
         module (an evaluation step reads batch norm's statistics and not its counter), or on rank 0.
         """
         ranks = cut.parameter_ranks()
         of_module = {name.rpartition(".")[0]: held for name, held in reversed(ranks.items())}
-        names = [name for label in labels for name in self._states.names_of(label)]
         return {
             name: ranks.get(name)
             or self.ranks.get(name)
@@ -65,23 +83,41 @@ class Placement:
     def settle(self, label: str, ranks: Mapping[str, tuple[int, ...]]) -> None:
         """Moves a model to its ranks, with equal values over replicas. All ranks call it.
 
+        What is placed already stays.
+
         Args:
             label: of the model.
             ranks: of its parameters and buffers.
         """
-        names = self._states.names_of(label)
-        self.ranks.update({name: ranks[name] for name in names})
-        own = self._of_model[label] = self._states.to_own_names(label, self.ranks)
+        self.ranks.update(ranks)
+        held = self._of_model.setdefault(label, {})
+        own = self._states.to_own_names(label, self.ranks)
+        new = {name: where for name, where in own.items() if name not in held}
+        held.update(new)
         state = self._states[label]
         self._backend.forget(state.parameters.values())
-        state.place({n for n, r in own.items() if self._pp_rank in r}, self._backend.device)
-        self._reducers.equalize(label, own)
+        for name in sorted(self._holders.keys() & self._states.names_of(label)):
+            self._bring(name, self._holders.pop(name))
+        state.place({n for n, r in new.items() if self._pp_rank in r}, self._backend.device)
+        self._reducers.equalize(label, held, list(new))
+
+    def _bring(self, name: str, holders: tuple[int, ...]) -> None:
+        """Sends a tensor that is to be placed to ranks that need it and have no values of it."""
+        lacking = [rank for rank in self.ranks[name] if rank not in holders]
+        tensor = self._states.tensor(name)
+        assert tensor is not None, "it is there"
+        if lacking and self._pp_rank == holders[0]:
+            self._link.send_values(lacking, [tensor.detach()], "tied")
+        elif self._pp_rank in lacking:
+            (value,) = self._link.receive_from(holders[0], [TensorSpec.of(tensor)], "tied")()
+            label, own = self._states.own_name(name)
+            self._states[label].give(own, self._backend.view(value).clone())
 
     def decision(self, label: str) -> dict[str, Any]:
         """Where a model lives, as plain data, and the settings that led there."""
-        own = self._states.to_own_names(label, self.ranks)
+        own, names = self._states.to_own_names(label, self.ranks), self._states[label].names_now
         return {
-            "parameter_ranks": {name: list(held) for name, held in own.items()},
+            "parameter_ranks": {names[n]: list(held) for n, held in own.items() if n in names},
             "settings": cut_settings(self._config),
         }
 

@@ -4,7 +4,7 @@ The engine runs one pipeline and knows nothing of other replicas: it is given `R
 the cut of every training step once, and tells them when a stage's gradients are complete.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -41,12 +41,27 @@ class StepReduction(Protocol):
 class Reducers(Protocol):
     """Gradients and start values of one rank over all replicas, of all models."""
 
-    def equalize(self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]]) -> None:
+    def equalize(
+        self, label: str, parameter_ranks: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    ) -> None:
         """Gives all replicas, and all holders of a shared parameter, the same start values.
 
         Args:
             label: of a model.
             parameter_ranks: pipeline ranks that hold each of its parameters and buffers.
+            names: of those that have just been placed.
+        """
+        ...
+
+    def meet(self, what: str, line: str) -> None:
+        """Before something that all replicas do at once, or none.
+
+        Args:
+            what: it is.
+            line: the user's.
+
+        Raises:
+            RankMismatch: another replica does something else.
         """
         ...
 

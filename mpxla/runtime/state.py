@@ -15,8 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpxla.comm.packing import describe
-from mpxla.delayed import forget, materialize
-from mpxla.errors import CaptureError, MpxlaError
+from mpxla.delayed import forget, is_delayed, materialize
+from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter
@@ -29,7 +29,8 @@ class ModelState:
     """Names and storage of a model's parameters and buffers.
 
     A tensor that is reachable under several names (tied weights) has one canonical name, the
-    first in `named_parameters` order.
+    first in `named_parameters` order. It keeps that name, and stays known, also when scripts move
+    or drop its module: optimizers and compiled steps refer to it. No other tensor gets the name.
 
     Args:
         module: the user's model.
@@ -44,28 +45,72 @@ class ModelState:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.canonical_names: dict[str, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._placed: set[str] = set()
+        self._dividing: tuple[int, int, int, bool] | None = None
         self.local_names: frozenset[str] | None = None
         self.gradient_shards: dict[str, FlatShard] = {}
         self.shards: dict[str, FlatShard] = {}
         self.parts: dict[str, nn.Parameter] = {}
         self._recorded: list[torch.Tensor] = []
         self._former: list[tuple[StorageWeakRef, nn.Parameter]] = []
-        by_id: dict[int, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            canonical = by_id.setdefault(id(parameter), name)
-            self.canonical_names[name] = canonical
-            self.parameters.setdefault(canonical, parameter)
-        for path, owner in module.named_modules():
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Names the parameters and buffers that the model has now and had not before."""
+        known = {id(p): name for name, p in self.parameters.items()}
+        new: list[str] = []
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in known:
+                known[id(parameter)] = own = self._free(name)
+                self.parameters[own] = parameter
+                new.append(own)
+        for name, held in list(self._buffer_owners.items()):
+            there = [(owner, key) for owner, key in held if _buffers_of(owner).get(key) is not None]
+            self._buffer_owners[name] = there
+        owned = self._owned()
+        known |= {id(buffer): name for name, buffer in self.buffers.items()}
+        for path, owner in self.module.named_modules():
             for key, buffer in _buffers_of(owner).items():
-                if buffer is None:
-                    continue
-                name = f"{path}.{key}" if path else key
-                canonical = by_id.setdefault(id(buffer), name)
-                self.canonical_names[name] = canonical
-                self._buffer_owners.setdefault(canonical, []).append((owner, key))
+                if buffer is not None and (id(owner), key) not in owned:
+                    own = known.setdefault(id(buffer), self._free(_joined(path, key)))
+                    self._buffer_owners.setdefault(own, []).append((owner, key))
+        if self._dividing is not None:
+            self._divide(new)
+
+    def _free(self, name: str) -> str:
+        """A name that no tensor has or had."""
+        number, free = 1, name
+        while free in self.parameters or free in self._buffer_owners:
+            number += 1
+            free = f"{name}#{number}"
+        return free
+
+    def _owned(self) -> dict[tuple[int, str], str]:
+        return {(id(o), key): name for name, held in self._buffer_owners.items() for o, key in held}
+
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Any name that a parameter or buffer has now -> its canonical name."""
+        self.take_in()
+        known = {id(parameter): name for name, parameter in self.parameters.items()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {name: known[id(parameter)] for name, parameter in named}
+        owned = self._owned()
+        for path, owner in self.module.named_modules():
+            for key, buffer in _buffers_of(owner).items():
+                if buffer is not None:
+                    names[_joined(path, key)] = owned[id(owner), key]
+        return names
+
+    @property
+    def names_now(self) -> dict[str, str]:
+        """Canonical name -> the first name that the tensor has now; without what has none."""
+        found: dict[str, str] = {}
+        for name, canonical in self.canonical_names.items():
+            found.setdefault(canonical, name)
+        return found
 
     @property
     def is_placed(self) -> bool:
@@ -74,9 +119,14 @@ class ModelState:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Current buffers by canonical name."""
-        first = {name: owners[0] for name, owners in self._buffer_owners.items()}
-        return {name: _buffers_of(owner)[key] for name, (owner, key) in first.items()}
+        """Current buffers by canonical name, without those that scripts have deleted."""
+        found: dict[str, torch.Tensor] = {}
+        for name, owners in self._buffer_owners.items():
+            held = (_buffers_of(owner).get(key) for owner, key in owners)
+            buffer = next((buffer for buffer in held if buffer is not None), None)
+            if buffer is not None:
+                found[name] = buffer
+        return found
 
     def description(self) -> list[str]:
         """A line for every parameter and buffer; equal on two ranks if they have the same model."""
@@ -86,36 +136,13 @@ class ModelState:
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replaces a buffer in every module that holds it."""
         for owner, key in self._buffer_owners[name]:
-            _buffers_of(owner)[key] = value
+            if key in _buffers_of(owner):
+                _buffers_of(owner)[key] = value
 
     def adopt_buffer(self, name: str, value: torch.Tensor) -> None:
         """Makes this rank one of the holders of a buffer."""
         self.set_buffer(name, value)
         self.local_names = (self.local_names or frozenset()) | {name}
-
-    def current_names(self) -> dict[str, str]:
-        """Any name that a parameter or buffer has now -> its canonical name, of the start.
-
-        Modules may have moved in the model since then.
-
-        Raises:
-            CaptureError: one that was not there at the start.
-        """
-        names: dict[str, str] = {}
-        known = {id(parameter): name for name, parameter in self.parameters.items()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in known:
-                raise CaptureError(_stranger("parameter", name))
-            names[name] = known[id(parameter)]
-        owned = {(id(o), key): n for n, held in self._buffer_owners.items() for o, key in held}
-        for path, owner in self.module.named_modules():
-            for key, buffer in _buffers_of(owner).items():
-                name = f"{path}.{key}" if path else key
-                if buffer is not None and (id(owner), key) not in owned:
-                    raise CaptureError(_stranger("buffer", name))
-                if buffer is not None:
-                    names[name] = owned[id(owner), key]
-        return names
 
     def divide(self, index: int, size: int, threshold: int, gradients_only: bool) -> None:
         """Decides which parameters the ranks of a sharding group divide. Before placing.
@@ -126,10 +153,16 @@ class ModelState:
             threshold: parameters with fewer elements stay whole.
             gradients_only: whether all parameters stay whole.
         """
-        for name, parameter in self.parameters.items():
-            count = parameter.numel()
+        self._dividing = index, size, threshold, gradients_only
+        self._divide(self.parameters)
+
+    def _divide(self, names: Iterable[str]) -> None:
+        assert self._dividing is not None, "it has been decided"
+        index, size, threshold, gradients_only = self._dividing
+        for name in names:
+            count, shape = self.parameters[name].numel(), tuple(self.parameters[name].shape)
             if size > 1 and count >= threshold and FlatShard.fits(count, size):
-                self.gradient_shards[name] = FlatShard(tuple(parameter.shape), index, size)
+                self.gradient_shards[name] = FlatShard(shape, index, size)
         self.shards = {} if gradients_only else dict(self.gradient_shards)
 
     def whole_on_host(self, name: str) -> torch.Tensor:
@@ -170,8 +203,31 @@ class ModelState:
         """What this rank has of one of its parameters."""
         return self.parts.get(name, self.parameters[name])
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a tensor; what is new and not placed, if it has values here."""
+        if name in self._placed:
+            return name in (self.local_names or ())
+        tensor = self.parameters.get(name)
+        tensor = self.buffers.get(name) if tensor is None else tensor
+        return tensor is not None and (is_delayed(tensor) or not tensor.is_meta)
+
+    @property
+    def waiting(self) -> list[nn.Parameter]:
+        """Parameters that are not placed yet."""
+        return [p for name, p in self.parameters.items() if name not in self._placed]
+
+    def give(self, name: str, value: torch.Tensor) -> None:
+        """Gives a value to a tensor that is not placed and has none here."""
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            self.set_buffer(name, value)
+            return
+        with _without_weak_references(self.module):
+            moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, moved)
+
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
-        """Moves local parameters and buffers to the device, and frees all others.
+        """Moves local parameters and buffers to the device, and frees others; placed ones stay.
 
         Args:
             local_names: canonical names of the parameters and buffers of this rank.
@@ -183,26 +239,34 @@ class ModelState:
         """
         refuse_gradient_hooks(self.module)
         _release_parameters(self.module)
-        self.local_names = frozenset(local_names)
-        self._recorded = [t.detach() for t in (*self.parameters.values(), *self.buffers.values())]
+        local = self.local_names = (self.local_names or frozenset()) | frozenset(local_names)
+        parameters = {n: p for n, p in self.parameters.items() if n not in self._placed}
+        buffers = {n: b for n, b in self.buffers.items() if n not in self._placed}
+        self._placed |= parameters.keys() | buffers.keys()
+        self._recorded += [t.detach() for t in (*parameters.values(), *buffers.values())]
         with _without_weak_references(self.module):
-            for name, parameter in self.parameters.items():
-                is_local = name in self.local_names
+            for name, parameter in parameters.items():
                 if self._is_divided_here(name):
                     continue  # it goes to the device part by part, once replicas have equal values
-                if is_local and parameter.device.type == "cpu":
+                if name in local and parameter.device.type == "cpu":
                     self._former.append((StorageWeakRef(parameter.untyped_storage()), parameter))
-                if is_local:
+                if name in local:
                     _exchange(name, parameter, device, nn.Parameter)
                 else:
                     _exchange(name, parameter, torch.device("meta"), AbsentParameter)
-        for name, buffer in self.buffers.items():
-            is_local = name in self.local_names
+        for name, buffer in buffers.items():
+            is_local = name in local
             self.set_buffer(
                 name, materialize(name, buffer).to(device) if is_local else buffer.to("meta")
             )
         if not self.shards:
             self.end_dividing()
+
+    def stand_as(self, other: "ModelState") -> None:
+        """Takes the places of a model that this one is a copy of, which is placed."""
+        names = other.names_now
+        self.local_names = frozenset(names[n] for n in other.local_names or () if n in names)
+        self._placed = {*self.parameters, *self.buffers}
 
     def _is_divided_here(self, name: str) -> bool:
         return name in self.shards and self.local_names is not None and name in self.local_names
@@ -220,14 +284,19 @@ class ModelState:
         Args:
             full: values by any name of each parameter and buffer.
         """
+        names, buffers = self.names_now, self.buffers
         with _without_weak_references(self.module):
             for name, parameter in self.parameters.items():
-                value = full[name] if name in full else parameter.detach().cpu()
+                if name not in names:
+                    continue  # the model has it no more
+                value = full[now] if (now := names[name]) in full else parameter.detach().cpu()
                 moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, moved)
-        for name, buffer in self.buffers.items():
-            self.set_buffer(name, full[name].clone() if name in full else buffer.cpu())
-        self.local_names = frozenset((*self.parameters, *self.buffers))
+        for name in buffers.keys() & names.keys():
+            value = full[now].clone() if (now := names[name]) in full else buffers[name].cpu()
+            self.set_buffer(name, value)
+        self.local_names = frozenset(names)
+        self._placed = set(names)
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of what this rank holds."""
@@ -247,13 +316,8 @@ def _release_parameters(module: nn.Module) -> None:
                 vars(part)[name] = value.detach()
 
 
-def _stranger(kind: str, name: str) -> str:
-    return (
-        f"The model has a {kind} {name} that was not there when smp.DistributedModel wrapped it: "
-        f"its module, or the {kind} itself, was replaced or added later, and is on no partition. "
-        f"Change the model before smp.DistributedModel; afterwards, copy values into the "
-        f"{kind} that is there (load_state_dict, or copy_ under torch.no_grad)."
-    )
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any:

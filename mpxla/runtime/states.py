@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from mpxla.comm.packing import describe
 from mpxla.runtime.state import ModelState
 from mpxla.stage.flat import FlatShard
 
@@ -29,14 +30,24 @@ class ModelStates:
 
     def add(self, state: ModelState) -> str:
         """Takes in a model; returns its label."""
-        label, known = self._free_label(), self._tensors()
-        self._states[label] = state
-        names = self._names[label] = {}
-        for own, tensor in (*state.parameters.items(), *state.buffers.items()):
-            names[own] = known.get(id(tensor), _joined(label, own))
-            self._owners.setdefault(names[own], (label, own))
+        label = self._free_label()
+        self._states[label], self._names[label] = state, {}
+        self._take_in(label)
         self._module = None
         return label
+
+    def take_in(self) -> None:
+        """Names what models have now and had not before."""
+        for label, state in self._states.items():
+            state.take_in()
+            self._take_in(label)
+
+    def _take_in(self, label: str) -> None:
+        state, names, known = self._states[label], self._names[label], self._tensors()
+        for own, tensor in (*state.parameters.items(), *state.buffers.items()):
+            if own not in names:
+                names[own] = known.get(id(tensor), _joined(label, own))
+                self._owners.setdefault(names[own], (label, own))
 
     def _tensors(self) -> dict[int, str]:
         """Identity of every tensor -> its name here."""
@@ -44,6 +55,7 @@ class ModelStates:
             id(tensor): self._names[label][own]
             for label, state in self._states.items()
             for own, tensor in (*state.parameters.items(), *state.buffers.items())
+            if own in self._names[label]
         }
 
     def _free_label(self) -> str:
@@ -77,15 +89,12 @@ class ModelStates:
         return "model_1"
 
     def current_names(self) -> dict[str, str]:
-        """Every name that a tensor has in `module` now -> its one name here.
-
-        Raises:
-            CaptureError: a parameter or buffer was not there then.
-        """
+        """Every name that a tensor has in `module` now -> its one name here."""
+        self.take_in()
         return {
             _joined(self.path(label), name): self._names[label][canonical]
             for label, state in self._states.items()
-            for name, canonical in state.current_names().items()
+            for name, canonical in state.canonical_names.items()
         }
 
     # --- names ----------------------------------------------------------------------------------
@@ -99,6 +108,10 @@ class ModelStates:
         return {
             name: own for own, name in self._names[label].items() if self._owners[name][0] == label
         }
+
+    def own_names(self, label: str) -> list[str]:
+        """Names in a model of all that it has, also of what belongs to another one."""
+        return list(self._names[label])
 
     def closure(self, labels: Iterable[str]) -> list[str]:
         """Some models and those that own what they share, in the order in which they were made."""
@@ -115,7 +128,18 @@ class ModelStates:
             _joined(label, line) for label in labels for line in self._states[label].description()
         ]
 
+    def describe(self, names: Iterable[str]) -> list[str]:
+        """A line for each of some tensors; equal on two ranks that have the same."""
+        tensors = ((name, self.tensor(name)) for name in names)
+        return [f"{name}: {describe([t])}" for name, t in tensors if t is not None]
+
     # --- tensors --------------------------------------------------------------------------------
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A parameter or buffer; None for a buffer that was deleted."""
+        label, own = self._owners[name]
+        state = self._states[label]
+        return state.parameters.get(own, state.buffers.get(own))
 
     def is_any_placed(self) -> bool:
         """Whether some model's parameters are on their ranks."""

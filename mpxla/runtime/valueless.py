@@ -14,11 +14,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.fx.experimental import _config
 
 from mpxla.errors import StepError
 from mpxla.user_lines import at_script_line
 
 __all__ = ["AbsentParameter", "Valueless"]
+
+_EAGER = ("cpu", "cuda", "meta")
+_meta_settings: Any = _config
+_WHERE = "they are on another pipeline rank, or divided over ranks"
+_ADVICE = (
+    "Use tensors of one rank only (skip parameters whose device is meta; smp.partition puts "
+    "modules that belong together on one partition), make two models of it, each in a "
+    "DistributedModel, or read whole values from model.state_dict()."
+)
 
 
 class Valueless(torch.Tensor):
@@ -35,13 +45,74 @@ class Valueless(torch.Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _check_writes(func, args, kwargs)
-        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+        if func._schema.name.startswith("aten::_foreach_"):
+            _check_devices(func, (args, kwargs))
+            return _tensor_by_tensor(func, args, kwargs)
+        return _without_values(func, args, kwargs)
+
+
+def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+        try:
             result = func(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, _marked, result)
+        except NotImplementedError:  # the result's shape depends on values: any will do
+            with _meta_settings.patch(meta_nonzero_assume_all_nonzero=True):
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if all(t.is_meta or t.dim() == 0 for t in tensors):
+                raise
+            raise StepError(
+                f"torch.{_name(func)} was called at {at_script_line()} with tensors of this rank "
+                f"and with a parameter that has no values here: {_WHERE}. {_ADVICE}"
+            ) from error
+        if func is torch.ops.aten.detach.default and type(args[0]) in (AbsentParameter, _Detached):
+            return result.as_subclass(_Detached)
+        return pytree.tree_map_only(torch.Tensor, _marked, result)
+
+
+def _tensor_by_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A `_foreach_` operator on each place of its lists: its kernels take one device only."""
+    results: list[Any] = []
+    for place in range(len(args[0])):
+        own = [[v[place]] if isinstance(v, (list, tuple)) else v for v in (*args, *kwargs.values())]
+        named = dict(zip(kwargs, own[len(args) :], strict=True))
+        if not _is_valueless(own):
+            results += func(*own[: len(args)], **named) or ()
+        elif not func._schema.is_mutable:  # of which nothing would come
+            bare = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), own)
+            named = dict(zip(kwargs, bare[len(args) :], strict=True))
+            results += _without_values(func, bare[: len(args)], named)
+    return None if func._schema.is_mutable else results
+
+
+def _is_valueless(values: Any) -> bool:
+    return any(isinstance(leaf, Valueless) for leaf in pytree.tree_leaves(values))
+
+
+def _check_devices(func: Any, values: Any) -> None:
+    """Raises where PyTorch makes operators functional before it asks here, and would crash then."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.device.type not in _EAGER for tensor in tensors):  # torch_xla 2.9
+        raise StepError(
+            f"torch.{_name(func)} was called at {at_script_line()} with a list of tensors of this "
+            f"rank and of parameters that have no values here: {_WHERE}. PyTorch/XLA cannot take "
+            f"them together: leave out those whose device is meta."
+        )
 
 
 class AbsentParameter(Valueless, nn.Parameter):
     """Stands in a module for a parameter of another pipeline rank."""
+
+
+class _Detached(Valueless):
+    """An absent parameter detached, of which `nn.Parameter(absent)` makes one again."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:  # type: ignore[override]
+        """The parameter; `nn.Parameter` wants the class of what it was given."""
+        super().requires_grad_(requires_grad)
+        bare = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return AbsentParameter(bare, requires_grad)
 
 
 def _marked(result: torch.Tensor) -> torch.Tensor:
@@ -68,15 +139,12 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _check_write(func: Any, target: torch.Tensor, sources: Sequence[Any]) -> None:
-    if target.device.type != "meta" and any(
-        isinstance(source, Valueless) for source in pytree.tree_leaves(sources)
-    ):
-        name = func._schema.name.removeprefix("aten::")
+    if target.device.type != "meta" and _is_valueless(sources):
         raise StepError(
-            f"{name} writes to a tensor of this rank from a parameter that has no values here "
-            f"at {at_script_line()}: they are on another pipeline rank, or divided over ranks, and "
-            f"nothing would come of it. Use tensors of one rank only (skip parameters whose device "
-            f"is meta; smp.partition puts modules that belong together on one partition), make two "
-            f"models of it, each in a DistributedModel, or read whole values from "
-            f"model.state_dict()."
+            f"{_name(func)} writes to a tensor of this rank from a parameter that has no values "
+            f"here at {at_script_line()}: {_WHERE}, and nothing would come of it. {_ADVICE}"
         )
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")

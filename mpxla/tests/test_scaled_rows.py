@@ -14,16 +14,18 @@ BATCH = 8
 
 
 class Net(nn.Module):
-    """A table that is read twice, and one that is read in bags."""
+    """A table that is read twice, and under another limit by a tied one; one is read in bags."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(20, 4, max_norm=0.9, norm_type=1.5, padding_idx=0)
+        self.again = nn.Embedding(20, 4, max_norm=0.8, norm_type=1.5)
+        self.again.weight = self.words.weight
         self.inner, self.bags = nn.Linear(4, 4), nn.EmbeddingBag(20, 4, max_norm=0.7)
 
     def forward(self, x):
-        words = self.words(x).sum(1) + self.words(x + 5).sum(1)
+        words = self.words(x).sum(1) + self.words(x + 5).sum(1) + self.again(x + 2).sum(1)
         return torch.tanh(self.inner(words)) * self.bags(x)
 
 

@@ -49,6 +49,8 @@ def train_step(model, x, turn):
 class Run:
     """Plain PyTorch. Subclasses train otherwise."""
 
+    seed = 0
+
     def __init__(self, replicas: int):
         self.raw = Net()
         self.model: Any = self.raw
@@ -304,13 +306,13 @@ CASES = [
 ]
 
 
-def check_against_plain(train, world, names):
+def check_against_plain(train, world, names, habits=HABITS):
     """Compares what `train(config, names)` gives on the ranks of a world with plain PyTorch."""
     size, config = {**WORLDS, **DIVIDED}[world]
     ranks = run_ranks(train, size, config, names, timeout_s=500)
     for name in names:
         plain = Run(size // config.get("pipeline_parallel_degree", 1))
-        HABITS[name](plain)
+        habits[name](plain)
         for key, value in plain.result().items():
             for found in ranks:
                 assert torch.allclose(found[name][key], value, rtol=1e-4, atol=1e-5), (name, key)

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import mpxla as smp
 from mpxla.comm.quiet import without_gloos_lines
@@ -43,6 +44,15 @@ def test_an_answer_of_mpxla_shows_the_users_frames_alone():
     assert "Config(pipeline_parallel_degree=0)" in text and "mpxla/config.py" not in text
     assert text.endswith("pipeline_parallel_degree: 0 must be an integer >= 1\n")
     assert "mpxla/config.py" in format_error(caught(configure_wrongly), is_complete=True)
+
+
+def assign_absent():
+    torch.nn.Parameter(torch.ones(2)).data = torch.empty(2, device="meta")
+
+
+@pytest.mark.unit
+def test_an_assignment_of_an_absent_parameter_says_what_to_do():
+    assert "Skip parameters whose device is meta" in format_error(caught(assign_absent))
 
 
 def misname():

@@ -125,8 +125,8 @@ def wrap_other_things():
         lambda: smp.DistributedModel(model),
         lambda: smp.DistributedOptimizer(model),
         lambda: smp.DistributedOptimizer(optimizer),
-        lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())),
-        lambda: optimizer.step(lambda: 0.0),
+        lambda: smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters())).step(),
+        lambda: smp.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters()))),
         lambda: model.register_comm_hook(None, None),
         lambda: model.state_dict(prefix="a"),
     ]
@@ -144,9 +144,9 @@ def test_wrapping_other_things():
         ("MpxlaError", r"this optimizer is a DistributedOptimizer already"),
         (
             "MpxlaError",
-            r"LBFGS calls the loss function .* whose step\(\) takes no closure",
+            r"LBFGS calls the loss function several times .*: give optimizer\.step a closure",
         ),
-        ("MpxlaError", r"DistributedOptimizer\.step takes no closure"),
+        ("MpxlaError", r"SparseAdam takes sparse gradients only, .* Use Adam or AdamW"),
         ("ConfigError", r"register_comm_hook needs ddp: True\."),
         ("MpxlaError", r"DistributedModel\.state_dict takes gather_to_rank0 only"),
     ]

@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import mpxla
+from mpxla.parallel.lent_gradients import own_gradient, set_own_gradient
 from mpxla.parallel.optimizer_state import MASTER_KEY, OptimizerState
 from mpxla.parallel.pieces import OptimizerPieces
 from mpxla.parallel.store import ParameterStore
@@ -91,7 +93,7 @@ def test_without_a_type_for_masters_there_are_none():
 
 def test_all_ranks_know_whether_some_has_masters():
     store = store_of()
-    store.state.place(["norm"], torch.device("cpu"))
+    store.state.local_names = frozenset(["norm"])
     store.widen(NAMES)
     assert store.has_copies and not store.num_parts, "the others are elsewhere"
     for name in ("weight", "bias"):
@@ -155,7 +157,7 @@ def test_gradients_of_16_bits_are_summed_in_the_type_of_the_master():
     for gradient in (torch.ones(3, dtype=BF16), small, small.float()):
         store.add_gradients(["bias"], [gradient])
     assert store.owner("bias").grad.eq(1 + 2 * FINE).all()
-    assert store.state.parameters["bias"].grad is None
+    assert own_gradient(store.state.parameters["bias"]) is None
     store.clear_gradients(set_to_none=False)
     assert not store.owner("bias").grad.any()
     store.clear_gradients(set_to_none=True)
@@ -165,12 +167,28 @@ def test_gradients_of_16_bits_are_summed_in_the_type_of_the_master():
 def test_gradients_that_are_on_a_parameter_go_to_its_master():
     store = with_masters()
     store.add_gradients(["bias"], [torch.full((3,), FINE)])
-    store.state.parameters["bias"].grad = torch.ones(3, dtype=BF16)
+    set_own_gradient(store.state.parameters["bias"], torch.ones(3, dtype=BF16))  # as autograd does
     store.state.parameters["norm"].grad = kept = torch.ones(5)
     store.collect_gradients()
     assert store.owner("bias").grad.eq(1 + FINE).all()
-    assert store.state.parameters["bias"].grad is None
+    assert own_gradient(store.state.parameters["bias"]) is None
     assert store.state.parameters["norm"].grad is kept
+
+
+def test_parameters_show_the_gradients_of_their_masters():
+    store = with_masters()
+    bias, master = store.state.parameters["bias"], store.owner("bias")
+    assert bias.grad is None and isinstance(bias, nn.Parameter)
+    store.add_gradients(["bias"], [torch.full((3,), FINE)])
+    assert bias.grad is master.grad and bias.grad.dtype is F32
+    bias.grad.mul_(2)
+    set_own_gradient(bias, torch.ones(3, dtype=BF16))
+    assert bias.grad.eq(1 + 2 * FINE).all() and master.grad is bias.grad
+    bias.grad = torch.ones(3, dtype=BF16)
+    assert master.grad.dtype is F32 and master.grad.eq(1).all()
+    assert deepcopy(bias).grad is None
+    bias.grad = None
+    assert master.grad is None
 
 
 def test_gradients_of_earlier_passes_are_taken_once():
@@ -438,6 +456,8 @@ WRITERS = {
     "parallel/update.py": "gradients are hidden from the inner optimizer for a moment",
     "runtime/state.py": "parameters are moved to their ranks",
     "parallel/compute_dtype.py": "models are converted before the store is made",
+    "parallel/lent_gradients.py": "assignments to parameters that have masters",
+    "parallel/closures.py": "copies on the host, which only LBFGS sees",
     # Tensors of trials and of tracing, which no model has.
     "parallel/elementwise.py": "a trial",
     "parallel/update_state.py": "a trial",

@@ -56,8 +56,6 @@ OPTIMIZERS = {
     "Noisy": lambda p: Noisy(p, lr=0.1),
 }
 LAZY = {
-    "Adagrad": "it reads values on the host",
-    "Adafactor": "it reads values on the host",
     "Python": "it keeps counts or values in Python",
     "Noisy": "it draws random numbers",
 }

@@ -14,6 +14,12 @@ class Scripted(torch.jit.ScriptModule):
     pass
 
 
+def observed():
+    layer = nn.Linear(2, 3)
+    layer.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    return torch.ao.quantization.prepare_qat(nn.Sequential(layer))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -21,6 +27,10 @@ class Scripted(torch.jit.ScriptModule):
         (Scripted, r"^the model is scripted \(torch\.jit\)"),
         (lambda: nn.Sequential(Scripted()), r"^0 of the model is scripted"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"^parameter 0\.weight has no shape yet .*once"),
+        (
+            observed,
+            r"^0\.weight_fake_quant\..* is an observer \(prepare_qat\) .*call the model once",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

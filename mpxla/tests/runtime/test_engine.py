@@ -91,7 +91,7 @@ class Reducers:
     def __init__(self, calls):
         self.calls = calls
 
-    def equalize(self, label, parameter_ranks):
+    def equalize(self, label, parameter_ranks, names):
         self.calls.append("equalize")
 
     def prepare(self, cut, num_microbatches):

@@ -113,6 +113,25 @@ def test_buffers_are_replaced_wherever_they_are():
     assert state.buffers["table"] is new
 
 
+def test_what_a_model_gets_later_has_names_of_its_own():
+    module = Tied()
+    state = ModelState(module)
+    state.place([*PARAMETERS, *BUFFERS], CPU)
+    old, module.norm = module.norm, nn.BatchNorm1d(3)
+    del module.table
+    names = state.canonical_names
+    assert names["norm.weight"] == "norm.weight#2" and names["again.weight"] == "norm.weight"
+    assert state.parameters["norm.weight"] is old.weight, "optimizers may hold it"
+    assert "table" not in names and names["head.table"] == "table"
+    assert state.names_now["norm.weight#2"] == "norm.weight"
+    assert state.names_now["norm.weight"] == "again.weight"
+    assert [p is module.norm.weight for p in state.waiting] == [True, False]
+    assert state.holds("norm.weight#2"), "it has values, and is not placed"
+    state.place(["norm.weight#2"], CPU)
+    assert state.holds("norm.weight#2") and not state.holds("norm.bias#2")
+    assert module.norm.bias.is_meta and not module.norm.weight.is_meta and not state.waiting
+
+
 def test_gathering_on_the_host():
     module = Tied()
     state = ModelState(module)

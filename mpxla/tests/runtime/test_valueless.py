@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mpxla.errors import StepError
@@ -49,6 +50,34 @@ def test_what_sets_start_values_of_all_parameters_goes_on():
     assert own.tolist() == [2, 2, 2]
     assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
     assert parameter.device.type == "meta" and list(parameter.shape) == [3]
+
+
+def test_lists_act_tensor_by_tensor():
+    parameter, own = absent(), torch.ones(3)
+    with torch.no_grad():
+        torch._foreach_mul_([parameter, own], 3.0)
+        torch._foreach_addcmul_([own, parameter], [own, own], [own, parameter], [1.0, 2.0])
+        norms = torch._foreach_norm([own, parameter])
+    assert own.tolist() == [12, 12, 12] and torch.equal(norms[0], own.norm())
+    assert norms[1].is_meta and norms[1].dim() == 0
+
+
+def test_what_is_computed_of_both_names_the_line():
+    own = torch.ones(3)
+    for use in (lambda: torch.cat([own, absent()]), lambda: own * absent()):
+        with torch.no_grad(), pytest.raises(StepError, match=r"called at .*valueless.py:.*no val"):
+            use()
+
+
+def test_masks_and_parametrizations_are_made_without_values():
+    module = nn.Linear(2, 3)
+    module.bias = absent()
+    for _ in range(2):  # the second mask is of what the first has left
+        prune.l1_unstructured(module, "bias", 1)
+    assert module.bias_mask.is_meta and isinstance(module.bias_orig, AbsentParameter)
+    again = nn.Parameter(module.bias_orig, requires_grad=False)
+    assert isinstance(again, AbsentParameter) and not again.requires_grad
+    assert not isinstance(module.bias_orig.detach(), nn.Parameter)
 
 
 def test_copies_have_no_values_either():

@@ -72,3 +72,24 @@ def test_downloads_share_memory_and_wait_for_pending_values():
     for expected, value in zip(want, got, strict=True):
         assert value.dtype == expected.dtype and torch.equal(value, expected)
     assert is_shared
+
+
+def mix_in_lists():
+    """On the device such a list would end the process."""
+    from mpxla.device.torch_xla.tensors import current_device
+    from mpxla.errors import StepError
+    from mpxla.runtime.valueless import AbsentParameter
+
+    own, absent = torch.ones(3).to(current_device()), AbsentParameter(torch.empty(3, device="meta"))
+    with torch.no_grad():
+        absent.mul_(0.5).add_(own)
+        try:
+            torch._foreach_mul_([own, absent], 0.5)
+        except StepError as error:
+            return own.cpu().tolist(), str(error)
+
+
+def test_lists_of_tensors_here_and_elsewhere_are_refused():
+    ((values, text),) = run_ranks(mix_in_lists, 1)
+    assert values == [1, 1, 1]
+    assert "torch._foreach_mul was called at" in text and "whose device is meta" in text

@@ -1,0 +1,57 @@
+"""16-bit parameters whose gradients are on their masters: `param.grad` reads and writes those.
+
+Torch ties a gradient's type to its tensor's, and the gradient of a master is wider. Scripts clip,
+log and change `param.grad` of the model's parameters all the same. What autograd leaves on such a
+parameter, after a backward outside of step functions, moves to its master when somebody looks.
+This module must not know who makes masters.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["lend_gradient", "own_gradient", "set_own_gradient"]
+
+_MASTER = "_mpxla_master"
+_gradient = cast(Any, torch.Tensor.grad)
+
+
+def own_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that is on a tensor itself."""
+    return _gradient.__get__(tensor)
+
+
+def set_own_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Exchanges the gradient that is on a tensor itself."""
+    _gradient.__set__(tensor, gradient)
+
+
+class MasteredParameter(nn.Parameter):
+    """A parameter with a master."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The master's gradient, with what is on the parameter itself."""
+        own, master = own_gradient(self), vars(self).get(_MASTER)
+        if master is None:  # a copy
+            return own
+        if own is not None:
+            set_own_gradient(self, None)
+            wide = own.to(master.dtype)
+            master.grad = wide if master.grad is None else master.grad + wide
+        return master.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:  # type: ignore[override]
+        master = vars(self).get(_MASTER)
+        set_own_gradient(self, value if master is None else None)
+        if master is not None:
+            master.grad = None if value is None else value.to(master.dtype)
+
+
+def lend_gradient(parameter: nn.Parameter, master: nn.Parameter) -> None:
+    """Lets a parameter, which stays the same object, show the gradient of its master."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = MasteredParameter
+        vars(parameter)[_MASTER] = master

@@ -1,0 +1,116 @@
+"""`optimizer.step(closure)` has plain PyTorch's results, also where it is called several times."""
+
+import pytest
+import torch
+from torch import optim
+
+import mpxla as smp
+from mpxla.tests.ranks.run import run_ranks
+from mpxla.tests.test_training_habits import RankRun, check_against_plain
+from mpxla.tests.wrong_uses import REPLICAS, batch, check_texts, made, refused, train
+
+pytestmark = pytest.mark.ranks
+
+
+class SharpnessAware(optim.Optimizer):
+    """Takes the gradient where the loss is higher."""
+
+    def __init__(self, params, lr, distance):
+        super().__init__(params, {"lr": lr, "distance": distance})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        moved = []
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                moved.append((p, p.grad.sign() * group["distance"], group["lr"]))
+                p.add_(moved[-1][1])
+        with torch.enable_grad():
+            closure()
+        for p, way, lr in moved:
+            p.sub_(way + lr * p.grad)
+        return loss
+
+
+def training(run, optimizer, numbers):
+    """Some steps; the losses are part of the result."""
+    losses = []
+    for number in numbers:
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            return run.step(number)
+
+        losses.append(torch.tensor(float(optimizer.step(closure))))
+    plain = run.result
+    run.result = lambda: plain() | {f"loss {i}": loss for i, loss in enumerate(losses)}
+
+
+def adam(run):
+    optimizer = run.wrapped(optim.Adam(run.model.parameters(), 0.01, eps=1e-3))
+    training(run, optimizer, range(3))
+
+
+def lbfgs(run):
+    """Its state is loaded into another one midway."""
+    old = run.wrapped(optim.LBFGS(run.model.parameters(), 0.5, max_iter=4))
+    training(run, old, [0, 0])
+    new = run.wrapped(optim.LBFGS(run.model.parameters(), 0.5, max_iter=4))
+    new.load_state_dict(old.state_dict())
+    training(run, new, [1])
+
+
+def lbfgs_with_a_line_search(run):
+    settings = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
+    optimizer = run.wrapped(optim.LBFGS(run.model.parameters(), **settings))
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for number in range(2):
+        training(run, optimizer, [number])
+        schedule.step()
+
+
+def sharpness_aware(run):
+    training(run, run.wrapped(SharpnessAware(run.model.parameters(), 0.1, 0.05)), range(3))
+
+
+HABITS = {h.__name__: h for h in (adam, lbfgs, lbfgs_with_a_line_search, sharpness_aware)}
+
+
+def train_with_closures(config, names):
+    found = {}
+    for name in names:
+        run = RankRun(config)
+        HABITS[name](run)
+        found[name] = run.result()
+        smp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        ("stages", ["lbfgs"]),
+        *(pytest.param(w, list(HABITS), marks=pytest.mark.slow) for w in ("stages", "replicas")),
+        pytest.param("grid", ["adam"], marks=pytest.mark.slow),
+    ],
+)
+def test_closures(world, names):
+    check_against_plain(train_with_closures, world, names, HABITS)
+
+
+def use_wrongly():
+    model = made({**REPLICAS, "fp16": True})
+    found = []
+    for kind, settings in ((SharpnessAware, (0.1, 0.1)), (optim.LBFGS, ())):
+        optimizer = smp.DistributedOptimizer(kind(model.parameters(), *settings))
+        step = optimizer.step
+        found.append(refused(lambda step=step: step(lambda: train(model, batch()).reduce_mean())))
+    return found
+
+
+@pytest.mark.slow
+def test_closures_that_are_called_within_do_not_go_with_loss_scales():
+    for found in run_ranks(use_wrongly, 1):
+        check_texts(found, smp.MpxlaError, r"does not go with the loss scale of fp16: True")
