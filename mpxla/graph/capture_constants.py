@@ -85,6 +85,7 @@ class Constants:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        asked = args
         if func is torch.Tensor.__getitem__:
             args = (args[0], self._as_indices(args[1]))
         if func is _data or not all(self.is_known(tensor) for tensor in tensors):
@@ -97,7 +98,7 @@ class Constants:
         result = func(*args, **kwargs)
         is_write = writes != [tensor._version for tensor in tensors]
         if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
-            self._follow(func, args, kwargs, result)
+            self._follow(func, asked, kwargs, result)
         return result
 
     def _as_indices(self, index: Any) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from mpxla.errors import LoweringError
 from mpxla.kept import Kept
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
+from mpxla.parallel.programs import wide_dtype
 from mpxla.parallel.update_graph import recall_update
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
@@ -39,7 +40,6 @@ from mpxla.parallel.update_state import (
     share_counters,
     starts_from_zeros,
 )
-from mpxla.parallel.update_trace import wide_dtype
 from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
 
