@@ -11,7 +11,7 @@ This module must not know what the captured graph is used for.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.number import NumberRead
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -35,11 +36,17 @@ LARGEST_CONSTANT = 2**26
 """Elements; larger constants are not computed at capture."""
 
 _READS = frozenset(
-    "__bool__ __contains__ __float__ __index__ __int__ "
-    "allclose equal is_nonzero item tolist".split()
+    "__array__ __bool__ __contains__ __float__ __index__ __int__ "
+    "allclose equal is_nonzero item numpy tolist".split()
 )
-_COUNTS = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
+_COUNTS = frozenset(
+    "argwhere bincount combinations masked_select nonzero one_hot repeat_interleave unique "
+    "unique_consecutive".split()
+)
 """The shape of their result depends on values."""
+_SIZES = frozenset("arange empty full ones zeros".split())
+"""They take numbers, and a tensor of one element for a number."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _data = cast(Any, torch.Tensor.data).__get__
 
 
@@ -85,10 +92,12 @@ class Constants:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        asked = args
-        if func is torch.Tensor.__getitem__:
-            args = (args[0], self._as_indices(args[1]))
-        if func is _data or not all(self.is_known(tensor) for tensor in tensors):
+        asked = func, args, kwargs
+        func, args, kwargs = self._with_places(func, args, kwargs)
+        is_known = all(self.is_known(tensor) for tensor in tensors)
+        if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
+            return _NUMBERS[func](args[0])
+        if func is _data or not is_known:
             return func(*args, **kwargs)
         if tensors and _depends_on_values(func, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
@@ -98,19 +107,63 @@ class Constants:
         result = func(*args, **kwargs)
         is_write = writes != [tensor._version for tensor in tensors]
         if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
-            self._follow(func, asked, kwargs, result)
+            self._follow(*asked, result)
         return result
 
+    def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """A call with fixed shapes for one whose shapes follow from known masks and counts.
+
+        Its other tensors may be unknown.
+        """
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__":
+            return func, (args[0], self._as_indices(args[1])), {}
+        if name == "masked_select":
+            tensor, mask = _arguments(("input", "mask"), args, kwargs)
+            shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+            places = self._places(lambda mask: mask.broadcast_to(shape).nonzero(), mask)
+            if places is not None:
+                index = places.unbind(1)
+                return torch.Tensor.__getitem__, (tensor.broadcast_to(shape), index), {}
+        if name == "repeat_interleave":
+            tensor, repeats, dim = _arguments(("input", "repeats", "dim"), args, kwargs)
+            tensor, dim = (tensor.flatten(), 0) if dim is None else (tensor, dim)
+            count = tensor.shape[dim]
+            places = self._places(lambda n: torch.arange(count).repeat_interleave(n), repeats)
+            if places is not None:
+                return torch.index_select, (tensor, dim, places), {}
+        if name in _SIZES:
+            args, kwargs = pytree.tree_map(self._as_number, (args, kwargs))
+            args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
+        return func, args, kwargs
+
     def _as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of known masks, which have a known number, for the masks."""
+        """An index with the places of known masks, which have a known number, for the masks.
+
+        And with numbers for known tensors that stand for one.
+        """
         found: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
-            is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
-            places = None
-            if is_mask and self.is_known(part):
-                places = self._run(torch.nonzero, (part,), {}, is_read=True)
-            found += [part] if places is None else places.unbind(1)
+            if isinstance(part, list) and part and all(isinstance(v, bool) for v in part):
+                part = torch.tensor(part)
+            if isinstance(part, slice):
+                part = slice(*map(self._as_number, (part.start, part.stop, part.step)))
+            is_mask = _is_tensor(part) and part.dtype is torch.bool and part.dim()
+            places = self._places(torch.nonzero, part) if is_mask else None
+            found += [self._as_number(part)] if places is None else places.unbind(1)
         return tuple(found)
+
+    def _places(self, function: Callable[[torch.Tensor], torch.Tensor], argument: Any) -> Any:
+        """What a function says of a known tensor; None of all else."""
+        if not _is_tensor(argument) or not self.is_known(argument):
+            return None
+        return self._run(function, (argument,), {}, is_read=True)
+
+    def _as_number(self, part: Any) -> Any:
+        """The number that a known integer tensor without axes holds; all else as it is."""
+        is_number = _is_tensor(part) and not part.dim() and part.dtype in _INTEGERS
+        number = self._places(torch.Tensor.item, part) if is_number else None
+        return part if number is None else number
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
@@ -184,8 +237,25 @@ class Constants:
         return argument
 
 
+def _arguments(names: Sequence[str], args: Any, kwargs: Any) -> list[Any]:
+    """Arguments of a call by name, None where one is not given."""
+    return [*args, *(kwargs.get(name) for name in names[len(args) :])][: len(names)]
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
+    is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
+    return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return [*map(_listed, tensor.unbind())] if tensor.dim() else NumberRead(tensor)
+
+
+_NUMBERS: dict[Any, Any] = {torch.Tensor.item: NumberRead, torch.Tensor.tolist: _listed}
 
 
 def _is_like(real: Any, fake: torch.Tensor) -> bool:
@@ -197,8 +267,6 @@ def _depends_on_values(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "where":
         return len(tensors) == 1
-    if name == "repeat_interleave":
-        return len(tensors) == 2
     return name in _READS or name in _COUNTS
 
 
