@@ -206,6 +206,7 @@ class _StepModule(nn.Module):
                 returned = self._function(leaves)
         finally:
             _recorder = None
+        semantics.constants.check()
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []

@@ -25,6 +25,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpxla.graph.capture_shapes import FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NumberRead
@@ -44,9 +45,6 @@ _COUNTS = frozenset(
     "unique_consecutive".split()
 )
 """The shape of their result depends on values."""
-_SIZES = frozenset("arange empty full ones zeros".split())
-"""They take numbers, and a tensor of one element for a number."""
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _data = cast(Any, torch.Tensor.data).__get__
 
 
@@ -74,6 +72,7 @@ class Constants:
     def __init__(self, tape: Tape | None = None) -> None:
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
+        self._shapes = FixedShapes(self._ask)
         self._tape = tape
 
     def give_inputs(self, leaves: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
@@ -93,7 +92,7 @@ class Constants:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
-        func, args, kwargs = self._with_places(func, args, kwargs)
+        func, args, kwargs = self._shapes.fixed(func, args, kwargs)
         is_known = all(self.is_known(tensor) for tensor in tensors)
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
             return _NUMBERS[func](args[0])
@@ -110,60 +109,15 @@ class Constants:
             self._follow(*asked, result)
         return result
 
-    def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """A call with fixed shapes for one whose shapes follow from known masks and counts.
+    def check(self) -> None:
+        """Called when the user's function has returned; see `FixedShapes.check`."""
+        self._shapes.check()
 
-        Its other tensors may be unknown.
-        """
-        name = getattr(func, "__name__", "")
-        if name == "__getitem__":
-            return func, (args[0], self._as_indices(args[1])), {}
-        if name == "masked_select":
-            tensor, mask = _arguments(("input", "mask"), args, kwargs)
-            shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-            places = self._places(lambda mask: mask.broadcast_to(shape).nonzero(), mask)
-            if places is not None:
-                index = places.unbind(1)
-                return torch.Tensor.__getitem__, (tensor.broadcast_to(shape), index), {}
-        if name == "repeat_interleave":
-            tensor, repeats, dim = _arguments(("input", "repeats", "dim"), args, kwargs)
-            tensor, dim = (tensor.flatten(), 0) if dim is None else (tensor, dim)
-            count = tensor.shape[dim]
-            places = self._places(lambda n: torch.arange(count).repeat_interleave(n), repeats)
-            if places is not None:
-                return torch.index_select, (tensor, dim, places), {}
-        if name in _SIZES:
-            args, kwargs = pytree.tree_map(self._as_number, (args, kwargs))
-            args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
-        return func, args, kwargs
-
-    def _as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of known masks, which have a known number, for the masks.
-
-        And with numbers for known tensors that stand for one.
-        """
-        found: list[Any] = []
-        for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, list) and part and all(isinstance(v, bool) for v in part):
-                part = torch.tensor(part)
-            if isinstance(part, slice):
-                part = slice(*map(self._as_number, (part.start, part.stop, part.step)))
-            is_mask = _is_tensor(part) and part.dtype is torch.bool and part.dim()
-            places = self._places(torch.nonzero, part) if is_mask else None
-            found += [self._as_number(part)] if places is None else places.unbind(1)
-        return tuple(found)
-
-    def _places(self, function: Callable[[torch.Tensor], torch.Tensor], argument: Any) -> Any:
+    def _ask(self, function: Callable[[torch.Tensor], Any], argument: Any) -> Any:
         """What a function says of a known tensor; None of all else."""
         if not _is_tensor(argument) or not self.is_known(argument):
             return None
         return self._run(function, (argument,), {}, is_read=True)
-
-    def _as_number(self, part: Any) -> Any:
-        """The number that a known integer tensor without axes holds; all else as it is."""
-        is_number = _is_tensor(part) and not part.dim() and part.dtype in _INTEGERS
-        number = self._places(torch.Tensor.item, part) if is_number else None
-        return part if number is None else number
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
@@ -235,11 +189,6 @@ class Constants:
                     self._tape.begin_constant(self._known[argument].value)
             return self._known[argument].value
         return argument
-
-
-def _arguments(names: Sequence[str], args: Any, kwargs: Any) -> list[Any]:
-    """Arguments of a call by name, None where one is not given."""
-    return [*args, *(kwargs.get(name) for name in names[len(args) :])][: len(names)]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -44,10 +44,10 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     if type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES):
         return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `bool()` and indexing with a "
+            f"once as a graph, so `if`, `while`, `int()`, `float()`, `bool()` and slices by a "
             f"tensor's value are not possible inside it, unless the value follows from the inputs "
-            f"alone. Use torch.where or masks, or move the decision out of the step function; a "
-            f"value that is only returned may use .item()."
+            f"alone. Use torch.where or masks, or move the decision out of the step function; what "
+            f".item() reads may be computed with, and returned."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")
