@@ -271,8 +271,12 @@ class Lookahead(optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self):
+        groups = self.inner.state_dict()["param_groups"]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        return {"state": {i: self.state[p] for i, p in enumerate(parameters)}}
+        return {
+            "state": {i: self.state[p] for i, p in enumerate(parameters)},
+            "param_groups": groups,
+        }
 
 
 OPTIMIZERS = {
