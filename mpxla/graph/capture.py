@@ -54,7 +54,7 @@ from mpxla.graph.functional_step import (
 from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
-from mpxla.graph.number import Number
+from mpxla.graph.number import is_number
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
@@ -99,7 +99,7 @@ class BackwardRecorder:
 
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""
-        if type(tensor) is Number:
+        if is_number(tensor):
             tensor = tensor.tensor
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(
@@ -229,7 +229,7 @@ class _StepModule(nn.Module):
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
         for leaf in flat:
-            if type(leaf) is Number:
+            if is_number(leaf):
                 leaves_out.append(ResultLeaf(len(results), is_number=True))
                 results.append(leaf.tensor.clone())
             elif isinstance(leaf, torch.Tensor):
@@ -240,8 +240,8 @@ class _StepModule(nn.Module):
                 results.append(leaf)
             else:
                 _refuse_hidden_tensors(leaf)
-                is_number = isinstance(leaf, (bool, int, float))
-                leaves_out.append(ResultLeaf(None, is_number=is_number, value=leaf))
+                is_plain = isinstance(leaf, (bool, int, float))
+                leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
         self.returned.prints = tuple(
             Print(label, len(results) + place, is_check)
             for place, (label, _, is_check) in enumerate(recorder.prints)

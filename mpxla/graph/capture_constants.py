@@ -11,9 +11,9 @@ This module must not know what the captured graph is used for.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,8 +25,10 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpxla.graph.capture_shapes import FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.number import NumberRead
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -35,22 +37,17 @@ LARGEST_CONSTANT = 2**26
 """Elements; larger constants are not computed at capture."""
 
 _READS = frozenset(
-    "__bool__ __contains__ __float__ __index__ __int__ "
-    "allclose equal is_nonzero item tolist".split()
+    "__array__ __bool__ __contains__ __float__ __index__ __int__ "
+    "allclose equal is_nonzero item numpy tolist".split()
 )
-_NUMBERS = _READS - {"__bool__", "is_nonzero"}
-"""Reads that are no decision."""
-_OF_FINITE = {
-    "isnan": False,
-    "isinf": False,
-    "isposinf": False,
-    "isneginf": False,
-    "isfinite": True,
-}
-"""What tests say of finite values."""
-_COUNTS = frozenset("argwhere bincount masked_select nonzero unique unique_consecutive".split())
+_COUNTS = frozenset(
+    "argwhere bincount combinations masked_select nonzero one_hot repeat_interleave unique "
+    "unique_consecutive".split()
+)
 """The shape of their result depends on values."""
-_data = cast(Any, torch.Tensor.data).__get__
+_NO_DECISIONS = _READS - {"__bool__", "is_nonzero"}
+_OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
+"""What tests say of finite values."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ class Constants:
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
+        self._shapes = FixedShapes(self._ask)
         self._tape = tape
 
     def give_inputs(self, leaves: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
@@ -98,17 +96,20 @@ class Constants:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        if func is torch.Tensor.__getitem__:
-            args = (args[0], self._as_indices(args[1]))
-        if func is _data or not all(self._has_value(tensor) for tensor in tensors):
+        asked = func, args, kwargs
+        func, args, kwargs = self._shapes.fixed(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        is_known = all(map(self._has_value, tensors))
+        if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
+            is_known = is_known and not any(map(self._tests_of, tensors))
+        if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
+            return _NUMBERS[func](args[0])
+        if not is_known:
             result = func(*args, **kwargs)
             # Inputs may have values, for which the step is captured again, with these.
-            if getattr(func, "__name__", "") in _OF_FINITE and self._tape is not None:
-                self._assume(result, _OF_FINITE[func.__name__], self._tape)
+            if name in _OF_FINITE and self._tape is not None:
+                self._assume(result, _OF_FINITE[name], self._tape)
             return result
-        is_number = getattr(func, "__name__", "") in _NUMBERS
-        if is_number and any(t.dtype is not torch.bool and self._tests_of(t) for t in tensors):
-            return func(*args, **kwargs)
         if tensors and _depends_on_values(func, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
             if answer is not None:
@@ -117,19 +118,18 @@ class Constants:
         result = func(*args, **kwargs)
         is_write = writes != [tensor._version for tensor in tensors]
         if is_write or any(isinstance(v, FakeTensor) for v in pytree.tree_leaves(result)):
-            self._follow(func, args, kwargs, result)
+            self._follow(*asked, result)
         return result
 
-    def _as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of known masks, which have a known number, for the masks."""
-        found: list[Any] = []
-        for part in index if isinstance(index, tuple) else (index,):
-            is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
-            places = None
-            if is_mask and self._has_value(part):
-                places = self._run(torch.nonzero, (part,), {}, is_read=True)
-            found += [part] if places is None else places.unbind(1)
-        return tuple(found)
+    def as_number(self, part: Any) -> Any:
+        """The number of a part of an index that no input of the step changes; else the part."""
+        return self._shapes.as_number(part) if self._tape is None else part
+
+    def _ask(self, function: Callable[[torch.Tensor], Any], argument: Any) -> Any:
+        """What a function says of a known tensor; None of all else."""
+        if not _is_tensor(argument) or not self._has_value(argument):
+            return None
+        return self._run(function, (argument,), {}, is_read=True)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
@@ -236,6 +236,18 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
+    is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
+    return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return [*map(_listed, tensor.unbind())] if tensor.dim() else NumberRead(tensor)
+
+
+_NUMBERS: dict[Any, Any] = {torch.Tensor.item: NumberRead, torch.Tensor.tolist: _listed}
+
+
 def _is_like(real: Any, fake: torch.Tensor) -> bool:
     return isinstance(real, torch.Tensor) and (real.shape, real.dtype) == (fake.shape, fake.dtype)
 
@@ -245,8 +257,6 @@ def _depends_on_values(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "where":
         return len(tensors) == 1
-    if name == "repeat_interleave":
-        return len(tensors) == 2
     return name in _READS or name in _COUNTS
 
 

@@ -37,6 +37,7 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
+from mpxla.graph.number import NO_VALUE
 from mpxla.graph.user_code import at_user_line
 
 __all__ = [
@@ -69,7 +70,7 @@ class StepSemantics(TorchFunctionMode):
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
         self._writes = HiddenWrites(self.constants.call)
-        self.selected = Selected(self._writes.call)
+        self.selected = Selected(self._writes.call, self.constants.as_number)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
@@ -95,7 +96,7 @@ class StepSemantics(TorchFunctionMode):
                 f"compiled stages have no control flow. {_CONTROL_FLOW[func.name()]}"
             )
         if func in _TEXTS and isinstance(args[0], FakeTensor):
-            return _NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
+            return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
         if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
             self._gradients.becomes_leaf(args[0])
@@ -164,7 +165,6 @@ def _refuse_foreign_parameter(value: Any) -> None:
 
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
 _AUTOGRAD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _CONTROL_FLOW = {
     "cond": "Compute both branches and choose with torch.where.",
@@ -193,7 +193,7 @@ def numbers_explained() -> Generator[None]:
 
     def for_users(write: Any) -> Any:
         def text(self: Any, *spec: str) -> str:
-            return _NO_VALUE.format("number") if _is_users_call() else write(self, *spec)
+            return NO_VALUE.format("number") if _is_users_call() else write(self, *spec)
 
         return text
 

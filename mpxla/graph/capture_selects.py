@@ -41,15 +41,16 @@ class Selected:
 
     Args:
         call: calls a function of torch with arguments and keyword arguments.
+        as_number: gives the number of a part of an index, where it is known; else the part.
     """
 
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
+    def __init__(self, call: Callable[..., Any], as_number: Callable[[Any], Any]):
+        self._call, self._as_number = call, as_number
         self._copies: list[_Copy] = []
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
-        parts = _parts(index)
+        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
         places, rest = _taken_apart(parts, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -59,7 +60,7 @@ class Selected:
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
-        parts = _parts(index)
+        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
         places, rest = _taken_apart(parts, tensor.dim())
         if not places or any(isinstance(part, (torch.Tensor, Sequence)) for part in rest):
             return self._call(torch.Tensor.__setitem__, (tensor, index, value), {})
@@ -91,10 +92,6 @@ class Selected:
                     f"that is a tensor without dims. PyTorch gives a view there, and a captured "
                     f"step a copy: write x[i] = value, or x[i] += value."
                 )
-
-
-def _parts(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -1,8 +1,9 @@
-"""A Python float that is an input of a captured step: it computes like a float, with tensors too.
+"""Python numbers without a value while a step is captured: they compute as numbers do.
 
-The value is not known while the step is captured, so that one program serves all values. Code that
-needs the value in Python (a branch, `math.exp`, the probability of a dropout) raises; the step is
-then captured again with the value as a constant.
+Those are floats that are inputs of the step, so that one program serves all values, and what
+`.item()` reads. With tensors and other numbers they compute on the device. Code that needs the
+value in Python (a branch, `math.exp`, the probability of a dropout) raises; the step is then
+captured again with the value, if it is known: that of an input.
 This module must not know how a step is captured or run.
 """
 
@@ -13,13 +14,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["Number"]
+__all__ = ["NO_VALUE", "NeedsValueError", "Number", "NumberRead", "is_number"]
+
+_KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
+
+
+class NeedsValueError(TypeError):
+    """Python needs the value of a number that `.item()` has read."""
 
 
 class Number:
-    """Stands for a float argument of the step function; its tensor is float64 of shape [].
+    """Stands for a Python number; its tensor is float64, int64 or bool, of shape [].
 
-    Arithmetic with Python numbers is done in float64, as Python does. Together with tensors it has
+    Arithmetic with Python numbers is done in 64 bits, as Python does. Together with tensors it has
     the dtype that a Python number would lead to.
     """
 
@@ -29,7 +36,7 @@ class Number:
     @property
     # Code that asks `isinstance(x, float)` goes on as before.
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return float
+        return _KINDS[self.tensor.dtype]
 
     @classmethod
     def __torch_function__(
@@ -38,38 +45,106 @@ class Number:
         """Calls an operator of torch with tensors of the right dtype in the place of numbers."""
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        dtype = _common_dtype(tensors)
-        if func.__name__.strip("_") in _EXACT:
-            dtype = _exact_dtype(dtype, tensors)
+        is_exact = func.__name__.strip("_") in _EXACT
 
         def as_tensor(leaf: Any) -> Any:
-            return leaf.tensor.to(dtype) if type(leaf) is Number else leaf
+            if not is_number(leaf):
+                return leaf
+            dtype = _common_dtype(leaf, tensors)
+            return leaf.tensor.to(_exact_dtype(dtype, tensors) if is_exact else dtype)
 
+        read = next((leaf for leaf in leaves if issubclass(type(leaf), NumberRead)), None)
+        if read is not None and (func in _COUNTING or (func in _INDEXING and has_number(args[1]))):
+            raise read.needed(func.__name__)
         args, kwargs = pytree.tree_map(as_tensor, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except TypeError as error:
+            raise error if read is None else read.needed(func.__name__) from error
 
     def __neg__(self) -> "Number":
-        return Number(-self.tensor)
+        return type(self)(-_computed(self))
 
     def __pos__(self) -> "Number":
-        return self
+        return type(self)(_computed(self))
 
     def __abs__(self) -> "Number":
-        return Number(self.tensor.abs())
+        return type(self)(_computed(self).abs())
 
     def __repr__(self) -> str:
         return "<a float that is an input of the step>"
 
+    def needed(self, by: str) -> Exception:
+        """The error of code that needs the value in Python."""
+        return TypeError(f"the value of {self!r} is needed in Python, by {by}")
 
-def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    """What a Python float becomes beside these tensors."""
+
+class NumberRead(Number):
+    """Stands for what `.item()` has read of a tensor, whose value nobody knows yet."""
+
+    def __init__(self, tensor: torch.Tensor):
+        kind = tensor.dtype
+        wide = torch.float64 if kind.is_floating_point else torch.int64
+        super().__init__(tensor.detach().reshape(()).to(kind if kind is torch.bool else wide))
+
+    def __round__(self, digits: int | None = None) -> "NumberRead":
+        value = _computed(self)
+        if not value.is_floating_point():
+            return NumberRead(value) if digits is None else self._refuse("__round__")
+        rounded = torch.round(value, decimals=digits or 0)
+        return NumberRead(rounded.long() if digits is None else rounded)
+
+    def _refuse(self, by: str) -> Any:
+        raise self.needed(by)
+
+    def __repr__(self) -> str:
+        return NO_VALUE.format("number")
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def needed(self, by: str) -> Exception:
+        """The error of code that needs the value in Python."""
+        return NeedsValueError(f"the value of {self!r} is needed in Python, by {by}")
+
+
+NO_VALUE = "<{}: no value while the step is captured; smp.debug_print(tensor) prints values>"
+"""What the user's texts say in the place of values."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it stands for a Python number; it looks like one to `isinstance`."""
+    return issubclass(type(value), Number)
+
+
+def has_number(tree: Any) -> bool:
+    """Whether one of its leaves, or the end of a slice among them, stands for a number."""
+    leaves = pytree.tree_leaves(tree)
+    ends = [end for leaf in leaves if isinstance(leaf, slice) for end in (leaf.start, leaf.stop)]
+    return any(map(is_number, (*leaves, *ends)))
+
+
+def _computed(number: Number) -> torch.Tensor:
+    """What arithmetic computes with: a bool is an int there."""
+    return number.tensor.long() if number.tensor.dtype is torch.bool else number.tensor
+
+
+def _common_dtype(number: Number, tensors: list[torch.Tensor]) -> torch.dtype:
+    """What a Python number becomes beside these tensors."""
+    own = number.tensor.dtype
     if not tensors:
-        return torch.float64
+        return own
     dtype = tensors[0].dtype
     for other in tensors[1:]:
         dtype = torch.promote_types(dtype, other.dtype)
-    is_inexact = dtype.is_floating_point or dtype.is_complex
-    return dtype if is_inexact else torch.get_default_dtype()
+    if dtype.is_floating_point or dtype.is_complex or own is torch.bool:
+        return dtype
+    if own is torch.float64:
+        return torch.get_default_dtype()
+    return own if dtype is torch.bool else dtype
 
 
 def _exact_dtype(dtype: torch.dtype, tensors: list[torch.Tensor]) -> torch.dtype:
@@ -83,34 +158,55 @@ _EXACT = frozenset(
 )
 
 
-def _arithmetic(function: Callable[[Any, Any], Any], is_reflected: bool) -> Callable[..., Any]:
+def _arithmetic(name: str, is_reflected: bool) -> Callable[..., Any]:
+    function: Callable[[Any, Any], Any] = getattr(operator, name)
+
     def method(self: Number, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            dtype = _exact_dtype(_common_dtype([other]), [other])
-            operands: tuple[Any, ...] = (self.tensor.to(dtype), other)
-        elif type(other) is Number:
-            operands = (self.tensor, other.tensor)
+            dtype = _exact_dtype(_common_dtype(self, [other]), [other])
+            operands = [self.tensor.to(dtype), other]
+        elif is_number(other):
+            operands = [_computed(self), _computed(other)]
         elif type(other) in (bool, int, float):
-            operands = (self.tensor, other)
+            operands = [_computed(self), other]
         else:
             return NotImplemented
-        result = function(*(reversed(operands) if is_reflected else operands))
-        return result if isinstance(other, torch.Tensor) else Number(result)
+        operands = operands[::-1] if is_reflected else operands
+        if isinstance(other, torch.Tensor):
+            return function(*operands)
+        kind = (
+            NumberRead if isinstance(self, NumberRead) or isinstance(other, NumberRead) else Number
+        )
+        if name == "truediv" or any(isinstance(v, float) or _is_float(v) for v in operands):
+            operands = [v.double() if isinstance(v, torch.Tensor) else v for v in operands]
+        elif name in _OF_INTEGERS and not (isinstance(operands[1], int) and operands[1] > 0):
+            raise self.needed(name)  # a zero would be an error in Python, a power another type
+        return kind(function(*operands))
 
     return method
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _needs_value(name: str) -> Callable[..., Any]:
     def method(self: Number, *_: Any) -> Any:
-        raise TypeError(f"the value of {self!r} is needed in Python, by {name}")
+        raise self.needed(name)
 
     return method
 
 
+_OF_INTEGERS = ("floordiv", "mod", "pow")
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_COUNTING = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones)
+_COUNTING += (torch.rand, torch.randint, torch.randn, torch.randperm, torch.zeros)
+"""Numbers are shapes there."""
+
+
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    _function = getattr(operator, _name)
-    setattr(Number, f"__{_name}__", _arithmetic(_function, is_reflected=False))
-    setattr(Number, f"__r{_name}__", _arithmetic(_function, is_reflected=True))
+    setattr(Number, f"__{_name}__", _arithmetic(_name, is_reflected=False))
+    setattr(Number, f"__r{_name}__", _arithmetic(_name, is_reflected=True))
 for _name in (
     *("bool", "float", "int", "complex", "index", "round", "trunc", "floor", "ceil", "hash"),
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),

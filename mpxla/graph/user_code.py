@@ -22,6 +22,9 @@ __all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines
 
 _NARROW = ("BFloat16", "bfloat16", "Half", "float16")
 """What errors of torch call 16-bit types."""
+_NEED_VALUES = ("GuardOnDataDependentSymNode", "NeedsValueError", "UserError")
+_OF_VALUES = ("data-dependent", "NumberRead", "non-nested SymInt", "for tensor subclasses")
+"""Texts of torch's and Python's errors, of its own functions and of dictionaries, say."""
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
@@ -38,16 +41,14 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
         return error
     where = _user_frame(traceback.extract_tb(error.__traceback__))
     place = f" at {where}" if where else ""
-    if type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") or (
-        "data-dependent" in str(error)
-    ):
+    if type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES):
         return (CaptureError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `bool()` and slices up to a tensor's "
-            f"value are not possible inside it, unless the value follows from the inputs alone. "
-            f"Use torch.where or masks, index by tensors (x[start + torch.arange(n)] in place of "
-            f"x[start : start + n]), or move the decision out of the step function; a value that "
-            f"is only returned may use .item()."
+            f"once as a graph, so `if`, `while`, `int()`, `float()`, `bool()` and slices by a "
+            f"tensor's value are not possible inside it, unless the value follows from the inputs "
+            f"alone. Use torch.where or masks, index by tensors (x[start + torch.arange(n)] in "
+            f"place of x[start : start + n]), or move the decision out of the step function; what "
+            f".item() reads may be computed with, and returned."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")

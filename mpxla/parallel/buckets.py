@@ -130,7 +130,9 @@ class Packer:
         shape: Sequence[int] = (-1,),
     ):
         spec_of = dict(zip(bucket.names, bucket.specs, strict=True))
-        specs = [TensorSpec((), torch.float32), *(spec_of[name] for name in present)]
+        is_double = bucket.dtype == torch.float64
+        self._dtype = torch.float64 if is_double else torch.float32
+        specs = [TensorSpec((), self._dtype), *(spec_of[name] for name in present)]
         function = partial(_concatenated, bucket, tuple(present), dtype, tuple(shape))
         name = f"bucket of {present[0]}"
         self._program: Executable = compile_function(backend, name, function, specs)
@@ -140,6 +142,6 @@ class Packer:
     def __call__(self, tensors: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
         """Starts packing the tensors, times `scale`; the result is still being computed."""
         if scale not in self._scales:
-            (self._scales[scale],) = self._backend.put([torch.tensor(scale)])
+            (self._scales[scale],) = self._backend.put([torch.tensor(scale, dtype=self._dtype)])
         (flat,) = self._program([self._scales[scale], *tensors])
         return flat

@@ -123,7 +123,8 @@ def _scaled(factor: torch.Tensor, *gradients: torch.Tensor) -> list[torch.Tensor
     """Gradients times a factor; before them, how many elements are not finite [1]."""
     # Each by itself: a sum of elements could overflow where no element has.
     bad = [(~torch.isfinite(g)).any().float() for g in gradients]
-    scaled = [(g.float() * factor).to(g.dtype) for g in gradients]
+    wide = [g if g.dtype == torch.float64 else g.float() for g in gradients]
+    scaled = [(w * factor).to(g.dtype) for w, g in zip(wide, gradients, strict=True)]
     return [torch.stack(bad).sum().reshape(1), *scaled]
 
 
@@ -159,9 +160,9 @@ class Unscaling:
         backend = self._programs.backend
         owners = [owner for owner in owners if owner.grad is not None]
         if not owners:
-            return torch.zeros(1)
+            return torch.zeros(1, dtype=torch.float32)
         if self._factor is None or self._factor[0] != factor:
-            self._factor = factor, backend.put([torch.tensor(factor)])[0]
+            self._factor = factor, backend.put([torch.tensor(factor, dtype=torch.float32)])[0]
         held = backend.adopt([p.grad for p in owners if p.grad is not None])
         arguments = [self._factor[1], *held]
         number, *values = self._programs.run("loss scale", _scaled, (), arguments)

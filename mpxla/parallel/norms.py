@@ -13,7 +13,7 @@ from torch import nn
 from mpxla.comm.transport import Transport
 from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import MpxlaError
-from mpxla.parallel.programs import Programs
+from mpxla.parallel.programs import Programs, wide_dtype
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.store import ParameterStore, set_gradients
 from mpxla.session import current
@@ -83,22 +83,26 @@ def clip_grad_norm_(
     return norm
 
 
-def _power_sums(order: float, *gradients: torch.Tensor) -> list[torch.Tensor]:
-    """Sum of the powers [1] of all elements, or the largest magnitude."""
+def _power_sums(order: float, dtype: torch.dtype, *gradients: torch.Tensor) -> list[torch.Tensor]:
+    """Sum of the powers [1] of all elements, or the largest magnitude; in a dtype for all ranks."""
     if order == float("inf"):
-        return [torch.stack([g.abs().max().float() for g in gradients]).max().reshape(1)]
-    values = [g.float() for g in gradients]
+        return [torch.stack([g.abs().max().to(dtype) for g in gradients]).max().reshape(1)]
+    values = [g if g.dtype == torch.float64 else g.float() for g in gradients]
     powers = [v.square() if order == 2.0 else v.abs().pow(order) for v in values]
-    return [torch.stack([power.sum() for power in powers]).sum().reshape(1)]
+    return [torch.stack([power.sum().to(dtype) for power in powers]).sum().reshape(1)]
 
 
 def _scaled(
-    order: float, powers: torch.Tensor, limit: torch.Tensor, *gradients: torch.Tensor
+    order: float,
+    dtype: torch.dtype,
+    powers: torch.Tensor,
+    limit: torch.Tensor,
+    *gradients: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Sums of all ranks [n, 1] or [1], a limit and gradients to the norm and scaled gradients."""
     norm = powers.max() if order == float("inf") else powers.sum().pow(1.0 / order)
     scale = (limit / (norm + _EPSILON)).clamp(max=1.0)
-    return [norm, *(g * scale.to(g.dtype) for g in gradients)]
+    return [norm.to(dtype), *(g * scale.to(g.dtype) for g in gradients)]
 
 
 class GradientNorm:
@@ -130,6 +134,7 @@ class GradientNorm:
         self._world = tuple(world)
         self._counts = counts
         self._programs = Programs(backend)
+        self._dtype = wide_dtype(backend)
         self._limits: dict[float, torch.Tensor] = {}
 
     @property
@@ -186,7 +191,8 @@ class GradientNorm:
         counted = [gradient for gradient in counted if gradient is not None]
         gradients = self._backend.adopt(gradients)
         (powers,) = self._backend.put([self._powers(counted, order)])
-        norm, *scaled = self._run(_scaled, order, [powers, self._limit(max_norm), *gradients])
+        given = [powers, self._limit(max_norm), *gradients]
+        norm, *scaled = self._run(_scaled, order, _dtype_of_norm(parameters), given)
         with_gradient = [owner for owner, _ in owners if owner.grad is not None]
         norm, *scaled = self._backend.publish([norm, *scaled])
         set_gradients(with_gradient, scaled)
@@ -197,15 +203,16 @@ class GradientNorm:
 
         A tied tensor is counted by its first holder.
         """
-        given = {id(tensor) for tensor in tensors}
+        ids = {id(tensor) for tensor in tensors}
         counted = [
             tensor
             for parameter, is_counted in self._owners(self._held())
             for tensor in (parameter, parameter.grad)
-            if is_counted and tensor is not None and id(tensor) in given
+            if is_counted and tensor is not None and id(tensor) in ids
         ]
         (powers,) = self._backend.put([self._powers(counted, order)])
-        (norm,) = self._run(_scaled, order, [powers, self._limit(0.0)])
+        given = [powers, self._limit(0.0)]
+        (norm,) = self._run(_scaled, order, _dtype_of_norm(tensors), given)
         return self._backend.publish([norm])[0]
 
     def covers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -223,9 +230,9 @@ class GradientNorm:
 
     def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         """Sums of powers [ranks, 1], or [1] where only this rank has any."""
-        powers = torch.zeros(1)
+        powers: Buffer = torch.zeros(1, dtype=self._dtype)
         if tensors:
-            (powers,) = self._run(_power_sums, order, self._backend.adopt(tensors))
+            (powers,) = self._run(_power_sums, order, self._dtype, self._backend.adopt(tensors))
         if len(self.ranks) > 1:
             powers = self._transport.all_gather(powers, self.ranks).result()
         return powers
@@ -245,16 +252,22 @@ class GradientNorm:
 
     def _limit(self, value: float) -> torch.Tensor:
         if value not in self._limits:
-            (self._limits[value],) = self._backend.put([torch.tensor(value)])
+            (self._limits[value],) = self._backend.put([torch.tensor(value, dtype=self._dtype)])
         return self._limits[value]
 
     def _run(
         self,
         function: Callable[..., list[torch.Tensor]],
         order: float,
+        dtype: torch.dtype,
         arguments: Sequence[Buffer],
     ) -> list[Buffer]:
-        return self._programs.run("norm of the gradients", function, (order,), arguments)
+        return self._programs.run("norm of the gradients", function, (order, dtype), arguments)
+
+
+def _dtype_of_norm(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """What PyTorch gives, but for 16 bits, whose norm is in float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def _owners_in(

@@ -108,6 +108,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if session.topology.tp_size > 1 and not is_elementwise(optimizer):
             what = f"{type(optimizer).__name__}, which does not update every element by itself,"
             refuse_with_shards(what, session.topology.tp_size)
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # Its class leaves out Optimizer.__init__, as Lookaheads do; so are pickled ones made.
+            torch.optim.Optimizer.__setstate__(optimizer, {})
         self._session = session
         self._session_models = session.models
         self._models = session.models.of_optimizer(optimizer)

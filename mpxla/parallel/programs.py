@@ -10,10 +10,19 @@ from mpxla.device.backend import Backend, Buffer, Executable
 from mpxla.log import warn_once
 from mpxla.stage.program import compile_function
 
-__all__ = ["Programs"]
+__all__ = ["Programs", "wide_dtype"]
 
 _MAX_PROGRAMS = 256
 """A model uses some dozens; there are more where shapes or settings change in each step."""
+
+
+def wide_dtype(backend: Backend) -> torch.dtype:
+    """What counts, rates and norms are computed in on a device.
+
+    They are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5 in the
+    first step. Neuron has no such numbers.
+    """
+    return torch.float64 if backend.has_doubles else torch.float32
 
 
 class Programs:

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from mpxla.device.backend import Backend, Buffer, Executable
-from mpxla.errors import LoweringError
+from mpxla.errors import LoweringError, MpxlaError
 from mpxla.kept import Kept
 from mpxla.log import get_logger
 from mpxla.parallel.pieces import OptimizerPieces
+from mpxla.parallel.programs import wide_dtype
 from mpxla.parallel.update_graph import recall_update
 from mpxla.parallel.update_python import NotTraceableError
 from mpxla.parallel.update_rounding import UpdateRounding
@@ -39,7 +40,6 @@ from mpxla.parallel.update_state import (
     share_counters,
     starts_from_zeros,
 )
-from mpxla.parallel.update_trace import wide_dtype
 from mpxla.stage.making import graphs_made_quickly
 from mpxla.stage.spec import TensorSpec
 
@@ -114,6 +114,24 @@ class CompiledUpdate:
             self._pieces.renew_masters()
             if self._rounding is not None:
                 self._rounding.widen()
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                self._make_sparse(optimizer)
+
+    def _make_sparse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives an optimizer that refuses dense gradients their rows that are not zero.
+
+        Programs have no sparse tensors. (A row that was looked up, but has no gradient, is left
+        out: PyTorch would let its moments decay.)
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, gradient in self._hidden:
+            if gradient.device.type == "xla":
+                raise MpxlaError(
+                    "SparseAdam takes sparse gradients only, and torch_xla has no sparse tensors: "
+                    'use Adam, or the backend "pjrt" (key device).'
+                )
+            parameter.grad = gradient.to_sparse(1)
 
     def _runs(self, optimizer: Any) -> bool:
         """Runs the update, if it is one that can be compiled."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mpxla.device.backend import Backend
 from mpxla.graph.exchanged import exchanged
 from mpxla.parallel.stochastic_rounding import (
     Noise,
@@ -35,19 +34,11 @@ from mpxla.parallel.update_python import (
 )
 from mpxla.parallel.update_slots import Arrangement, constants_of
 
-__all__ = ["UpdateFunction", "clone_optimizer", "python_state", "wide_dtype", "without_tensors"]
+__all__ = ["UpdateFunction", "clone_optimizer", "python_state", "without_tensors"]
 
-# Counts and rates are numbers in Python, of 64 bits: `1 - beta2 ** step` in 32 bits is off by 6e-5
-# in the first step. Neuron has no such numbers.
-_WIDE = torch.float64
 _NEXT_TO_ZERO = 1e-30
 _Groups = Sequence[Mapping[str, Any]]
 _State = Mapping[torch.Tensor, dict[str, Any]]
-
-
-def wide_dtype(backend: Backend) -> torch.dtype:
-    """What counts and rates are computed in on a device."""
-    return _WIDE if backend.has_doubles else torch.float32
 
 
 def clone_optimizer(

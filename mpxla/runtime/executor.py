@@ -71,7 +71,7 @@ class StepRun:
             replaced as the stages change them.
         inputs: tensor leaves of every microbatch (only where stage 0 lives).
         seeds: random seed of every (stage, microbatch) on the device; empty without random ops.
-        objective_seed: gradient of the objectives, one element on the device.
+        objective_seeds: gradient of the objectives, one element on the device, by dtype.
         zeros: gives zero accumulators, one per spec; a backward may take their memory.
         accumulators: gradients so far, by (stage, parameter name).
         results: values of the step's results, by (result index, microbatch).
@@ -85,7 +85,7 @@ class StepRun:
     tensors: dict[str, torch.Tensor]
     inputs: Sequence[Sequence[torch.Tensor]]
     seeds: Mapping[tuple[int, int], torch.Tensor]
-    objective_seed: torch.Tensor | None
+    objective_seeds: Mapping[torch.dtype, torch.Tensor]
     zeros: Callable[[Sequence[TensorSpec]], list[torch.Tensor]]
     accumulators: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class StepRun:
 
     def release(self) -> None:
         """Lets go of all values: after a step, only what it counted is looked at."""
-        self.tensors, self.inputs, self.seeds, self.objective_seed = {}, (), {}, None
+        self.tensors, self.inputs, self.seeds, self.objective_seeds = {}, (), {}, {}
         # Not `clear`: who fetches results later has the same dictionary.
         self.accumulators, self.results, self.prepared = {}, {}, {}
         self.copies = None
@@ -407,7 +407,7 @@ def _backward_arguments(
         for port, source in stage.lowered.grad_ports
     ]
     saved = step.values.restore(spec.index, microbatch)
-    return [*saved, *grads, step.objective_seed]
+    return [*saved, *grads, step.objective_seeds[stage.lowered.backward_inputs[-1].dtype]]
 
 
 def _grad_name(value: str, stage: int) -> str:

@@ -73,8 +73,8 @@ class PlanRunner:
         self._copies: dict[str, torch.Tensor] = {}
         self._upload_constants()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
-        self._objective_seed: tuple[float, torch.Tensor] | None = None
-        self._seed_of_objectives()
+        self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
+        self._seeds_of_objectives()
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -111,7 +111,7 @@ class PlanRunner:
             tensors=self._tensors(),
             inputs=self._upload_inputs(tensors),
             seeds=self._seeds(num_microbatches, seed),
-            objective_seed=self._seed_of_objectives(),
+            objective_seeds=self._seeds_of_objectives(),
             zeros=self._zeros_of,
             progress=progress,
             recorder=recorder,
@@ -192,14 +192,17 @@ class PlanRunner:
         self._constants.update(zip(copies, uploaded, strict=True))
         self._copies.update(copies)
 
-    def _seed_of_objectives(self) -> torch.Tensor | None:
+    def _seeds_of_objectives(self) -> dict[torch.dtype, torch.Tensor]:
         """The gradient of the objectives; on the device it stays until it changes."""
         if self._reduction is None:
-            return None
+            return {}
         scale = self._reduction.objective_scale
-        if self._objective_seed is None or self._objective_seed[0] != scale:
-            self._objective_seed = scale, self._backend.put([torch.tensor(scale)])[0]
-        return self._objective_seed[1]
+        if self._objective_seeds is None or self._objective_seeds[0] != scale:
+            lowered = [stage.lowered for stage in self.plan.programs.values()]
+            kinds = dict.fromkeys(one.backward_inputs[-1].dtype for one in lowered if one.backward)
+            seeds = self._backend.put([torch.tensor(scale, dtype=kind) for kind in kinds])
+            self._objective_seeds = scale, dict(zip(kinds, seeds, strict=True))
+        return self._objective_seeds[1]
 
     def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         rest = iter(self._backend.put([t for mb in tensors for t in mb]))

@@ -276,19 +276,18 @@ def _assemble(
         accumulator_spec(inputs[spec.parameters.index(name)]) for name in spec.trained
     )
     all_saved = tuple(s.among(inputs, saved_specs) for s in saved)
-    seed = TensorSpec((), torch.float32)
     grads = tuple(spec.outputs[i].spec for i, _ in grad_ports)
     tangents = [n for n in backward.graph.nodes if n.op == "placeholder"][len(saved) :]
+    tangents = [TensorSpec.of(node.meta["val"]) for node in tangents]
+    objectives = tuple(tangents[len(tangents) - spec.num_objectives :])
+    is_double = any(objective.dtype == torch.float64 for objective in objectives)
+    seed = TensorSpec((), torch.float64 if is_double else torch.float32)
     wrapped = AccumulatingBackward(
         backward,
         num_accumulators=len(accumulators),
         num_saved=len(saved),
         port_of_grad=tuple(port for port, _ in grad_ports),
-        objective_specs=tuple(
-            TensorSpec.of(n.meta["val"]) for n in tangents[len(tangents) - spec.num_objectives :]
-        )
-        if spec.num_objectives
-        else (),
+        objective_specs=objectives,
         input_specs=tuple(inputs[i] for i in differentiated[len(accumulators) :]),
         gradients=tuple(differentiated),
         disguises_sums=disguises_sums,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.errors import CaptureError
 from mpxla.tests.clients import logged
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.wrong_uses import refused

@@ -4,6 +4,7 @@ Each habit is one function over a `Run`, which is either plain PyTorch on the un
 batches or mpxla on one rank. All habits run one after the other in each kind of world.
 """
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -249,7 +250,39 @@ def any_optimizer(run, kind, settings):
     run.loop(run.wrapped(kind(run.model.parameters(), **settings)))
 
 
+class Lookahead(optim.Optimizer):
+    """As found in many repositories: `Optimizer.__init__` is not called."""
+
+    def __init__(self, params, steps=2, **settings):
+        self.inner, self.steps = optim.SGD(params, **settings), steps
+        self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["counter"] == 0 else ():
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+            group["counter"] = (group["counter"] + 1) % self.steps
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        groups = self.inner.state_dict()["param_groups"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {
+            "state": {i: self.state[p] for i, p in enumerate(parameters)},
+            "param_groups": groups,
+        }
+
+
 OPTIMIZERS = {
+    "lookahead": (Lookahead, {"lr": 0.1, "momentum": 0.9}),
     "nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "amsgrad": (optim.Adam, {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
     "maximize": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "maximize": True}),
@@ -301,7 +334,7 @@ CASES = [
     ("zero", ["zeros_instead_of_none", "groups_added_to_the_inner_optimizer", "clipping_by_value"]),
     ("zero", ["thawing_layer_by_layer", "thawing_into_new_groups"]),
     ("gradients", ["thawing_layer_by_layer"]),
-    ("stages", ["norms_read_later", "accumulation_and_clipping"]),
+    ("stages", ["norms_read_later", "accumulation_and_clipping", "lookahead"]),
     *(pytest.param(world, list(HABITS), marks=pytest.mark.slow) for world in WORLDS),
 ]
 

@@ -227,10 +227,6 @@ def branch(leaves, model):
     backward(loss)
 
 
-def use_number(leaves, model):
-    backward(model(leaves[0]).sum() * leaves[0].sum().item())
-
-
 def branch_by_an_operator(leaves, model):
     found = model(leaves[0])
     return torch.cond(found.sum() > 0, torch.relu, torch.sin, (found,))
@@ -281,10 +277,6 @@ def hidden_tensor(leaves, model):
     ("function", "text"),
     [
         (branch, r"depends on a tensor's value in Python at .*test_capture.py:\d+: if loss > 0"),
-        (
-            use_number,
-            r"by \.item\(\) is used in a computation .* at .*capture.py:\d+: backw",
-        ),
         (branch_by_an_operator, r"operator 'cond' was called .* at .*Compute both branches"),
         (plain_backward, r"backward\(\) was called in a step function at .*Call model\.backward"),
         (backward_of_vector, r"tensor of shape \[4, 1\] without a gradient at .*test_capture.py"),

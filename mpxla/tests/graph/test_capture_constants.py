@@ -1,7 +1,9 @@
 """Python may read values of constants while a step is captured, and of nothing else."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mpxla.errors import CaptureError
@@ -51,7 +53,36 @@ def compare(x):
     return x * 2 if is_near and is_same and not torch.equal(table, ORDER) else x
 
 
+def choose_by_a_mask_of_a_masked_table(x):
+    same = torch.tensor([0, 1, 0, 1])
+    same = same[:, None] == same
+    is_other = ~torch.eye(4, dtype=torch.bool)
+    same = same[is_other].view(4, -1)
+    scores = (x @ x.T)[is_other].view(4, -1)
+    return scores[same].view(4, -1) + scores.masked_select(~same).view(4, -1).sum(1, True)
+
+
+def choose_by_lists_and_counts(x):
+    counts = torch.arange(4)
+    rows = x.repeat_interleave(counts, dim=0) + torch.repeat_interleave(x[:, 0], counts)[:, None]
+    pairs = x[torch.combinations(counts)].sum(1) + x[[True, False, True, False]].sum()
+    return rows + pairs * F.one_hot(ORDER, 4).sum() + x[counts[1] :].sum() + x[: ORDER[0], 0].sum()
+
+
+def sizes_in_tensors(x):
+    table = torch.arange(4)
+    return torch.zeros(table.max() + 1, 4) + x * torch.arange(table[3] + 1) + x[:, table[2:3]]
+
+
+def read_by_numpy(x):
+    return x * float(ORDER.numpy().sum()) + np.asarray(torch.arange(4)).max()
+
+
 ALLOWED = [
+    choose_by_a_mask_of_a_masked_table,
+    choose_by_lists_and_counts,
+    sizes_in_tensors,
+    read_by_numpy,
     compare,
     branch_on_what_is_made,
     branch_on_what_is_closed_over,

@@ -1,4 +1,4 @@
-"""Floats that are inputs of a step compute as Python floats do."""
+"""Floats that are inputs of a step compute as Python floats do, and so does what is read."""
 
 import math
 
@@ -85,3 +85,73 @@ def test_one_program_for_all_values():
 def test_code_that_needs_the_value_is_an_error(name):
     with pytest.raises((CaptureError, TypeError)):
         capture(NEED_THE_VALUE[name])
+
+
+def metrics(h, y):
+    """What scripts return beside the loss."""
+    hits = (h.argmax(1) == y).sum().item()
+    loss = F.cross_entropy(h, y).item()
+    largest = h.abs().max().item()
+    weights = [w * 2 for w in h[0].tolist()]
+    return (
+        *(hits / y.size(0), 100.0 * hits / len(y), hits // 2 + 1, hits % 3, -hits, hits * 2 - 0.5),
+        *(loss * h.size(0), round(loss, 3), round(hits / 3), abs(-loss), loss**2, 2**loss, +hits),
+        *(sum([loss, hits]), hits / (hits + largest), (h > 0).any().item() + 1, weights[1]),
+        *((h.sum() > 0).item(), isinstance(hits, int), isinstance(loss, float)),
+    )
+
+
+def with_tensors(h, y):
+    hits, largest = (y > 0).sum().item(), h.max().item()
+    ids = torch.arange(4) * hits
+    return (
+        *(h * hits, h / largest, hits - h, h.bfloat16() * largest, ids, y >= hits, (y > 0) * hits),
+        *(h.clamp(max=largest / 2), h.masked_fill(y[:, None] > 1, largest), 0.9**hits * h),
+        *(torch.where(h > largest / 2, largest, h), h.clone().mul_(largest), y + largest),
+    )
+
+
+@pytest.mark.parametrize("function", [metrics, with_tensors])
+def test_what_is_read_computes(function):
+    model, y = nn.Linear(4, 4), torch.tensor([0, 1, 2, 2, 1])
+
+    def step(leaves):
+        h = model(leaves[0])
+        current_recorder().backward(h.sum() / h.sum().item())
+        return function(h, leaves[1])
+
+    leaves = [TensorLeaf((5, 4), torch.float32), TensorLeaf((5,), torch.int64)]
+    found = capture_step(step, model, leaves, ModelState(model).canonical_names)
+    program, x = torch.fx.GraphModule(nn.Module(), found.graph), torch.randn(5, 4)
+    given = dict(model.named_parameters()) | {0: x, 1: y}
+    with torch.no_grad():
+        _, *results = program(*(given[r.name or r.index] for r in found.inputs))
+        expected = function(model(x), y)
+    for leaf, value in zip(found.result_leaves, expected, strict=True):
+        got = leaf.value if leaf.output is None else results[leaf.output]
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(got, value)
+        else:
+            got = got.item() if isinstance(got, torch.Tensor) else got
+            assert leaf.is_number and type(got) is type(value), (got, value)
+            assert got == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: math.exp(h.sum().item()),
+        lambda h: h * 2 if h.sum().item() > 0 else h,
+        lambda h: h.view(h.argmax().item(), -1),
+        lambda h: torch.zeros(h.argmax().item()),
+        lambda h: 3 // h.argmax().item(),
+        lambda h: {1: h}.get(h.argmax().item()),
+        lambda h: h[: h.argmax().item()],
+        lambda h: float(h.sum()),
+    ],
+)
+def test_the_value_of_what_is_read_is_not_there(read):
+    model = nn.Linear(4, 4)
+    leaves, names = [TensorLeaf((3, 4), torch.float32)], ModelState(model).canonical_names
+    with pytest.raises(CaptureError, match=r"depends on a tensor's value in Python at .*number.py"):
+        capture_step(lambda leaves: read(model(leaves[0])), model, leaves, names)

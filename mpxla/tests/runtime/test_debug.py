@@ -97,9 +97,11 @@ def test_a_print_is_a_further_result():
 
 
 @pytest.mark.unit
-def test_other_things_are_refused():
-    with pytest.raises(CaptureError, match=r"debug_print was given SymFloat at .*test_debug.py"):
-        captured(lambda net, x: smp.debug_print(net(x).sum().item()), (2, 4))
+def test_numbers_are_printed_and_other_things_are_refused():
+    _, graph = captured(lambda net, x: smp.debug_print(net(x).sum().item()), (2, 4))
+    assert len(graph.prints) == 1
+    with pytest.raises(CaptureError, match=r"debug_print was given str at .*test_debug.py"):
+        captured(lambda net, x: smp.debug_print("text"), (2, 4))
 
 
 @pytest.mark.unit

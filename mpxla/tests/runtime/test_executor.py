@@ -42,7 +42,7 @@ def run(backend, plan, pp_rank):
         tensors={f"{name}": value for name, value in tensors.items()},
         inputs=[backend.put([torch.zeros(3, 4)]) for _ in range(NUM_MICROBATCHES)],
         seeds={},
-        objective_seed=seed,
+        objective_seeds={torch.float32: seed},
         zeros=backend.zeros,
     )
     leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages}

@@ -78,7 +78,7 @@ def test_a_training_step_reduces_and_keeps_nothing_but_what_it_counted():
     loss, run = call(runner)
     assert reduction.events == ["begin", ("start", 0, 4), ("finish", [0])]
     held = [*run.tensors, *run.inputs, *run.seeds, *run.accumulators, *run.results, *run.prepared]
-    assert held == [] and run.objective_seed is None and run.values.is_empty()
+    assert held == [] and run.objective_seeds == {} and run.values.is_empty()
     assert run.num_tasks == 2 * NUM_MICROBATCHES
     assert len(loss.outputs) == NUM_MICROBATCHES
 

@@ -87,7 +87,10 @@ class LocalStep:
                 (stage.index, 0): to_device([torch.tensor(seed + stage.index)], device)[0]
                 for stage in stages
             },
-            objective_seed=to_device([torch.tensor(1.0)], device)[0],
+            objective_seeds={
+                dtype: to_device([torch.tensor(1.0, dtype=dtype)], device)[0]
+                for dtype in (torch.float32, torch.float64)
+            },
             zeros=backend_here().zeros,
         )
         leaves = {s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in stages}

@@ -1,0 +1,93 @@
+"""Calls with fixed shapes in the place of those whose shapes PyTorch takes from values.
+
+Where masks and counts are known while a step is captured, so is what they choose. This module must
+not know how values are known.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpxla.graph.number import NumberRead
+
+__all__ = ["FixedShapes"]
+
+_SIZES = frozenset("arange empty full ones zeros".split())
+"""They take numbers, and a tensor of one element for a number."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_get, _set = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+class FixedShapes:
+    """Exchanges calls of one captured step.
+
+    Args:
+        ask: (function, value) -> what the function says of a tensor whose value is known; None of
+            all else.
+    """
+
+    def __init__(self, ask: Callable[[Callable[[torch.Tensor], Any], Any], Any]):
+        self._ask = ask
+
+    def fixed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """The call to make in the place of one, mostly itself."""
+        name = getattr(func, "__name__", "")
+        if func is _get or func is _set:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(map(self._as_numbers, index))
+            index = self._places_of_masks(index) if func is _get else index
+            return func, (args[0], index, *args[2:]), kwargs
+        if name == "masked_select":
+            tensor, mask = _arguments(("input", "mask"), args, kwargs)
+            shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+            places = self._ask(lambda mask: mask.broadcast_to(shape).nonzero(), mask)
+            if places is not None:
+                return _get, (tensor.broadcast_to(shape), places.unbind(1)), {}
+        if name == "repeat_interleave":
+            tensor, repeats, dim = _arguments(("input", "repeats", "dim"), args, kwargs)
+            tensor, dim = (tensor.flatten(), 0) if dim is None else (tensor, dim)
+            count = tensor.shape[dim]
+            places = self._ask(lambda n: torch.arange(count).repeat_interleave(n), repeats)
+            if places is not None:
+                return torch.index_select, (tensor, dim, places), {}
+        if name in _SIZES:
+            args, kwargs = pytree.tree_map(self.as_number, (args, kwargs))
+            args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
+        return func, args, kwargs
+
+    def _places_of_masks(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An index with the places of known masks, which have a known number, for the masks."""
+        found: list[Any] = []
+        for part in index:
+            if isinstance(part, list) and part and all(isinstance(v, bool) for v in part):
+                part = [place for place, is_chosen in enumerate(part) if is_chosen]
+            is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
+            places = self._ask(torch.nonzero, part) if is_mask else None
+            found += [part] if places is None else places.unbind(1)
+        return tuple(found)
+
+    def _as_numbers(self, part: Any) -> Any:
+        """A part of an index, with numbers for known tensors that stand for one."""
+        if isinstance(part, slice):
+            return slice(*map(self.as_number, (part.start, part.stop, part.step)))
+        return self.as_number(part)
+
+    def as_number(self, part: Any) -> Any:
+        """The number that a known integer tensor without axes holds; all else as it is."""
+        number = self._ask(torch.Tensor.item, part) if _is_place(part) else None
+        return part if number is None else number
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS
+
+
+def _arguments(names: Sequence[str], args: Any, kwargs: Any) -> list[Any]:
+    """Arguments of a call by name, None where one is not given."""
+    return [*args, *(kwargs.get(name) for name in names[len(args) :])][: len(names)]
