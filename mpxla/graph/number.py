@@ -199,8 +199,10 @@ def _needs_value(name: str) -> Callable[..., Any]:
 
 _OF_INTEGERS = ("floordiv", "mod", "pow")
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_COUNTING = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones)
-_COUNTING += (torch.rand, torch.randint, torch.randn, torch.randperm, torch.zeros)
+_COUNTING = (
+    *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand),
+    *(torch.randint, torch.randn, torch.randperm, torch.zeros),
+)
 """Numbers are shapes there."""
 
 

@@ -126,10 +126,10 @@ class CompiledUpdate:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, gradient in self._hidden:
-            if gradient.device.type == "xla":
+            if gradient.device.type not in ("cpu", "cuda"):
                 raise MpxlaError(
                     "SparseAdam takes sparse gradients only, and torch_xla has no sparse tensors: "
-                    'use Adam, or the backend "pjrt" (key device).'
+                    'use Adam, or jax (key device: "pjrt").'
                 )
             parameter.grad = gradient.to_sparse(1)
 
