@@ -27,10 +27,14 @@ class _Copy:
     """What was read at places, and from where."""
 
     value: torch.Tensor
-    num_writes: int
     tensor: torch.Tensor
+    num_writes: tuple[int, int]
     parts: tuple[Any, ...]
     line: str
+
+    def is_apart(self) -> bool:
+        """Whether one of the two was written to since, which the other does not show."""
+        return self.num_writes != (self.value._version, self.tensor._version)
 
     def is_at(self, tensor: torch.Tensor, parts: tuple[Any, ...]) -> bool:
         return tensor is self.tensor and all(map(_is_same, parts, self.parts))
@@ -55,7 +59,8 @@ class Selected:
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
         found = self._call(_aten.index.Tensor, (tensor, _indices(places)), {})
-        self._copies.append(_Copy(found, found._version, tensor, parts, at_user_line()))
+        num_writes = found._version, tensor._version
+        self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line()))
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
@@ -83,14 +88,15 @@ class Selected:
         """Looks at what was read, when the step function has run.
 
         Raises:
-            CaptureError: some of it was changed in place.
+            CaptureError: some of it was changed in place, or what it was read from.
         """
         for copy in self._copies:
-            if copy.value._version != copy.num_writes:
+            if copy.is_apart():
                 raise CaptureError(
                     f"The step function changes in place what it has read{copy.line} by an index "
-                    f"that is a tensor without dims. PyTorch gives a view there, and a captured "
-                    f"step a copy: write x[i] = value, or x[i] += value."
+                    f"that is a tensor without dims, or later the tensor that it was read from. "
+                    f"PyTorch gives a view there, and a captured step a copy: write x[i] = value "
+                    f"or x[i] += value, and read x[i] after the last write."
                 )
 
 

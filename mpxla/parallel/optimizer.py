@@ -99,12 +99,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise MpxlaError("this optimizer is a DistributedOptimizer already.")
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise MpxlaError(
-                "SparseAdam takes sparse gradients only, and steps give dense ones, also of "
-                "nn.Embedding(sparse=True). Use Adam or AdamW, whose updates are compiled. (They "
-                "move rows that a step has not read by their momentum; SGD and Adagrad do not.)"
-            )
         if session.topology.tp_size > 1 and not is_elementwise(optimizer):
             what = f"{type(optimizer).__name__}, which does not update every element by itself,"
             refuse_with_shards(what, session.topology.tp_size)
