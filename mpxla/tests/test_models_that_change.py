@@ -42,8 +42,7 @@ def pruning(run):
 
 
 def pruning_before_the_first_step(run):
-    torch.manual_seed(run.seed)
-    prune.random_unstructured(run.raw.left, "weight", 0.5)
+    prune.ln_structured(run.raw.left, "weight", 0.5, 2, 0)
     optimizer = training(run, range(2))
     prune.remove(run.raw.left, "weight")
     run.loop(optimizer, range(2, 4))
@@ -57,19 +56,27 @@ def weight_norm_for_a_while(run):
     training(run, range(4, 6))
 
 
+def start_from_the_host(*vectors):
+    """Devices draw numbers of their own."""
+    torch.manual_seed(9)
+    for vector in vectors:
+        vector.copy_(nn.functional.normalize(torch.randn(vector.shape), dim=0))
+
+
 def spectral_norm_for_a_while(run):
     training(run, range(2))
-    torch.manual_seed(9)
     parametrizations.spectral_norm(run.raw.left)
+    norm = run.raw.left.parametrizations.weight[0]
+    start_from_the_host(norm._u, norm._v)
     training(run, range(2, 4))
     parametrize.remove_parametrizations(run.raw.left, "weight")
     training(run, range(4, 6))
 
 
 def norms_of_old(run):
-    torch.manual_seed(3)
     utils.weight_norm(run.raw.left)
     utils.spectral_norm(run.raw.right)
+    start_from_the_host(run.raw.right.weight_u, run.raw.right.weight_v)
     training(run, range(2))
     utils.remove_weight_norm(run.raw.left)
     utils.remove_spectral_norm(run.raw.right)
