@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -209,7 +210,7 @@ def _choosing(kind: type) -> Generator[None]:
     """
     steps = (vars(part)["step"] for part in kind.__mro__ if "step" in vars(part))
     modules = {id(found): found for found in (inspect.unwrap(step).__globals__ for step in steps)}
-    chosen = {"max": (max, torch.gt), "min": (min, torch.lt)}
+    chosen = {"max": (max, operator.gt), "min": (min, operator.lt)}
     places = [(names, name) for names in modules.values() for name in chosen]
     before = [(names, name, names.get(name)) for names, name in places]
     for names, name, own in before:
@@ -226,7 +227,7 @@ def _chosen(function: Any, is_better: Any, *values: Any, **settings: Any) -> Any
     has_numbers = any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
     if len(values) != 2 or settings or not has_numbers:
         return function(*values, **settings)
-    first, second = map(torch.as_tensor, values)
+    first, second = values  # a number stays one: a tensor would be one of the host
     return torch.where(is_better(second, first), second, first)
 
 
