@@ -14,7 +14,7 @@ from mpxla.errors import LoweringError
 from mpxla.stage.solvers import SOLVERS
 from mpxla.stage.spectral import short_time_fourier
 
-__all__ = ["SHARED", "copied", "strided_places"]
+__all__ = ["SHARED", "_strided_places", "copied"]
 
 _aten = torch.ops.aten
 _TORCHS: dict[Any, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def _range(
     return (start + step * numbers).to(dtype or torch.get_default_dtype())
 
 
-def strided_places(
+def _strided_places(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> torch.Tensor:
     """Where `as_strided` reads the elements of a tensor that lies in memory without gaps.
@@ -102,6 +102,14 @@ def strided_places(
     return places.flatten()
 
 
+def _as_strided(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """By places in memory, of tensors without gaps; PyTorch's derivative asks how they lie."""
+    places = _strided_places(tensor, size, stride, offset)
+    return tensor.flatten().index_select(0, places).reshape(size)
+
+
 def _as_strided_scatter(
     tensor: torch.Tensor,
     source: torch.Tensor,
@@ -114,7 +122,7 @@ def _as_strided_scatter(
     Its derivative in PyTorch 2.9 gives a tensor the gradient of what was written over, and none of
     what stays.
     """
-    places = strided_places(tensor, size, stride, offset)
+    places = _strided_places(tensor, size, stride, offset)
     written = tensor.flatten().scatter(0, places, source.to(tensor.dtype).flatten())
     return written.reshape(tensor.shape)
 
@@ -243,6 +251,7 @@ SHARED: dict[Any, Callable[..., Any]] = {
     **SOLVERS,
     _aten._embedding_bag.default: _embedding_bag,
     _aten._weight_norm.default: _weight_norm,
+    _aten.as_strided.default: _as_strided,
     _aten.as_strided_scatter.default: _as_strided_scatter,
     **_TORCHS,
     _aten.cdist.default: _cdist,

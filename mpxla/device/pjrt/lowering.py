@@ -1,7 +1,7 @@
 """How stages are lowered for jax: on fake tensors of the processor, in plain operators."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mpxla.device.backend import Lowering
 from mpxla.device.convolution import expand_convolutions
 from mpxla.device.pjrt.graphs import inline_functions, traced_decompositions
-from mpxla.stage.replacements import SHARED, strided_places
+from mpxla.stage.replacements import SHARED
 
 __all__ = ["make_lowering"]
 
@@ -25,18 +25,10 @@ def make_lowering(is_host: bool) -> Lowering:
     lowering = Lowering(
         device=torch.device("cpu"),
         decompositions=traced_decompositions,
-        replacements={**SHARED, torch.ops.aten.as_strided.default: _as_strided},
+        replacements=SHARED,
         dispatched=_plain_operators,
     )
     return replace(lowering, expand=_expand_for_host) if is_host else lowering
-
-
-def _as_strided(
-    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> torch.Tensor:
-    """By places in memory, of tensors without gaps; PyTorch's derivative asks how they lie."""
-    places = strided_places(tensor, size, stride, offset)
-    return tensor.flatten().index_select(0, places).reshape(size)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpxla.errors import LoweringError
 from mpxla.stage.replacements import SHARED
 
 pytestmark = pytest.mark.unit
@@ -108,3 +109,12 @@ def test_ranges_with_their_end():
     ):
         found, expected = SHARED[operator](*args, **named), operator(*args, **named)
         torch.testing.assert_close(found, expected)
+
+
+def test_views_by_strides_are_of_tensors_without_gaps():
+    """Devices lay tensors out otherwise: torch_xla read a transposed one in another order."""
+    tensor, operator = random(4, 3), torch.ops.aten.as_strided.default
+    view = [2, 4], [3, 2], 1
+    torch.testing.assert_close(SHARED[operator](tensor, *view), tensor.as_strided(*view))
+    with pytest.raises(LoweringError, match=r"as_strided of .* call contiguous\(\) before it"):
+        SHARED[operator](tensor.T, *view)
