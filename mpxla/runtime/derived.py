@@ -34,7 +34,16 @@ def _set(module: nn.Module, hook: Any) -> None:
         if isinstance(hook, BasePruningMethod):
             name: str = hook._tensor_name  # pyright: ignore[reportPrivateUsage]
             setattr(module, name, hook.apply_mask(module))
-        elif isinstance(hook, WeightNorm):
-            setattr(module, hook.name, hook.compute_weight(module))
-        elif isinstance(hook, SpectralNorm):  # with the vectors that the step has left
-            setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
+        elif isinstance(hook, (WeightNorm, SpectralNorm)):
+            setattr(module, hook.name, _normed(module, hook))
+
+
+def _normed(module: nn.Module, hook: WeightNorm | SpectralNorm) -> torch.Tensor:
+    is_weight = isinstance(hook, WeightNorm)
+    source: torch.Tensor = getattr(module, f"{hook.name}_{'v' if is_weight else 'orig'}")
+    vectors = (getattr(module, f"{hook.name}_{name}", source) for name in "uv")
+    if any(tensor.is_meta for tensor in (source, *vectors)):  # some of it is on another rank
+        return torch.empty_like(source.detach(), device="meta")
+    if isinstance(hook, WeightNorm):
+        return hook.compute_weight(module)
+    return hook.compute_weight(module, do_power_iteration=False)  # the step has left the vectors

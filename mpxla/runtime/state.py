@@ -341,7 +341,13 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
         else:
             present[name] = value
     unexpected = {name: value for name, value in values.items() if name not in present}
-    return module.load_state_dict({**present, **unexpected}, strict=strict)
+    # Values are written into parameters: exchanged for others, absent ones would be of two classes.
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        return module.load_state_dict({**present, **unexpected}, strict=strict)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def _buffers_of(owner: nn.Module) -> dict[str, Any]:

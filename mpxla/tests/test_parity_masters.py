@@ -155,7 +155,9 @@ def train(case):
     for number in range(NUM_STEPS):
         update(case, model, optimizer, number)
     local = dict(model.local_named_parameters())
-    are_plain = all(p.dtype is BF16 and p.grad is None for p in local.values())
+    given = [p.grad for p in local.values() if p.grad is not None]  # those of masters
+    are_plain = all(p.dtype is BF16 for p in local.values())
+    are_plain = are_plain and all(grad.dtype is torch.float32 for grad in given)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     are_wide = all(p.dtype is torch.float32 for p in held)
     return masters_of(model, optimizer), model.state_dict(), are_plain and are_wide
