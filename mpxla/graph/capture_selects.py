@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpxla.errors import CaptureError
+from mpxla.graph.number import is_number
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Selected"]
@@ -76,6 +77,7 @@ class Selected:
             index = (*(slice(None) for _ in places), *rest)
             tensor = self._call(torch.Tensor.__getitem__, (view, index), {})
             places = dict(enumerate(places.values()))
+        value = value.tensor if is_number(value) else value
         if isinstance(value, torch.Tensor):
             value = self._call(torch.Tensor.to, (value, tensor.dtype), {})
             extra = range(max(0, value.dim() - tensor.dim() + len(places)))

@@ -35,7 +35,7 @@ class HiddenWrites:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given."""
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").removesuffix(".default")
         if func == _SET_DATA:
             return self._set_data(*args)
         if func == _GET_DATA or name == "detach":

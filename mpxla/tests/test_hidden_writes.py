@@ -24,6 +24,7 @@ def to_views(model, y):
         y[:, 0].zero_()
         y[1] = 2.0
         y.t()[2, :2].add_(y[:2, 3])
+        y[y[:, 1].argmax()] = 0.5
     return y
 
 

@@ -26,6 +26,7 @@ def written(model, y, places):
     z[places[1], 1:3] -= y[0, 1:3]
     z[None, places[0], ..., :2] = y[:1, None, :2]
     z.t()[1, places[0]] = places[1]
+    z[places[0], 3] = y.mean().item()
     return z
 
 
