@@ -55,8 +55,7 @@ class Selected:
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
-        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
-        places, rest = _taken_apart(parts, tensor.dim())
+        parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
         found = self._call(_aten.index.Tensor, (tensor, _indices(places)), {})
@@ -66,8 +65,7 @@ class Selected:
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
-        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
-        places, rest = _taken_apart(parts, tensor.dim())
+        parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places or any(isinstance(part, (torch.Tensor, Sequence)) for part in rest):
             return self._call(torch.Tensor.__setitem__, (tensor, index, value), {})
         self._copies = [copy for copy in self._copies if not copy.is_at(tensor, parts)]
@@ -85,6 +83,22 @@ class Selected:
         else:
             value = self._call(torch.full, ((), value), {"dtype": tensor.dtype})
         self._call(_aten.index_put_.default, (tensor, _indices(places), value), {})
+
+    def _taken_apart(
+        self, index: Any, num_dims: int
+    ) -> tuple[tuple[Any, ...], _Places, tuple[Any, ...]]:
+        """The parts of an index; of them those without dims, and the others."""
+        parts = tuple(map(self._as_number, index if isinstance(index, tuple) else (index,)))
+        places: _Places = {}
+        rest: list[Any] = []
+        dim, width = 0, num_dims - sum(map(_num_dims, parts))
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS:
+                places[dim] = part
+            else:
+                rest.append(part)
+            dim += width if part is ... else _num_dims(part)
+        return parts, places, tuple(rest)
 
     def check(self) -> None:
         """Looks at what was read, when the step function has run.
@@ -104,20 +118,6 @@ class Selected:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) in (int, slice) and one == other)
-
-
-def _taken_apart(parts: tuple[Any, ...], num_dims: int) -> tuple[_Places, tuple[Any, ...]]:
-    """The indices without dims, and the others."""
-    places: _Places = {}
-    rest: list[Any] = []
-    dim, width = 0, num_dims - sum(map(_num_dims, parts))
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS:
-            places[dim] = part
-        else:
-            rest.append(part)
-        dim += width if part is ... else _num_dims(part)
-    return places, tuple(rest)
 
 
 def _num_dims(part: Any) -> int:

@@ -6,7 +6,7 @@ from torch import optim
 
 import mpxla as smp
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.tests.test_training_habits import RankRun, check_against_plain
+from mpxla.tests.test_training_habits import check_against_plain, train_in_all_ways
 from mpxla.tests.wrong_uses import REPLICAS, batch, check_texts, made, refused, train
 
 pytestmark = pytest.mark.ranks
@@ -79,13 +79,7 @@ HABITS = {h.__name__: h for h in (adam, lbfgs, lbfgs_with_a_line_search, sharpne
 
 
 def train_with_closures(config, names):
-    found = {}
-    for name in names:
-        run = RankRun(config)
-        HABITS[name](run)
-        found[name] = run.result()
-        smp.shutdown()
-    return found
+    return train_in_all_ways(config, names, HABITS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,12 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import mpxla as smp
 from mpxla.errors import CaptureError, RankMismatch
 from mpxla.tests.ranks.run import run_ranks
-from mpxla.tests.test_training_habits import RankRun, check_against_plain, train_step
+from mpxla.tests.test_training_habits import (
+    RankRun,
+    check_against_plain,
+    train_in_all_ways,
+    train_step,
+)
 from mpxla.tests.wrong_uses import REPLICAS, TWO, check_texts, made, refused, train
 from mpxla.tests.wrong_uses import batch as ones
 
@@ -162,16 +167,13 @@ HABITS = {
 }
 
 
+def seed_by_replica(run):
+    run.seed = 100 * smp.rdp_rank()  # replicas take the first one's values
+
+
 def train_with_changes(config, names):
-    found = {}
-    for name in names:
-        # One microbatch, as every forward moves a spectral norm's vectors.
-        run = RankRun({"microbatches": 1, **config})
-        run.seed = 100 * smp.rdp_rank()  # replicas take the first one's values
-        HABITS[name](run)
-        found[name] = run.result()
-        smp.shutdown()
-    return found
+    # One microbatch, as every forward moves a spectral norm's vectors.
+    return train_in_all_ways({"microbatches": 1, **config}, names, HABITS, seed_by_replica)
 
 
 @pytest.mark.parametrize(

@@ -312,11 +312,14 @@ HABITS = {
 }
 
 
-def train_in_all_ways(config, names):
+def train_in_all_ways(config, names, habits=HABITS, prepare=None):
+    """Results of habits by name, each in a session of its own that `prepare(run)` may see first."""
     found = {}
     for name in names:
         run = RankRun(config)
-        HABITS[name](run)
+        if prepare is not None:
+            prepare(run)
+        habits[name](run)
         found[name] = run.result()
         smp.shutdown()
     return found
