@@ -21,6 +21,7 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
+from mpxla.graph.capture_counts import counts_supposed
 from mpxla.graph.capture_functions import cumulative_batch_norms
 from mpxla.graph.capture_hooks import (
     attributes_kept,
@@ -311,6 +312,7 @@ def capture_step(
         cumulative_batch_norms(),
         attributes_named_by_keywords(),
         static_shapes(),
+        counts_supposed(),
         static_transformers(),
     ):
         with fake_mode:

@@ -20,6 +20,9 @@ from torch.export.graph_signature import InputKind as ExportInput
 from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_counts import check_counts
+from mpxla.graph.chosen import fix_sizes
+from mpxla.graph.chosen_rules import rule_of
 from mpxla.graph.gradients import expand_gradients
 from mpxla.graph.normalize import (
     collapse_detaches,
@@ -76,6 +79,8 @@ def functional_step(
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
+    check_counts(graph)
+    fix_sizes(graph, rule_of, fake_mode)
     resolve_numbers(graph)
     collapse_detaches(graph)
     densify_gradients(graph)

@@ -21,6 +21,7 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import ValueNeededError
 from mpxla.kept import Kept
+from mpxla.log import get_logger
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
@@ -59,8 +60,10 @@ def trace(
 
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
-        with contextlib.suppress(ValueNeededError):
+        try:
             return _trace(chosen, function, objects, states, None, graphs)
+        except ValueNeededError as error:
+            get_logger().debug("the step is captured with the values of its inputs: %s", error)
         _, (given,) = with_constants(signature, [values()], constants)
         return _trace(chosen, function, objects, states, given, graphs)
 

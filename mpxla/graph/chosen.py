@@ -1,0 +1,483 @@
+"""Rows that a mask of a step chooses, as values of a fixed size in which some rows count.
+
+    h[mask], nonzero(mask)        [count of the mask, ...], which no program can have
+    here                          [elements of the mask, ...], and the mask
+
+Rows that are not there hold what one of the chosen rows holds, so that nothing computed row by row
+gets values that the user's code does not see. Where rows meet, in a sum or a write, they are left
+out. `chosen_rules.py` and `chosen_places.py` say how for each operator; others are refused.
+
+This module must not know how a step is traced.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpxla.graph.stepgraph import VIEWS, describe, is_random
+from mpxla.graph.typed import outputs_of
+from mpxla.graph.user_code import ValueNeededError, line_of
+from mpxla.log import warn_once
+
+__all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "refused"]
+
+_aten = torch.ops.aten
+_KEPT_META = ("nn_module_stack", "stack_trace", "custom")
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of a dim that are there.
+
+    Attributes:
+        mask: bool [size].
+        size: how many there are with those that do not count.
+        parts: of a dim that is several dims made one: size or rows of each.
+    """
+
+    mask: fx.Node
+    size: int
+    parts: "tuple[int | Rows, ...]" = ()
+    made: dict[str, Any] = field(default_factory=dict)
+    """What has been computed from the mask."""
+
+
+Dims = tuple["Rows | None", ...]
+"""What is known of each dim of a value."""
+Rule = Callable[["Walk", fx.Node], "tuple[fx.Node, Any]"]
+"""Gives the node to stand for one, and its dims (a list of them for several values)."""
+
+
+def fix_sizes(
+    graph: fx.Graph, rule_of: Callable[[fx.Node], Rule | None], fake_mode: FakeTensorMode
+) -> None:
+    """Gives every value of a graph a size that does not depend on values, in place.
+
+    Args:
+        graph: functional; sizes that depend on values are symbols in the values of its nodes.
+        rule_of: says how a node treats rows.
+        fake_mode: of the values that new nodes get.
+
+    Raises:
+        ValueNeededError: something would need the number of rows, or their order.
+    """
+    symbols = {s for node in graph.nodes for s in _symbols(node)}
+    if not symbols:
+        return
+    walk = Walk(graph, fake_mode)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            walk.visit(node, rule_of)
+    output = graph.output_node()
+    for node in outputs_of(graph):
+        if isinstance(node, fx.Node) and any(walk.dims_of(node)):
+            raise refused(node, "is a result of the step: return values of a fixed size")
+    output.args = (tuple(walk.as_number(v, output) for v in outputs_of(graph)),)
+    graph.eliminate_dead_code()
+
+
+def aligned(walk: "Walk", node: fx.Node, values: Sequence[Any], num_dims: int) -> Dims:
+    """What is known of the dims of values that meet element by element."""
+    found: list[Rows | None] = [None] * num_dims
+    for value in values:
+        dims = walk.dims_of(value)
+        for place, rows in enumerate(dims, num_dims - len(dims)):
+            if rows is not None and found[place] not in (None, rows):
+                raise refused(node, "meets what another mask has as many rows of")
+            found[place] = rows or found[place]
+    return tuple(found)
+
+
+def refused(node: fx.Node, what: str) -> ValueNeededError:
+    """The error for a node whose value has rows that a mask has chosen."""
+    return ValueNeededError(
+        f"{describe(node)}: the shape of its result, or the way it goes on, depends on values. "
+        f"What has as many rows as a mask is true {what}. A step is captured once, with fixed "
+        f"shapes: use a mask and torch.where, `topk` with a fixed number or `torch.nonzero_static`,"
+        f" or do it before the step function and pass the result in."
+    )
+
+
+def _symbols(node: fx.Node) -> set[sympy.Symbol]:
+    found: set[sympy.Symbol] = set()
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                found |= size.node.expr.free_symbols
+    return found
+
+
+class Walk:
+    """Goes over the nodes of a graph in their order.
+
+    Attributes:
+        places: values that are places of chosen rows in a mask -> the rows, the shape of the mask,
+            and along which of its dims; None for all dims, as columns.
+        numbering: values that number the chosen rows from zero.
+    """
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+        self._graph, self._fake_mode = graph, fake_mode
+        self._dims: dict[fx.Node, Any] = {}
+        self._rows: dict[Any, Rows] = {}
+        self._of_symbol: dict[sympy.Expr, Rows | None] = {}
+        self._same: dict[Any, fx.Node] = {}
+        self._key: dict[fx.Node, Any] = {}
+        self._now: fx.Node | None = None
+        self.places: dict[fx.Node, tuple[Rows, tuple[int, ...], int | None]] = {}
+        self.numbering: dict[fx.Node, Rows] = {}
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def visit(self, node: fx.Node, rule_of: Callable[[fx.Node], Rule | None]) -> None:
+        """Puts values of fixed size in the place of what a node gives."""
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return  # numbers are computed where they are used
+        has_rows = any(self._dims.get(n) is not None for n in node.all_input_nodes)
+        if not (_symbols(node) or has_rows or any(map(_symbols, node.all_input_nodes))):
+            return
+        self._now = node
+        rule = rule_of(node)
+        if rule is None:
+            raise refused(node, "meets an operator that is not known to treat rows one by one")
+        with self._graph.inserting_before(node):
+            made, dims = rule(self, node)
+        if isinstance(dims, list) or any(dims):
+            self._dims[made] = dims
+        if made is not node:
+            made.meta = {**node.meta, **made.meta}
+            node.replace_all_uses_with(made)
+            self._graph.erase_node(node)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node before the one that is visited, from the same line."""
+        node = self._graph.call_function(target, args, kwargs)
+        assert self._now is not None, "nodes are visited"
+        meta = self._now.meta
+        node.meta = {key: meta[key] for key in _KEPT_META if key in meta}
+        return node
+
+    def copied(self, node: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
+        """A node for the same value, of which other things can be known."""
+        made = self.call(_aten.clone.default, node)
+        made.meta["val"] = node.meta["val"] if value is None else value
+        return made
+
+    def dims_of(self, value: Any) -> Dims:
+        """What is known of the dims of a value."""
+        if not isinstance(value, fx.Node):
+            return ()
+        found = self._dims.get(value)
+        if found is None:
+            known = value.meta.get("val")
+            return (None,) * known.dim() if isinstance(known, torch.Tensor) else ()
+        return found
+
+    def set_dims(self, node: fx.Node, dims: Dims) -> None:
+        """Makes known what a new node has."""
+        self._dims[node] = dims
+
+    def item_of(self, node: fx.Node, item: int) -> Dims:
+        """The dims of one of the values that a node gives."""
+        found = self._dims.get(node)
+        return () if found is None else found[item]
+
+    # --- rows ---------------------------------------------------------------------------------
+
+    def rows_of(self, mask: fx.Node) -> Rows:
+        """The rows that a mask chooses: the same ones for masks that are computed the same way."""
+        dims = self.dims_of(mask)
+        shape = tuple(self.sizes(mask))
+        source = mask
+        while source.target in VIEWS and not any(dims):
+            source = source.all_input_nodes[0]
+        key = self._key_of(source), math.prod(shape)
+        if key not in self._rows:
+            if mask.meta["val"].dtype is not torch.bool:
+                mask = self.call(_aten.ne.Scalar, mask, 0)
+            flat = self.call(_aten.reshape.default, self.filled(mask, dims, False), [-1])
+            self._rows[key] = Rows(flat, math.prod(shape))
+            warn_once(
+                f"rows of {line_of(self._now) if self._now else ''}",
+                f"how many rows are chosen{line_of(self._now) if self._now else ''} depends on "
+                f"values, and a compiled step has fixed shapes: what follows is computed for all "
+                f"{math.prod(shape)} rows, and those that are not chosen are left out of sums and "
+                f"writes.",
+            )
+        return self._rows[key]
+
+    def merged(self, parts: Sequence["int | Rows"]) -> Rows:
+        """The rows of several dims that become one."""
+        key = tuple(parts)
+        if key not in self._rows:
+            sizes = [p if isinstance(p, int) else p.size for p in parts]
+            mask: fx.Node | None = None
+            for place, part in enumerate(parts):
+                if isinstance(part, int):
+                    continue
+                ones = [1] * (len(parts) - place - 1)
+                wide = self.call(_aten.reshape.default, part.mask, [part.size, *ones])
+                wide = self.call(_aten.expand.default, wide, sizes)
+                mask = wide if mask is None else self.call(_aten.logical_and.default, mask, wide)
+            flat = self.call(_aten.reshape.default, mask, [-1])
+            size = math.prod(sizes)
+            self._rows[key] = Rows(flat, size, key)
+        return self._rows[key]
+
+    def joined(self, parts: Sequence["int | Rows"]) -> Rows:
+        """The rows of several dims one after the other."""
+        key = "joined", *parts
+        if key not in self._rows:
+            masks = [
+                self.call(_aten.full.default, [p], True, dtype=torch.bool)
+                if isinstance(p, int)
+                else p.mask
+                for p in parts
+            ]
+            size = sum(p if isinstance(p, int) else p.size for p in parts)
+            self._rows[key] = Rows(self.call(_aten.cat.default, masks), size)
+        return self._rows[key]
+
+    def note(self, size: Any, rows: Rows) -> None:
+        """Makes rows those of which there are so many, unless others are too."""
+        if isinstance(size, torch.SymInt):
+            expr = size.node.expr
+            self._of_symbol[expr] = rows if self._of_symbol.get(expr, rows) is rows else None
+
+    def rows_of_size(self, node: fx.Node, size: Any) -> Rows | None:
+        """The rows of which there are so many; none for a number."""
+        if not isinstance(size, torch.SymInt):
+            return None
+        found = self._of_symbol.get(size.node.expr)
+        if found is None:
+            raise refused(node, "decides a size in a way that is not known here")
+        return found
+
+    def absent(self, rows: Rows) -> fx.Node:
+        """bool [size], true for rows that do not count."""
+        if "absent" not in rows.made:
+            rows.made["absent"] = self.call(_aten.logical_not.default, rows.mask)
+        return rows.made["absent"]
+
+    def first(self, rows: Rows) -> fx.Node:
+        """int64 [1], the first row that counts; the first one where none does."""
+        if "first" not in rows.made:
+            numbers = self.call(_aten.to.dtype, rows.mask, torch.int32)
+            found = self.call(_aten.argmax.default, numbers)
+            rows.made["first"] = self.call(_aten.reshape.default, found, [1])
+        return rows.made["first"]
+
+    def count(self, rows: Rows) -> fx.Node:
+        """int64 [], how many rows count."""
+        if "count" not in rows.made:
+            made = self.call(_aten.sum.default, rows.mask)
+            made.meta["val"] = self._scalar(torch.int64)
+            rows.made["count"] = made
+        return rows.made["count"]
+
+    def number_rows(self, rows: Rows) -> fx.Node:
+        """int64 [size], the number of each row among those that count."""
+        if "numbers" not in rows.made:
+            sums = self.call(_aten.cumsum.default, rows.mask, 0)
+            rows.made["numbers"] = self.call(_aten.sub.Tensor, sums, 1)
+        return rows.made["numbers"]
+
+    def safe_places(self, rows: Rows) -> fx.Node:
+        """int64 [size], each row's own place, and the first one's for those that do not count."""
+        if "places" not in rows.made:
+            own = self.call(_aten.arange.default, rows.size)
+            rows.made["places"] = self.call(_aten.where.self, rows.mask, own, self.first(rows))
+        return rows.made["places"]
+
+    def columns(self, rows: Rows, shape: Sequence[int]) -> list[fx.Node]:
+        """The places of rows in a mask of a shape that chooses them, along each of its dims."""
+        name = f"columns of {list(shape)}"
+        if name not in rows.made:
+            columns: list[fx.Node] = []
+            step = rows.size
+            for size in shape:
+                step //= size
+                column = self.safe_places(rows)
+                if step > 1:
+                    column = self.call(
+                        _aten.div.Tensor_mode, column, step, rounding_mode="floor"
+                    )
+                if size * step < rows.size:
+                    column = self.call(_aten.remainder.Scalar, column, size)
+                with self._fake_mode:
+                    column.meta["val"] = torch.empty(rows.size, dtype=torch.int64)
+                columns.append(column)
+            rows.made[name] = columns
+        return rows.made[name]
+
+    # --- values -------------------------------------------------------------------------------
+
+    def sizes(self, node: fx.Node) -> list[int]:
+        """The fixed shape of a value."""
+        shape = node.meta["val"].shape
+        return [
+            size if rows is None else rows.size
+            for size, rows in zip(shape, self.dims_of(node), strict=True)
+        ]
+
+    def along(self, mask: fx.Node, dim: int, num_dims: int) -> fx.Node:
+        """A mask of rows, so that it meets the rows of a value along a dim of it."""
+        ones = num_dims - dim % num_dims - 1
+        return self.call(_aten.reshape.default, mask, [-1, *[1] * ones]) if ones else mask
+
+    def filled(self, value: fx.Node, dims: Dims, fill: float | bool) -> fx.Node:
+        """A value with a number in the rows that do not count."""
+        for dim, rows in enumerate(dims):
+            if rows is not None:
+                absent = self.along(self.absent(rows), dim, len(dims))
+                value = self.call(_aten.masked_fill.Scalar, value, absent, fill)
+        return value
+
+    def covered(self, value: fx.Node, rows: Rows, dim: int, num_dims: int) -> fx.Node:
+        """A value with the first row that counts in the place of those that do not."""
+        kept = self.call(_aten.detach.default, value)
+        first = self.call(_aten.index_select.default, kept, dim, self.first(rows))
+        mask = self.along(rows.mask, dim, num_dims)
+        return self.call(_aten.where.self, mask, value, first)
+
+    # --- numbers ------------------------------------------------------------------------------
+
+    def as_size(self, value: Any) -> Any:
+        """The fixed size in the place of a number that depends on values."""
+        if not _is_number(value):
+            return value
+        expr = value.meta["val"].node.expr
+        if expr in self._of_symbol:
+            found = self._of_symbol[expr]
+            if found is not None:
+                return found.size
+        known = {s: r.size for s, r in self._of_symbol.items() if r is not None and s.is_Symbol}
+        found = expr.xreplace(known)
+        if not found.is_Integer:
+            raise refused(value, "decides a size in a way that is not known here")
+        return int(found)
+
+    def as_number(self, value: Any, node: fx.Node) -> Any:
+        """The tensor in the place of a number that depends on values."""
+        if not _is_number(value):
+            return value
+        with self._graph.inserting_before(node):
+            self._now = node
+            made = self._computed(value.meta["val"].node.expr, value)
+        if not isinstance(made, fx.Node):
+            made = self.call(_aten.scalar_tensor.default, made)
+        made.meta.setdefault("val", self._scalar(_dtype_of(value.meta["val"])))
+        return made
+
+    def _computed(self, expr: Any, value: fx.Node) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Number:
+            return float(expr)
+        if expr in self._of_symbol:
+            rows = self._of_symbol[expr]
+            if rows is None:
+                raise refused(value, "is counted where several masks are true as often")
+            return self.count(rows)
+        operands = [self._computed(part, value) for part in expr.args]
+        name = type(expr).__name__
+        if name == "ToFloat":
+            return self.call(_aten.to.dtype, operands[0], torch.float64)
+        if name not in _ARITHMETIC or (name in _POWERS and not isinstance(operands[0], fx.Node)):
+            raise refused(value, f"is counted, and computed with by {name}")
+        found = operands[0]
+        for other in operands[1:]:
+            found = _ARITHMETIC[name](self, found, other)
+        return found
+
+    def _scalar(self, dtype: torch.dtype) -> torch.Tensor:
+        with self._fake_mode:
+            return torch.empty((), dtype=dtype)
+
+    # --- what is the same ---------------------------------------------------------------------
+
+    def _key_of(self, node: fx.Node) -> Any:
+        """Equal for nodes that compute the same from the same."""
+        order: list[fx.Node] = [node]
+        while order:
+            last = order[-1]
+            if last in self._key:
+                order.pop()
+                continue
+            missing = [n for n in last.all_input_nodes if n not in self._key]
+            if missing:
+                order += missing
+                continue
+            order.pop()
+            if last.op != "call_function" or is_random(last):
+                self._key[last] = last
+                continue
+            arguments = fx.map_arg((last.args, last.kwargs), lambda n: self._key[n])
+            text = (last.target, repr(arguments))
+            self._key[last] = self._same.setdefault(text, last)
+        return self._key[node]
+
+
+def _is_number(value: Any) -> bool:
+    known = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(known, (torch.SymInt, torch.SymFloat))
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    return torch.int64 if isinstance(number, torch.SymInt) else torch.float64
+
+
+def _tensors_first(operator: Any) -> Callable[[Walk, Any, Any], Any]:
+    def compute(walk: Walk, one: Any, other: Any) -> Any:
+        one, other = (one, other) if isinstance(one, fx.Node) else (other, one)
+        return walk.call(operator, one, other)
+
+    return compute
+
+
+def _divided(walk: Walk, one: Any, other: Any) -> Any:
+    if not isinstance(one, fx.Node):
+        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.float64)
+    return walk.call(_aten.div.Tensor, walk.call(_aten.to.dtype, one, torch.float64), other)
+
+
+def _floored(walk: Walk, one: Any, other: Any) -> Any:
+    if not isinstance(one, fx.Node):
+        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.int64)
+    return walk.call(_aten.div.Tensor_mode, one, other, rounding_mode="floor")
+
+
+def _powered(walk: Walk, one: Any, other: Any) -> Any:
+    return walk.call(_aten.pow.Tensor_Scalar, walk.call(_aten.to.dtype, one, torch.float64), other)
+
+
+def _limited(with_number: Any, with_tensor: Any) -> Callable[[Walk, Any, Any], Any]:
+    def compute(walk: Walk, one: Any, other: Any) -> Any:
+        one, other = (one, other) if isinstance(one, fx.Node) else (other, one)
+        return walk.call(with_tensor if isinstance(other, fx.Node) else with_number, one, other)
+
+    return compute
+
+
+_POWERS = ("Pow", "FloatPow", "PowByNatural")
+_ARITHMETIC: Mapping[str, Callable[[Walk, Any, Any], Any]] = {
+    "Add": _tensors_first(_aten.add.Tensor),
+    "Mul": _tensors_first(_aten.mul.Tensor),
+    "IntTrueDiv": _divided,
+    "FloatTrueDiv": _divided,
+    "FloorDiv": _floored,
+    "CleanDiv": _floored,
+    **dict.fromkeys(_POWERS, _powered),
+    "Max": _limited(_aten.clamp_min.default, _aten.maximum.default),
+    "Min": _limited(_aten.clamp_max.default, _aten.minimum.default),
+}
+"""Numbers by the names of their expressions; one operand is a tensor."""

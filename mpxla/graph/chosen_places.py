@@ -1,0 +1,312 @@
+"""How masks, places and indices choose rows, and write to them: see `chosen.py`.
+
+Where a mask or its own places read and write whole rows, nothing is moved: rows stay where they
+are, and those that are not chosen are covered or kept.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, refused
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
+
+__all__ = ["RULES_OF_PLACES"]
+
+_aten = torch.ops.aten
+
+
+# --- masks and places ---------------------------------------------------------------------------
+
+
+def _places(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
+    """`nonzero`, `argwhere`, and `where` with one argument."""
+    mask, value = input_of(node), node.meta["val"]
+    shape = tuple(walk.sizes(mask))
+    if any(walk.dims_of(mask)):
+        raise refused(node, "is looked through for places")
+    rows = walk.rows_of(mask)
+    columns = walk.columns(rows, shape)
+    if isinstance(value, (list, tuple)):
+        walk.note(value[0].shape[0], rows)
+        walk.places[node] = rows, shape, None
+        return node, []
+    walk.note(value.shape[0], rows)
+    made = walk.call(_aten.stack.default, columns, 1)
+    walk.places[made] = rows, shape, None
+    return made, (rows, None)
+
+
+def _masked(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`masked_select`."""
+    value, mask = arguments_of(node)
+    if any(walk.dims_of(value)) or any(walk.dims_of(mask)):
+        raise refused(node, "is chosen from element by element")
+    shape = torch.broadcast_shapes(value.meta["val"].shape, mask.meta["val"].shape)
+    if tuple(mask.meta["val"].shape) != tuple(shape):
+        with_shape = walk.call(_aten.expand.default, mask, list(shape))
+        with_shape.meta["val"] = mask.meta["val"].expand(shape)
+        mask = with_shape
+    wide = walk.call(_aten.expand.default, value, list(shape))
+    wide = walk.call(_aten.reshape.default, wide, [-1])
+    rows = walk.rows_of(mask)
+    walk.note(node.meta["val"].shape[0], rows)
+    return walk.covered(wide, rows, 0, 1), (rows,)
+
+
+# --- indices ------------------------------------------------------------------------------------
+
+
+class _Index(NamedTuple):
+    """An index of a value, with places for masks.
+
+    Attributes:
+        parts: places or None, one for each dim from the first.
+        dims: what is known of the dims of the places, when they meet.
+        own: the rows that the index reads in their order, where it does, and how many dims of the
+            value they are.
+    """
+
+    parts: tuple[fx.Node | None, ...]
+    dims: Dims
+    own: tuple[Rows, int] | None
+
+
+def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -> _Index:
+    parts: list[Any] = []
+    own: list[tuple[Rows, tuple[int, ...], int]] = []
+    for part in given:
+        if part is not None and part.meta["val"].dtype in (torch.bool, torch.uint8):
+            shape = tuple(walk.sizes(part))
+            rows = walk.rows_of(part)
+            for dim, column in enumerate(walk.columns(rows, shape)):
+                made = walk.copied(column)
+                walk.set_dims(made, (rows,))
+                own.append((rows, shape, dim))
+                _check_read(walk, node, value, len(parts), walk.dims_of(part)[dim])
+                parts.append(made)
+            continue
+        found = walk.places.get(part) if part is not None else None
+        rows = walk.dims_of(value)[len(parts)]
+        if found is not None and found[2] is not None:
+            own.append((found[0], found[1], found[2]))
+        if part is not None and rows is not None:
+            numbering = walk.numbering.get(part)
+            if numbering is not rows:
+                raise refused(node, "is read at places")
+            own.append((rows, (rows.size,), 0))
+            part = walk.safe_places(rows)
+            walk.set_dims(part, (rows,))
+        parts.append(part)
+    used = [p for p in parts if p is not None]
+    num_dims = max(len(walk.dims_of(p)) or p.meta["val"].dim() for p in used)
+    dims: list[Rows | None] = [None] * num_dims
+    for part in used:
+        known = walk.dims_of(part)
+        for place, rows in enumerate(known, num_dims - len(known)):
+            if rows is not None and dims[place] not in (None, rows):
+                raise refused(node, "meets what another mask has as many rows of")
+            dims[place] = rows or dims[place]
+    return _Index(tuple(parts), tuple(dims), _own_rows(walk, value, parts, own))
+
+
+def _check_read(walk: Walk, node: fx.Node, value: fx.Node, dim: int, rows: Rows | None) -> None:
+    if walk.dims_of(value)[dim] is not rows:
+        raise refused(node, "is read at places")
+
+
+def _own_rows(
+    walk: Walk, value: fx.Node, parts: Sequence[Any], own: Sequence[Any]
+) -> tuple[Rows, int] | None:
+    """The rows of an index that is all their places along the first dims, in order."""
+    used = [place for place, part in enumerate(parts) if part is not None]
+    if not own or len(own) != len(used) or used != list(range(len(used))):
+        return None
+    rows, shape, _ = own[0]
+    in_order = [(rows, shape, dim) for dim in range(len(shape))]
+    if list(own) != in_order or list(shape) != walk.sizes(value)[: len(shape)]:
+        return None
+    return rows, len(shape)
+
+
+def _flattened(walk: Walk, value: fx.Node, sizes: Sequence[int], num_dims: int) -> fx.Node:
+    """The value with its first dims as one."""
+    if num_dims == 1:
+        return value
+    return walk.call(_aten.reshape.default, value, [-1, *sizes[num_dims:]])
+
+
+def _read(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`index`: `value[places]`."""
+    value, given = arguments_of(node)
+    index = _index_of(walk, node, value, given)
+    _note_count(walk, node, index)
+    dims = walk.dims_of(value)
+    if index.own is not None:
+        rows, count = index.own
+        flat = _flattened(walk, value, walk.sizes(value), count)
+        rest = dims[count:]
+        return walk.covered(flat, rows, 0, 1 + len(rest)), (rows, *rest)
+    used = [place for place, part in enumerate(index.parts) if part is not None]
+    others = [dims[d] for d in range(len(dims)) if d not in used]
+    is_together = used == list(range(used[0], used[-1] + 1))
+    place = used[0] if is_together else 0
+    made = walk.call(_aten.index.Tensor, value, list(index.parts))
+    return made, (*others[:place], *index.dims, *others[place:])
+
+
+def _note_count(walk: Walk, node: fx.Node, index: _Index) -> None:
+    """Tells which rows a new number counts."""
+    sizes = [s for s in node.meta["val"].shape if isinstance(s, torch.SymInt)]
+    rows = [rows for rows in index.dims if rows is not None]
+    if len(sizes) == len(rows) == 1:
+        walk.note(sizes[0], rows[0])
+
+
+def _written(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`index_put`: `value[places] = new`, or `+=`."""
+    value, given, new = arguments_of(node)[:3]
+    adds = bool(named_arguments(node)["accumulate"])
+    index, dims = _index_of(walk, node, value, given), walk.dims_of(value)
+    known = walk.dims_of(new)
+    if index.own is not None:
+        rows, count = index.own
+        rest = dims[count:]
+        flat = _flattened(walk, value, walk.sizes(value), count)
+        _check_meets(node, (rows, *rest), known)
+        made = _row_by_row(walk, flat, new, rows, 1 + len(rest), adds)
+        return walk.call(_aten.reshape.default, made, walk.sizes(value)), dims
+    rows = next((rows for rows in index.dims if rows is not None), None)
+    if rows is None or index.dims[0] is not rows or any(index.dims[1:]) or any(dims):
+        raise refused(node, "is written at places")
+    used = [place for place, part in enumerate(index.parts) if part is not None]
+    if used != list(range(len(used))):
+        raise refused(node, "is written at places of another dim than the first")
+    num_dims = len(index.dims) + len(dims) - len(used)
+    _check_meets(node, (*index.dims, *[None] * (len(dims) - len(used))), known)
+    new = _expanded(walk, new, rows, num_dims)
+    if adds:
+        new = walk.call(
+            _aten.masked_fill.Scalar, new, walk.along(walk.absent(rows), 0, num_dims), 0
+        )
+        return walk.call(_aten.index_put.default, value, list(index.parts), new, True), dims
+    # Rows that do not count write what the first that does writes, to its place.
+    parts = [part if part is None else _of_first(walk, part, rows) for part in index.parts]
+    new = walk.covered(new, rows, 0, num_dims)
+    made = walk.call(_aten.index_put.default, value, parts, new)
+    return _unless_empty(walk, made, value, rows), dims
+
+
+def _expanded(walk: Walk, new: fx.Node, rows: Rows, num_dims: int) -> fx.Node:
+    """A value to write, with a row for each that is written."""
+    shape = walk.sizes(new)
+    if len(shape) == num_dims and shape[0] == rows.size:
+        return new
+    shape = [1] * (num_dims - len(shape)) + shape
+    new = walk.call(_aten.reshape.default, new, shape)
+    return walk.call(_aten.expand.default, new, [rows.size, *shape[1:]])
+
+
+def _of_first(walk: Walk, part: fx.Node, rows: Rows) -> fx.Node:
+    known = walk.dims_of(part)
+    if not known or known[0] is not rows:
+        return part
+    return walk.covered(part, rows, 0, len(known))
+
+
+def _unless_empty(walk: Walk, made: fx.Node, value: fx.Node, rows: Rows) -> fx.Node:
+    some = walk.call(_aten.any.default, rows.mask)
+    return walk.call(_aten.where.self, some, made, value)
+
+
+def _check_meets(node: fx.Node, dims: Dims, known: Dims) -> None:
+    """Checks that rows that are written are those of the places."""
+    for one, other in zip(reversed(known), reversed(dims), strict=False):
+        if one is not None and one is not other:
+            raise refused(node, "meets what another mask has as many rows of")
+
+
+def _row_by_row(
+    walk: Walk, value: fx.Node, new: fx.Node, rows: Rows, num_dims: int, adds: bool
+) -> fx.Node:
+    """A value with new rows, or with their sums, where the rows count."""
+    mask = walk.along(rows.mask, 0, num_dims)
+    if adds:
+        new = walk.call(_aten.add.Tensor, value, new)
+    return walk.call(_aten.where.self, mask, new, value)
+
+
+def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`index_add` and `index_copy`: rows along a dim."""
+    value, dim, index, new = arguments_of(node)[:4]
+    dims, (rows,) = walk.dims_of(value), walk.dims_of(index) or (None,)
+    dim %= len(dims)
+    known = walk.dims_of(new)
+    adds = target_of(node)._schema.name == "aten::index_add"
+    if rows is None or known[dim] is not rows or dims[dim] is not None:
+        raise refused(node, "is written at places")
+    scale = named_arguments(node).get("alpha", 1)
+    found = walk.places.get(index)
+    is_own = found is not None and found[1] == (walk.sizes(value)[dim],)
+    _check_meets(node, (*dims[:dim], rows, *dims[dim + 1 :]), known)
+    if adds:
+        new = walk.filled(new, tuple(rows if d == dim else None for d in range(len(dims))), 0)
+        if is_own:
+            return walk.call(_aten.add.Tensor, value, new, alpha=scale), dims
+        return walk.call(target_of(node), value, dim, index, new, alpha=scale), dims
+    if is_own:
+        mask = walk.along(rows.mask, dim, len(dims))
+        return walk.call(_aten.where.self, mask, new, value), dims
+    new = walk.covered(new, rows, dim, len(dims))
+    index = walk.covered(index, rows, 0, 1)
+    made = walk.call(target_of(node), value, dim, index, new)
+    return _unless_empty(walk, made, value, rows), dims
+
+
+def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`scatter_add`, and other scatters along dims whose rows all count."""
+    value, dim, index = arguments_of(node)[:3]
+    dims, known = walk.dims_of(value), walk.dims_of(index)
+    dim %= len(dims)
+    new = arguments_of(node)[3]
+    rows, rest = known[dim], known[:dim] + known[dim + 1 :]
+    if dims[dim] is not None or rest != dims[:dim] + dims[dim + 1 :]:
+        raise refused(node, "is written at places")
+    if rows is None:
+        return node, dims
+    if target_of(node) is not _aten.scatter_add.default or walk.dims_of(new) != known:
+        raise refused(node, "is written at places")
+    inner = tuple(rows if d == dim else None for d in range(len(dims)))
+    node.args = (value, dim, index, walk.filled(new, inner, 0))
+    return node, dims
+
+
+def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`gather`, and `index_select`."""
+    value, dim, index = arguments_of(node)[:3]
+    dims, known = list(walk.dims_of(value)), walk.dims_of(index)
+    if not dims or dims[dim % len(dims)] is not None:
+        raise refused(node, "is read at places")
+    dim %= len(dims)
+    if target_of(node) is _aten.index_select.default:
+        dims[dim] = known[0] if known else None
+        return node, tuple(dims)
+    pairs = enumerate(zip(dims, known, strict=True))
+    if any(one is not other for d, (one, other) in pairs if d != dim):
+        raise refused(node, "meets what another mask has as many rows of")
+    return node, known
+
+
+RULES_OF_PLACES: Mapping[Any, Rule] = {
+    **dict.fromkeys((_aten.nonzero.default, _aten.nonzero_numpy.default), _places),
+    **dict.fromkeys((_aten.argwhere.default, _aten.where.default), _places),
+    _aten.masked_select.default: _masked,
+    _aten.index.Tensor: _read,
+    _aten.index_put.default: _written,
+    **dict.fromkeys(("aten::index_add", "aten::index_copy"), _written_along),
+    **dict.fromkeys(("aten::scatter_add", "aten::scatter"), _scattered),
+    **dict.fromkeys((_aten.gather.default, _aten.index_select.default), _gathered),
+}
+"""By operator, or by the name of all its overloads."""

@@ -1,0 +1,361 @@
+"""How operators treat values in which only some rows count: see `chosen.py`.
+
+A rule gives the node to stand for one of the graph, and what is known of the dims of its result.
+Operators that no table names are refused.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen_places import RULES_OF_PLACES
+from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
+from mpxla.graph.operand_dims import combined, is_elementwise
+from mpxla.graph.stepgraph import CASTS
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
+
+__all__ = ["rule_of"]
+
+_aten = torch.ops.aten
+
+
+def _changed(node: fx.Node, **arguments: Any) -> fx.Node:
+    """The node with other arguments."""
+    given = named_arguments(node) | arguments
+    schema = target_of(node)._schema.arguments
+    node.args = tuple(given[a.name] for a in schema if not a.kwarg_only)
+    node.kwargs = {a.name: given[a.name] for a in schema if a.kwarg_only}
+    return node
+
+
+# --- element by element -------------------------------------------------------------------------
+
+
+def _elementwise(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims = aligned(walk, node, node.all_input_nodes, node.meta["val"].dim())
+    node.args = fx.map_arg(node.args, lambda n: walk.as_number(n, node))
+    node.kwargs = fx.map_arg(node.kwargs, lambda n: walk.as_number(n, node))
+    return node, dims
+
+
+def _combined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """A product: what is summed over has to be zero in rows that do not count."""
+    letters = combined(node)
+    assert letters is not None, "the table has letters"
+    known: dict[Any, Rows] = {}
+    for value, spelled in letters.operands:
+        for letter, rows in zip(spelled, walk.dims_of(value), strict=True):
+            if rows is not None and known.setdefault(letter, rows) is not rows:
+                raise refused(node, "meets what another mask has as many rows of")
+    summed = {letter for letter in known if letter not in letters.result}
+    filled: dict[fx.Node, fx.Node] = {}
+    for value, spelled in letters.operands:
+        dims = walk.dims_of(value)
+        inner = tuple(r if s in summed else None for r, s in zip(dims, spelled, strict=True))
+        filled[value] = walk.filled(value, inner, 0)
+    node.args = fx.map_arg(node.args, lambda n: filled.get(n, n))
+    return node, tuple(known.get(letter) for letter in letters.result)
+
+
+def _attention(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    operands = arguments_of(node)[:3]
+    if any(any(walk.dims_of(value)[-2:]) for value in operands):
+        raise refused(node, "is attended to")
+    return _combined(walk, node)
+
+
+def _kept(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    return node, walk.dims_of(input_of(node))
+
+
+# --- along dims ---------------------------------------------------------------------------------
+
+
+def _dims_along(node: fx.Node, num_dims: int) -> set[int]:
+    """Dims that an operator works along; all of them, where none is given."""
+    arguments = named_arguments(node)
+    if "normalized_shape" in arguments:
+        return set(range(num_dims - len(arguments["normalized_shape"]), num_dims))
+    given = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
+    if given is None or given == []:
+        return set(range(num_dims))
+    return {d % num_dims for d in ([given] if isinstance(given, int) else given)}
+
+
+def _along_dims(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
+    """Of the same shape, or another along the same dims."""
+    dims = walk.dims_of(input_of(node))
+    along = _dims_along(node, len(dims))
+    if any(dims[d] for d in along):
+        raise refused(node, "is put in order, or taken together")
+    value = node.meta["val"]
+    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+
+
+def _softmax(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    source = input_of(node)
+    dims = walk.dims_of(source)
+    (dim,) = _dims_along(node, len(dims))
+    rows = dims[dim]
+    if rows is None:
+        return node, dims
+    inner = tuple(rows if d == dim else None for d in range(len(dims)))
+    made = walk.call(
+        target_of(node), walk.filled(source, inner, -math.inf), *arguments_of(node)[1:]
+    )
+    return walk.covered(made, rows, dim, len(dims)), dims
+
+
+def _cumulated(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    source = input_of(node)
+    dims = walk.dims_of(source)
+    (dim,) = _dims_along(node, len(dims))
+    inner = tuple(rows if d == dim else None for d, rows in enumerate(dims))
+    return _changed(node, self=walk.filled(source, inner, 0)), dims
+
+
+def _after(dims: Dims, along: set[int], keepdim: bool) -> Dims:
+    if keepdim:
+        return tuple(None if d in along else rows for d, rows in enumerate(dims))
+    return tuple(rows for d, rows in enumerate(dims) if d not in along)
+
+
+def _reduced(fill: Any) -> Rule:
+    """A reduction to which a number adds nothing."""
+
+    def rule(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
+        source, arguments = input_of(node), named_arguments(node)
+        if "other" in arguments:  # of two values, element by element
+            return _elementwise(walk, node)
+        dims = walk.dims_of(source)
+        along = _dims_along(node, len(dims))
+        inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
+        rest = _after(dims, along, bool(arguments.get("keepdim")))
+        value = node.meta["val"]
+        if any(inner):
+            if isinstance(value, (list, tuple)):
+                raise refused(node, "is put in order")
+            number = fill(source.meta["val"].dtype, arguments)
+            if number is None:
+                raise refused(node, "is taken together")
+            node.args = (walk.filled(source, inner, number), *node.args[1:])
+        return node, [rest] * len(value) if isinstance(value, (list, tuple)) else rest
+
+    return rule
+
+
+def _limit(sign: int) -> Any:
+    def fill(dtype: torch.dtype, arguments: Any) -> Any:
+        if dtype.is_floating_point:
+            return sign * math.inf
+        if dtype is torch.bool:
+            return sign > 0
+        return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
+
+    return fill
+
+
+def _of_norm(dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
+    order = arguments.get("ord", arguments.get("p", 2))
+    return 0 if order is None or (isinstance(order, (int, float)) and order > 0) else None
+
+
+def _number(number: Any) -> Any:
+    return lambda dtype, arguments: number
+
+
+def _elements(walk: Walk, source: fx.Node, along: set[int]) -> Any:
+    """How many elements count along some dims: a number, or int64 []."""
+    dims, sizes = walk.dims_of(source), walk.sizes(source)
+    number = math.prod(sizes[d] for d in along if dims[d] is None)
+    counted: Any = number
+    for d in along:
+        rows = dims[d]
+        if rows is not None:
+            count = walk.count(rows)
+            counted = (
+                walk.call(_aten.mul.Tensor, count, counted)
+                if isinstance(counted, fx.Node) or counted != 1
+                else count
+            )
+    return counted
+
+
+def _mean(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    source, arguments = input_of(node), named_arguments(node)
+    dims = walk.dims_of(source)
+    along = _dims_along(node, len(dims))
+    keepdim = bool(arguments.get("keepdim"))
+    rest = _after(dims, along, keepdim)
+    if not any(dims[d] for d in along):
+        return node, rest
+    return _divided_sum(walk, source, along, keepdim, arguments.get("dtype")), rest
+
+
+def _divided_sum(
+    walk: Walk, source: fx.Node, along: set[int], keepdim: bool, dtype: Any = None
+) -> fx.Node:
+    dims = walk.dims_of(source)
+    inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
+    filled = walk.filled(source, inner, 0)
+    total = walk.call(_aten.sum.dim_IntList, filled, sorted(along), keepdim, dtype=dtype)
+    return walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
+
+
+def _variance(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`var` and `std`."""
+    source, arguments = input_of(node), named_arguments(node)
+    dims = walk.dims_of(source)
+    along = _dims_along(node, len(dims))
+    keepdim = bool(arguments.get("keepdim"))
+    rest = _after(dims, along, keepdim)
+    inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
+    if not any(inner):
+        return node, rest
+    correction = arguments.get("correction", int(arguments.get("unbiased", True)))
+    correction = 1 if correction is None else correction
+    mean = _divided_sum(walk, source, along, keepdim=True)
+    apart = walk.filled(walk.call(_aten.sub.Tensor, source, mean), inner, 0)
+    squares = walk.call(_aten.mul.Tensor, apart, apart)
+    total = walk.call(_aten.sum.dim_IntList, squares, sorted(along), keepdim)
+    count = walk.call(_aten.sub.Tensor, _elements(walk, source, along), correction)
+    found = walk.call(_aten.div.Tensor, total, walk.call(_aten.clamp_min.default, count, 0))
+    is_root = target_of(node)._schema.name == "aten::std"
+    return walk.call(_aten.sqrt.default, found) if is_root else found, rest
+
+
+# --- layers and losses --------------------------------------------------------------------------
+
+
+def _by_batch(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """Layers that treat what is along the first dim one by one."""
+    dims = walk.dims_of(input_of(node))
+    others = [n for n in node.all_input_nodes if n is not input_of(node)]
+    if any(dims[1:]) or any(any(walk.dims_of(other)) for other in others):
+        raise refused(node, "is taken together")
+    return node, (dims[0], *[None] * (node.meta["val"].dim() - 1))
+
+
+def _batch_norm(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    if named_arguments(node)["training"]:
+        raise refused(node, "is normed together")
+    return _by_batch(walk, node)
+
+
+def _embedded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    table, indices = arguments_of(node)[:2]
+    if any(walk.dims_of(table)):
+        raise refused(node, "is a table")
+    return node, (*walk.dims_of(indices), None)
+
+
+def _one_hot(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    return node, (*walk.dims_of(input_of(node)), None)
+
+
+def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """Losses of classes: rows that do not count have a class that is ignored."""
+    arguments = named_arguments(node)
+    scores, target = arguments_of(node)[:2]
+    dims = walk.dims_of(target)
+    if target.meta["val"].is_floating_point() or any(dims[1:]) or not dims or not dims[0]:
+        raise refused(node, "has probabilities for labels, or rows along another dim than the first")
+    if walk.dims_of(scores)[0] is not dims[0]:
+        raise refused(node, "meets what another mask has as many rows of")
+    filled = walk.filled(target, dims, arguments["ignore_index"])
+    name = next(a.name for a in target_of(node)._schema.arguments[1:2])
+    is_whole = arguments["reduction"] == 0
+    return _changed(node, **{name: filled}), dims if is_whole else ()
+
+
+def _lost(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """Losses element by element, and their sum or mean."""
+    reduction = named_arguments(node)["reduction"]
+    values = [n for n in node.all_input_nodes if n.meta["val"].dim()]
+    num_dims = max(n.meta["val"].dim() for n in values)
+    dims = aligned(walk, node, values, num_dims)
+    longest = next(n for n in values if n.meta["val"].dim() == num_dims)
+    if reduction == 0:
+        return node, dims
+    every = _changed(node, reduction=0)
+    every = walk.call(target_of(node), *every.args, **every.kwargs)
+    every.meta["val"] = longest.meta["val"]
+    walk.set_dims(every, dims)
+    if reduction == 1:
+        return _divided_sum(walk, every, set(range(num_dims)), keepdim=False), ()
+    return walk.call(_aten.sum.default, walk.filled(every, dims, 0)), ()
+
+
+def _similar(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`cosine_similarity`: along a dim, which is counted in what both become together."""
+    values = arguments_of(node)[:2]
+    num_dims = node.meta["val"].dim() + 1
+    dims = aligned(walk, node, values, num_dims)
+    dim = named_arguments(node)["dim"] % num_dims
+    if dims[dim] is not None:
+        raise refused(node, "is taken together")
+    return node, dims[:dim] + dims[dim + 1 :]
+
+
+_LIKE = [f"aten::{name}_like" for name in ("zeros", "ones", "full", "rand", "randn", "empty")]
+_PRODUCTS = (
+    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.bmm.default),
+    *(_aten.addmm.default, _aten.baddbmm.default, _aten.mv.default, _aten.einsum.default),
+)
+_LAYERS = (
+    *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.convolution.default),
+    *(_aten.conv1d.padding, _aten.conv2d.padding, _aten.group_norm.default),
+    *(_aten.instance_norm.default, _aten.max_pool2d.default, _aten.avg_pool2d.default),
+    *(_aten.adaptive_avg_pool2d.default, _aten.avg_pool1d.default, _aten.max_pool1d.default),
+)
+_LOSSES = ("mse", "l1", "smooth_l1", "huber", "soft_margin")
+_REDUCTIONS: Mapping[str, Any] = {
+    **dict.fromkeys(("sum", "any", "count_nonzero"), _number(0)),
+    **dict.fromkeys(("prod", "all"), _number(1)),
+    **dict.fromkeys(("amax", "max"), _limit(-1)),
+    **dict.fromkeys(("amin", "min"), _limit(1)),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), _of_norm),
+    **dict.fromkeys(("argmax", "argmin", "median", "var_mean", "std_mean"), _number(None)),
+    "logsumexp": _number(-math.inf),
+}
+
+_RULES: Mapping[Any, Rule] = {
+    **RULES_OF_PLACES,
+    **RULES_OF_SHAPES,
+    **dict.fromkeys((*CASTS, _aten.detach.default, _aten.dropout.default), _kept),
+    **dict.fromkeys(_PRODUCTS, _combined),
+    **dict.fromkeys(_LAYERS, _by_batch),
+    **{f"aten::{name}": _reduced(fill) for name, fill in _REDUCTIONS.items()},
+    **{f"aten::{name}_loss": _lost for name in _LOSSES},
+    **dict.fromkeys(("aten::binary_cross_entropy", "aten::kl_div"), _lost),
+    "aten::binary_cross_entropy_with_logits": _lost,
+    **dict.fromkeys(("aten::cross_entropy_loss", "aten::nll_loss_nd"), _classified),
+    "aten::nll_loss": _classified,
+    "aten::mean": _mean,
+    **dict.fromkeys(("aten::var", "aten::std"), _variance),
+    **dict.fromkeys((_aten.softmax.int, _aten.log_softmax.int), _softmax),
+    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmax),
+    **dict.fromkeys((_aten.layer_norm.default, _aten.rms_norm.default), _along_dims),
+    **dict.fromkeys((_aten.glu.default, _aten.flip.default, _aten.roll.default), _along_dims),
+    **dict.fromkeys((_aten.topk.default, _aten.sort.default, _aten.sort.stable), _along_dims),
+    **dict.fromkeys((_aten.argsort.default, _aten.cumprod.default), _along_dims),
+    _aten.cumsum.default: _cumulated,
+    _aten.batch_norm.default: _batch_norm,
+    _aten.scaled_dot_product_attention.default: _attention,
+    _aten.cosine_similarity.default: _similar,
+    **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
+    _aten.embedding.default: _embedded,
+    _aten.one_hot.default: _one_hot,
+}
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """How an operator treats rows; None for one that is not known."""
+    target = target_of(node)
+    name = getattr(getattr(target, "_schema", None), "name", "")
+    found = _RULES.get(target) or _RULES.get(name)
+    return _elementwise if found is None and is_elementwise(node) else found

@@ -1,0 +1,263 @@
+"""How operators that change shapes treat values in which only some rows count: see `chosen.py`.
+
+A rule gives the node to stand for one of the graph, and what is known of the dims of its result.
+"""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.positions import TRANSPOSED, permutation
+from mpxla.graph.stepgraph import VIEWS
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
+
+__all__ = ["RULES_OF_SHAPES"]
+
+_aten = torch.ops.aten
+
+
+def _with_sizes(walk: Walk, node: fx.Node) -> fx.Node:
+    """The node with fixed sizes in the place of numbers that depend on values."""
+    node.args = fx.map_arg(node.args, walk.as_size)
+    node.kwargs = fx.map_arg(node.kwargs, walk.as_size)
+    return node
+
+
+def _broadcast(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
+    dims = aligned(walk, node, node.all_input_nodes, node.meta["val"][0].dim())
+    return node, [dims] * len(node.meta["val"])
+
+
+def _item(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    source, item = arguments_of(node)
+    if source not in walk.places:
+        return node, walk.item_of(source, item)
+    rows, shape, _ = walk.places[source]
+    made = walk.copied(walk.columns(rows, shape)[item], node.meta["val"])
+    walk.places[made] = rows, shape, item
+    return made, (rows,)
+
+
+def _viewed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """In another shape: dims become one with the rows of all, and are taken apart again."""
+    source, after = input_of(node), node.meta["val"].shape
+    before, dims = source.meta["val"].shape, walk.dims_of(source)
+    found: list[Rows | None] = [None] * len(after)
+    start = end = 0
+    while start < len(before) or end < len(after):
+        stop, until = start + 1, end + 1
+        old, new = math.prod(before[start:stop]), math.prod(after[end:until])
+        while not _is_same(old, new) and (stop < len(before) or until < len(after)):
+            if until >= len(after) or (stop < len(before) and _hint(old) < _hint(new)):
+                stop += 1
+            else:
+                until += 1
+            old, new = math.prod(before[start:stop]), math.prod(after[end:until])
+        _regroup(walk, node, (before, dims, range(start, stop)), (after, found, range(end, until)))
+        start, end = stop, until
+    sizes = [_size_of(walk, s, r) for s, r in zip(after, found, strict=True)]
+    if source in walk.places and len(after) == 1:
+        walk.places[node] = (*walk.places[source][:2], walk.places[source][2] or 0)
+    return _replaced(walk, node, _aten.reshape.default, source, sizes), tuple(found)
+
+
+def _replaced(walk: Walk, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    made = walk.call(target, *args)
+    made.meta["val"] = node.meta["val"]
+    if input_of(node) in walk.numbering and node.meta["val"].dim() == 1:
+        walk.numbering[made] = walk.numbering[input_of(node)]
+    if node in walk.places:
+        walk.places[made] = walk.places[node]
+    return made
+
+
+def _size_of(walk: Walk, size: Any, rows: Rows | None) -> int:
+    return size if rows is None else rows.size
+
+
+def _regroup(
+    walk: Walk,
+    node: fx.Node,
+    before: tuple[Sequence[Any], Dims, range],
+    after: tuple[Sequence[Any], list[Rows | None], range],
+) -> None:
+    """Finds the rows of dims that several others become."""
+    sizes, dims, places = before
+    parts = [dims[i] or sizes[i] for i in places if dims[i] is not None or sizes[i] != 1]
+    if not any(isinstance(part, Rows) for part in parts):
+        return
+    new_sizes, found, new_places = after
+    targets = [i for i in new_places if isinstance(new_sizes[i], torch.SymInt) or new_sizes[i] != 1]
+    if len(parts) == 1 and len(targets) > 1:
+        (rows,) = parts
+        assert isinstance(rows, Rows), "it is the only one"
+        parts = list(rows.parts)
+        if len(parts) != len(targets) or any(
+            isinstance(part, int) and part != new_sizes[i]
+            for part, i in zip(parts, targets, strict=True)
+        ):
+            raise refused(node, "is taken apart into several dims")
+        for part, i in zip(parts, targets, strict=True):
+            found[i] = part if isinstance(part, Rows) else None
+    elif len(parts) == len(targets) and all(
+        _is_same(sizes[i], new_sizes[j])
+        for i, j in zip([i for i in places if dims[i] or sizes[i] != 1], targets, strict=True)
+    ):
+        for part, i in zip(parts, targets, strict=True):
+            found[i] = part if isinstance(part, Rows) else None
+    elif len(targets) == 1:
+        (i,) = targets
+        found[i] = walk.merged(parts)
+        walk.note(new_sizes[i], found[i])
+    else:
+        raise refused(node, "gets another shape")
+
+
+def _hint(size: Any) -> int:
+    """A number in the place of a size that depends on values, by which sizes are told apart."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    expr = size.node.expr
+    return int(expr.xreplace({symbol: _PRIME for symbol in expr.free_symbols}))
+
+
+_PRIME = 1_000_003
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return _hint(one) == _hint(other)
+
+
+def _transposed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims = walk.dims_of(input_of(node))
+    return node, tuple(dims[i] for i in permutation(node)) if len(dims) > 1 else dims
+
+
+def _unsqueezed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims = list(walk.dims_of(input_of(node)))
+    dims.insert(named_arguments(node)["dim"] % (len(dims) + 1), None)
+    return node, tuple(dims)
+
+
+def _diagonal(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims, arguments = walk.dims_of(input_of(node)), named_arguments(node)
+    one, other = (arguments[name] % len(dims) for name in ("dim1", "dim2"))
+    if dims[one] is not dims[other] or arguments["offset"]:
+        raise refused(node, "is read along a diagonal")
+    return node, (*(r for d, r in enumerate(dims) if d not in (one, other)), dims[one])
+
+
+def _expanded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    value = node.meta["val"]
+    dims = list(aligned(walk, node, [input_of(node)], value.dim()))
+    for place, size in enumerate(value.shape):
+        if dims[place] is None:
+            dims[place] = walk.rows_of_size(node, size)
+    sizes = [_size_of(walk, s, r) for s, r in zip(value.shape, dims, strict=True)]
+    return _replaced(walk, node, _aten.expand.default, input_of(node), sizes), tuple(dims)
+
+
+def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
+    """Pieces along a dim whose rows all count; of the others, all, or the first."""
+    source, arguments = input_of(node), named_arguments(node)
+    dims, target = walk.dims_of(source), target_of(node)
+    dim = arguments.get("dim", 0) % len(dims)
+    rows, rest = dims[dim], dims[:dim] + dims[dim + 1 :]
+    if target is _aten.select.int:
+        if rows is not None and arguments["index"] == 0:
+            first = walk.call(_aten.index_select.default, source, dim, walk.first(rows))
+            return _replaced(walk, node, _aten.squeeze.dim, first, dim), rest
+        if source in walk.places and walk.places[source][2] is None:
+            walk.places[node] = (*walk.places[source][:2], arguments["index"])
+    if rows is not None:
+        start, end = arguments.get("start"), arguments.get("end")
+        is_all = target is _aten.slice.Tensor and start in (0, None) and arguments["step"] == 1
+        if not is_all or not (end is None or end == walk.sizes(source)[dim] or end > 2**40):
+            raise refused(node, "is divided")
+        return source, dims
+    _with_sizes(walk, node)
+    if target is _aten.unbind.int:
+        if source in walk.places:
+            walk.places[node] = walk.places[source]
+        return node, [rest] * len(node.meta["val"])
+    if target is _aten.select.int:
+        return node, rest
+    value = node.meta["val"]
+    return node, [dims] * len(value) if isinstance(value, (list, tuple)) else dims
+
+
+def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`cat` and `stack`."""
+    values, arguments = arguments_of(node)[0], named_arguments(node)
+    num_dims = node.meta["val"].dim()
+    dim = arguments["dim"] % num_dims
+    if target_of(node) is _aten.stack.default:
+        dims = list(aligned(walk, node, values, num_dims - 1))
+        dims.insert(dim, None)
+        return node, tuple(dims)
+    parts = [walk.dims_of(value) for value in values]
+    others = [known[:dim] + (None,) + known[dim + 1 :] for known in parts]
+    dims: list[Rows | None] = [None] * num_dims
+    for known in others:
+        for place, rows in enumerate(known):
+            if rows is not None and dims[place] not in (None, rows):
+                raise refused(node, "meets what another mask has as many rows of")
+            dims[place] = rows or dims[place]
+    if any(known[dim] for known in parts):
+        pieces = [
+            known[dim] or value.meta["val"].shape[dim]
+            for known, value in zip(parts, values, strict=True)
+        ]
+        dims[dim] = walk.joined(pieces)
+        walk.note(node.meta["val"].shape[dim], dims[dim])
+    return node, tuple(dims)
+
+
+def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """A new value whose size is given."""
+    dims = tuple(walk.rows_of_size(node, size) for size in node.meta["val"].shape)
+    fill = named_arguments(node).get("fill_value")
+    number = walk.as_number(fill, node)
+    if number is not fill:
+        shape = [_size_of(walk, s, r) for s, r in zip(node.meta["val"].shape, dims, strict=True)]
+        dtype = node.meta["val"].dtype
+        number = walk.call(_aten.to.dtype, number, dtype)
+        return walk.call(_aten.expand.default, number, shape), dims
+    return _with_sizes(walk, node), dims
+
+
+def _numbered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`arange(count)`."""
+    arguments = named_arguments(node)
+    rows = walk.rows_of_size(node, node.meta["val"].shape[0])
+    if rows is None or arguments.get("start", 0) != 0 or arguments.get("step", 1) != 1:
+        raise refused(node, "is counted in another way than from zero")
+    made = walk.call(_aten.to.dtype, walk.number_rows(rows), node.meta["val"].dtype)
+    walk.numbering[made] = rows
+    return made, (rows,)
+
+
+RULES_OF_SHAPES: Mapping[Any, Rule] = {
+    **dict.fromkeys((*VIEWS, _aten.flatten.using_ints, _aten.unflatten.int), _viewed),
+    **dict.fromkeys((_aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default), _viewed),
+    **dict.fromkeys((_aten.view_as.default, _aten.reshape_as.default), _viewed),
+    **dict.fromkeys(TRANSPOSED, _transposed),
+    **dict.fromkeys((_aten.expand.default, _aten.expand_as.default), _expanded),
+    **dict.fromkeys((_aten.slice.Tensor, _aten.select.int, _aten.unbind.int), _piece),
+    **dict.fromkeys((_aten.narrow.default, _aten.split.Tensor, _aten.chunk.default), _piece),
+    **dict.fromkeys((_aten.split.sizes, _aten.split_with_sizes.default), _piece),
+    **dict.fromkeys((_aten.cat.default, _aten.stack.default), _joined),
+    _aten.unsqueeze.default: _unsqueezed,
+    _aten.diagonal.default: _diagonal,
+    _aten.broadcast_tensors.default: _broadcast,
+    operator.getitem: _item,
+    "aten::arange": _numbered,
+    **{f"aten::{name}": _made for name in ("zeros", "ones", "full", "empty", "rand", "randn")},
+    **{f"aten::new_{name}": _made for name in ("zeros", "ones", "full", "empty")},
+}
+"""By operator, or by the name of all its overloads."""
