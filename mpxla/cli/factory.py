@@ -13,7 +13,6 @@ A factory returns the model, example inputs of one microbatch, and what to do wi
 Inputs that are no tuple are one argument. Parameters may be on the meta device: nothing is run.
 """
 
-import contextlib
 import importlib
 import inspect
 import sys
@@ -24,11 +23,10 @@ import torch
 from torch import nn
 
 from mpxla.errors import MpxlaError
-from mpxla.graph.capture import capture_step, current_recorder
+from mpxla.graph.capture import Known, capture_step, with_values_if_needed, current_recorder
 from mpxla.graph.sequence import divide_sequences
 from mpxla.graph.split_dims import check_split_dims
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import ValueNeededError
 from mpxla.graph.varying import mark_varying
 from mpxla.graph.vocabulary import divide_losses
 from mpxla.nn.distribute import first_part
@@ -122,9 +120,11 @@ def capture_factory(
         return step(*args, **kwargs)
 
     names = ModelState(model).canonical_names
-    with contextlib.suppress(ValueNeededError):
-        return capture_step(run, model, signature.tensor_leaves, names)
-    return capture_step(run, model, signature.tensor_leaves, names, tensors[0])
+
+    def attempt(known: Known | None) -> StepGraph:
+        return capture_step(run, model, signature.tensor_leaves, names, known)
+
+    return with_values_if_needed(attempt, lambda: tensors[0])
 
 
 def _is_step(function: Callable[..., Any]) -> bool:

@@ -8,20 +8,21 @@ what is differentiated and does nothing else.
 This module must not know about stages, ranks or devices other than the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpxla.errors import CaptureError
+from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
-from mpxla.graph.capture_counts import counts_supposed
+from mpxla.graph.capture_counts import Counts
 from mpxla.graph.capture_functions import cumulative_batch_norms
 from mpxla.graph.capture_hooks import (
     attributes_kept,
@@ -44,6 +45,7 @@ from mpxla.graph.capture_modes import (
 from mpxla.graph.capture_modules import modules_noted
 from mpxla.graph.capture_transformers import static_transformers
 from mpxla.graph.casts import without_autocast
+from mpxla.graph.chosen_none import needs_no_rows, without_checks
 from mpxla.graph.decisions import Decisions, Tape
 from mpxla.graph.functional import functionalize
 from mpxla.graph.functional_step import (
@@ -57,12 +59,22 @@ from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
 from mpxla.graph.shapes import static_shapes
-from mpxla.graph.stepgraph import Print, ResultLeaf, StepGraph
-from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
+from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
+from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
 from mpxla.kept import Kept
-from mpxla.log import warn_once
+from mpxla.log import get_logger, warn_once
 
-__all__ = ["NumberLeaf", "TensorLeaf", "capture_step", "current_recorder"]
+__all__ = [
+    "Known",
+    "NumberLeaf",
+    "TensorLeaf",
+    "capture_step",
+    "current_recorder",
+    "with_values_if_needed",
+]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,40 @@ class NumberLeaf(TensorLeaf):
     value: float = field(default=0.0, compare=False)
 
 
+@dataclass(frozen=True)
+class Known:
+    """Values of the tensors among the inputs of a step, for one microbatch, on the host.
+
+    `decide_sizes`: whether what masks among them choose has its number of rows, so that inputs
+    with another number need another graph.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    decide_sizes: bool
+
+
+def with_values_if_needed(
+    capture: Callable[[Known | None], T], values: Callable[[], Sequence[torch.Tensor]]
+) -> T:
+    """Captures a step without the values of its inputs; if it needs them, with as few as will do.
+
+    Args:
+        capture: captures with values, or without; may raise `ValueNeededError`.
+        values: gives the tensor leaves of one microbatch.
+
+    Raises:
+        CaptureError: it cannot be captured.
+    """
+    try:
+        return capture(None)
+    except ValueNeededError as error:
+        get_logger().debug("captured with values of the inputs, since %s", error)
+    given = tuple(values())
+    with contextlib.suppress(ValueNeededError):
+        return capture(Known(given, decide_sizes=False))
+    return capture(Known(given, decide_sizes=True))
+
+
 @dataclass
 class BackwardRecorder:
     """What `model.backward` was asked to differentiate while a step function is captured.
@@ -91,12 +137,14 @@ class BackwardRecorder:
     then, with the user's line.
 
     Attributes:
+        is_trial: whether the step will not run, and may ask for gradients where there are none.
         is_constant: says whether a tensor is the same in every call.
     """
 
     is_constant: Callable[[torch.Tensor], bool]
+    is_trial: bool = False
     objectives: list[torch.Tensor] = field(default_factory=list)
-    prints: list[tuple[str, torch.Tensor, bool]] = field(default_factory=list)
+    prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
 
     def show(self, tensor: Any, label: str) -> None:
         """Makes the value that a tensor has here a result of the step."""
@@ -108,17 +156,11 @@ class BackwardRecorder:
                 f"tensor: the one that .item() was called on, for a number."
             )
         # A copy, which what is written to the tensor afterwards does not reach.
-        self.prints.append((label, tensor.detach().clone(), False))
+        self.prints.append((label, tensor.detach().clone(), None))
 
-    def check(self, line: str, passed: torch.Tensor) -> None:
+    def check(self, check: Check, line: str, passed: torch.Tensor) -> None:
         """Makes the step fail where a value is not true when it has run."""
-        warn_once(
-            f"finite{line}",
-            f"the step function asks{line} whether values are NaN or infinite. It is captured as "
-            f"if there were none, and every step call waits for its results, to see that there "
-            f"were none.",
-        )
-        self.prints.append((line, passed, True))
+        self.prints.append((line, passed, check))
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Records the scalars whose gradients add up to what the call asks for.
@@ -136,11 +178,11 @@ class BackwardRecorder:
                 f"{at_user_line()}; give one gradient (or None) for each tensor."
             )
         for tensor, grad in zip(tensors, grads, strict=True):
-            self.objectives.append(_objective(tensor, grad))
+            self.objectives.append(_objective(tensor, grad, self.is_trial))
 
 
-def _objective(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    if not tensor.requires_grad:
+def _objective(tensor: torch.Tensor, grad: torch.Tensor | None, is_trial: bool) -> torch.Tensor:
+    if not tensor.requires_grad and not is_trial:
         raise CaptureError(
             f"model.backward was called on a tensor that no parameter contributed to"
             f"{at_user_line()}. Check that the loss is computed from the model's output, outside "
@@ -194,24 +236,30 @@ class _StepModule(nn.Module):
         self,
         model: nn.Module,
         function: Callable[[Sequence[torch.Tensor]], Any],
-        values: Sequence[torch.Tensor] | None,
+        known: Known | None,
+        counts: Counts,
     ):
         super().__init__()
         self.model = model
+        self._counts = counts
         self._function = function
-        self._values = None if values is None else tuple(values)
+        self._known = known
         self.returned = _Returned()
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
-        tape = None if self._values is None else Tape()
-        semantics = StepSemantics(tape)
-        _recorder = recorder = BackwardRecorder(semantics.constants.is_known)
-        if self._values is not None:
-            semantics.constants.give_inputs(leaves, self._values)
+        known = self._known
+        tape = None if known is None else Tape()
+        semantics = StepSemantics(self._counts, tape)
+        self._counts.known = semantics.constants.truth_of
+        is_known, is_trial = semantics.constants.is_known, self._counts.none_at is not None
+        _recorder = recorder = BackwardRecorder(is_known, is_trial)
+        if known is not None:
+            semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
         try:
             with (
                 semantics,
+                self._counts.answering(),
                 masks_decided(semantics.constants),
                 own_backwards_captured(),
                 checkpoints_noted(),
@@ -223,7 +271,9 @@ class _StepModule(nn.Module):
                 returned = self._function(leaves)
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
-                    recorder.check(line, passed)
+                    recorder.check(Check.FINITE, line, passed)
+                for line, passed in self._counts.asked:
+                    recorder.check(Check.ROWS, line, passed)
         finally:
             _recorder = None
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -244,8 +294,8 @@ class _StepModule(nn.Module):
                 is_plain = isinstance(leaf, (bool, int, float))
                 leaves_out.append(ResultLeaf(None, is_number=is_plain, value=leaf))
         self.returned.prints = tuple(
-            Print(label, len(results) + place, is_check)
-            for place, (label, _, is_check) in enumerate(recorder.prints)
+            Print(label, len(results) + place, check)
+            for place, (label, _, check) in enumerate(recorder.prints)
         )
         results += [value for _, value, _ in recorder.prints]
         self.returned.num_objectives = len(recorder.objectives)
@@ -269,7 +319,7 @@ def capture_step(
     model: nn.Module,
     leaves: Sequence[TensorLeaf],
     canonical_names: dict[str, str],
-    values: Sequence[torch.Tensor] | None = None,
+    known: Known | None = None,
     kept: Kept | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
@@ -284,18 +334,60 @@ def capture_step(
         leaves: shape and dtype of each tensor input, for one microbatch.
         canonical_names: any name of a parameter or buffer -> the one name used for it (tied
             parameters have several).
-        values: tensor leaves of one microbatch, on the host, for a function whose Python needs
-            them. The graph then is the one for all inputs of which Python reads the same.
+        known: values of inputs, for a function whose Python needs them. The graph then is the one
+            for all inputs of which Python reads the same.
         kept: holds the graphs of earlier starts, by what was traced.
 
     Raises:
-        ValueNeededError: Python needs the value of a tensor, and `values` may help.
+        ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
+    given = function, model, leaves, canonical_names, known, kept or Kept()
+    step = _captured(*given)
+    lines = {check.label for check in step.prints if check.check is Check.ROWS}
+    harmless = {line for line in lines if needs_no_rows(step, line, _captured(*given, line))}
+    if known is None and lines - harmless:
+        raise ValueNeededError(
+            f"The step function asks{min(lines - harmless)} whether a mask is true anywhere, and "
+            f"goes on in another way if not."
+        )
+    _tell_of_checks(step, harmless)
+    return without_checks(step, harmless)
+
+
+def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
+    """Says of which values the step supposes something, and waits for, to see that it is so."""
+    for print in step.prints:
+        if print.check is not None and print.label not in harmless:
+            asked, supposed = _SUPPOSED[print.check]
+            warn_once(
+                f"{print.check}{print.label}",
+                f"the step function asks{print.label} {asked}. It is captured as if {supposed}, "
+                f"and every step call waits for its results, to see that it was so.",
+            )
+
+
+_SUPPOSED = {
+    Check.FINITE: ("whether values are NaN or infinite", "there were none"),
+    Check.ROWS: ("whether a mask is true anywhere", "it were"),
+}
+
+
+def _captured(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    model: nn.Module,
+    leaves: Sequence[TensorLeaf],
+    canonical_names: dict[str, str],
+    known: Known | None,
+    kept: Kept,
+    none_at: str | None = None,
+) -> StepGraph:
+    """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    wrapper = _StepModule(model, function, values)
+    counts = Counts(none_at)
+    wrapper = _StepModule(model, function, known, counts)
     trainable = _trainable(model, canonical_names)
     with (
         attributes_kept(model),
@@ -312,7 +404,7 @@ def capture_step(
         cumulative_batch_norms(),
         attributes_named_by_keywords(),
         static_shapes(),
-        counts_supposed(),
+        counts.supposed(),
         static_transformers(),
     ):
         with fake_mode:
@@ -321,16 +413,22 @@ def capture_step(
             traced = torch.export.export(wrapper, inputs, strict=False)
             keep_gradient_barriers(traced.graph_module)
             returned = wrapper.returned
-            facts = canonical_names, trainable, returned.num_objectives
+            checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
+            facts = canonical_names, trainable, returned.num_objectives, checks, none_at is not None
 
             def make() -> tuple[FunctionalStep, Constants]:
                 program = functionalize(traced)
                 with without_autocast():
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
-            functional, constants = recall_step(kept or Kept(), traced, facts, fake_mode, make)
+            functional, constants = recall_step(kept, traced, facts, fake_mode, make)
         except Exception as error:
-            raise explain(error, is_final=values is not None) from error
+            is_final = known is not None and known.decide_sizes
+            explained = explain(error, is_final)
+            # Torch has sizes without values here that not all of its code expects.
+            if counts.has_unknown and not is_final and not isinstance(explained, MpxlaError):
+                explained = ValueNeededError(f"{type(error).__name__}: {error}")
+            raise explained from error
     if returned.num_objectives:
         refuse_gradient_hooks(model)
     assert returned.semantics is not None, "the function has run"

@@ -55,6 +55,7 @@ class _Known:
     """The value of a tensor without one, and the numbers of writes that both had then.
 
     Sources are the user's own tensors that it follows from, and tests whether values are finite.
+    An input is what follows from inputs of the step.
     """
 
     value: torch.Tensor
@@ -62,6 +63,7 @@ class _Known:
     tensor_writes: int
     sources: tuple[torch.Tensor, ...] = ()
     is_assumed: bool = False
+    is_input: bool = False
 
 
 class Constants:
@@ -79,18 +81,22 @@ class Constants:
         self._known: Any = WeakTensorKeyDictionary()
         self._shapes = FixedShapes(self._ask)
         self._tape = tape
+        self._decide_sizes = True
 
-    def give_inputs(self, leaves: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    def give_inputs(
+        self, leaves: Sequence[Any], values: Sequence[torch.Tensor], decide_sizes: bool
+    ) -> None:
         """Makes the values of one microbatch, on the host, known as those of a step's leaves.
 
-        Needs a tape.
+        They decide sizes or not. Needs a tape.
         """
         assert self._tape is not None
+        self._decide_sizes = decide_sizes
         for place, (leaf, given) in enumerate(zip(leaves, values, strict=True)):
             if given.numel() <= LARGEST_CONSTANT:
                 with _disable_current_modes():
                     value = given.detach().clone()
-                self._known[leaf] = _Known(value, value._version, leaf._version)
+                self._known[leaf] = _Known(value, value._version, leaf._version, is_input=True)
                 self._tape.begin_input(value, place)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +105,7 @@ class Constants:
         asked = func, args, kwargs
         func, args, kwargs = self._shapes.fixed(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        is_known = all(map(self._has_value, tensors))
+        is_known = all(map(self.has_value, tensors))
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
@@ -110,7 +116,8 @@ class Constants:
             if name in _OF_FINITE and self._tape is not None:
                 self._assume(result, _OF_FINITE[name], self._tape)
             return result
-        if tensors and _depends_on_values(func, tensors):
+        is_size = name not in _READS
+        if tensors and _depends_on_values(func, tensors) and self._may_decide(is_size, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
             if answer is not None:
                 return answer
@@ -127,13 +134,26 @@ class Constants:
 
     def _ask(self, function: Callable[[torch.Tensor], Any], argument: Any) -> Any:
         """What a function says of a known tensor; None of all else."""
-        if not _is_tensor(argument) or not self._has_value(argument):
+        if not _is_tensor(argument) or not self.has_value(argument):
+            return None
+        if argument.dim() and not self._may_decide(True, [argument]):
             return None
         return self._run(function, (argument,), {}, is_read=True)
 
+    def _may_decide(self, is_size: bool, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether values of inputs may decide what these do."""
+        known = [self._known.get(tensor) for tensor in tensors]
+        return self._decide_sizes or not is_size or not any(k and k.is_input for k in known)
+
+    def truth_of(self, mask: torch.Tensor) -> bool | None:
+        """Whether a mask is true anywhere, if its value is known; which is read then."""
+        if not self.has_value(mask):
+            return None
+        return self._run(torch.Tensor.any, (mask,), {}, is_read=True).item()
+
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's value is the same in every call of the step."""
-        return self._has_value(tensor) and not self._tests_of(tensor)
+        return self.has_value(tensor) and not self._tests_of(tensor)
 
     def finite(self) -> dict[str, torch.Tensor]:
         """Whether values were finite where Python has read that, by the user's line."""
@@ -159,7 +179,8 @@ class Constants:
         tape.begin_constant(passed)
         self._known[test] = _Known(passed, passed._version, test._version, (test,), True)
 
-    def _has_value(self, tensor: torch.Tensor) -> bool:
+    def has_value(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a tensor is known, in this call of the step or in every one."""
         if is_functorch_wrapped_tensor(tensor):  # a row of it, in `torch.vmap`
             return False
         if not isinstance(tensor, FakeTensor):
@@ -186,9 +207,12 @@ class Constants:
         if value is None or len(values) != len(leaves):
             return
         sources = self._sources((args, kwargs))
+        given = [self._known.get(v) for v in pytree.tree_leaves((args, kwargs)) if _is_tensor(v)]
+        is_input = any(known is not None and known.is_input for known in given)
         for leaf, real in zip(leaves, values, strict=True):
             if isinstance(leaf, FakeTensor) and _is_like(real, leaf):
-                self._known[leaf] = _Known(real, real._version, leaf._version, sources)
+                known = _Known(real, real._version, leaf._version, sources, is_input=is_input)
+                self._known[leaf] = known
 
     def _sources(self, arguments: Any) -> tuple[torch.Tensor, ...]:
         known = [self._known.get(v) for v in pytree.tree_leaves(arguments) if _is_tensor(v)]

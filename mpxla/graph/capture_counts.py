@@ -1,62 +1,194 @@
 """Numbers of rows that depend on values, while a step is captured: `h[mask].shape[0]`.
 
 PyTorch gives them symbols. Its own code asks of a symbol whether it is zero, or one, or another
-size; it gets the answers of a large prime. So does the user's code where all numbers but zero have
-the same answer: the way for chosen rows is captured. Other questions need the value.
+size; it gets the answers of a large prime. The user's code may ask whether there are rows at all,
+of a symbol or of the mask (`if mask.any():`); the way for some rows is captured, and the question
+noted, so that somebody can see what would be without rows. Other questions need the value.
 
 This module must not know what becomes of the rows.
 """
 
+import builtins
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NeedsValueError
+from mpxla.graph.user_code import at_user_line, is_called_by_user
 
-__all__ = ["check_counts", "counts_supposed"]
+__all__ = ["Counts", "check_counts"]
 
 _nonzero = torch.ops.aten.nonzero.default
-SUPPOSED = 1_000_003
+_SUPPOSED = 1_000_003
 """What PyTorch supposes that a mask is true for; no size of a tensor, and no multiple of one."""
-_SEVERAL = (2, 3, 64, 1000, SUPPOSED)
+_SEVERAL = (2, 3, 64, 1000, _SUPPOSED)
+
+_OF_MASKS = {"any": "some", "sum": "count", "count_nonzero": "count"}
+_SAME = frozenset("clone cpu detach int item long reshape to view".split())
+_COMPARED = {
+    **{(name, 0): "some" for name in ("gt", "ne")},
+    **{(name, 0): "none" for name in ("eq", "le")},
+    **{("ge", 1): "some", ("lt", 1): "none"},
+}
+_TURNED = {"some": "none", "none": "some"}
+_READS = frozenset(("__bool__", "is_nonzero"))
+_DIVIDES = frozenset("__iter__ chunk split tensor_split tolist unbind".split())
 
 
-@contextlib.contextmanager
-def counts_supposed() -> Generator[None]:
-    """Lets PyTorch suppose a number where a mask decides a size, and note what it concluded."""
-    rules: Any = fake_impls.op_implementations_dict
-    original = rules[_nonzero]
+class Counts:
+    """Follows one captured step.
 
-    def supposing(mode: Any, operator: Any, mask: torch.Tensor) -> torch.Tensor:
-        places = original(mode, operator, mask)
-        count = places.shape[0]
-        if isinstance(count, torch.SymInt):
-            env = mode.shape_env
-            # Of torch 2.9, and its name in 2.13.
-            names = "set_unbacked_var_to_val", "set_real_tensor_prop_unbacked_vals"
-            suppose = next(getattr(env, name) for name in names if hasattr(env, name))
-            for symbol in count.node.expr.free_symbols:
-                suppose(symbol, SUPPOSED)
-        return places
+    Args:
+        none_at: the user's line, as `at_user_line` gives it, where the answer is that there are no
+            rows.
 
-    rules[_nonzero] = supposing
-    try:
-        yield
-    finally:
-        rules[_nonzero] = original
+    Attributes:
+        asked: where the user's code asks whether there are rows, and the mask, in order.
+        known: whether a mask is true anywhere, where its value is known; else None.
+    """
+
+    def __init__(self, none_at: str | None = None) -> None:
+        self.asked: list[tuple[str, torch.Tensor]] = []
+        self.none_at = none_at
+        self.known: Callable[[torch.Tensor], bool | None] = lambda mask: None
+        self._masks: dict[sympy.Symbol, torch.Tensor] = {}
+        # What a tensor says of a mask.
+        self._said: Any = WeakTensorKeyDictionary()
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether a mask has decided a size."""
+        return bool(self._masks)
+
+    @contextlib.contextmanager
+    def supposed(self) -> Generator[None]:
+        """Lets PyTorch suppose a number where a mask decides a size, and note its conclusions."""
+        rules: Any = fake_impls.op_implementations_dict
+        original = rules[_nonzero]
+
+        def supposing(mode: Any, operator: Any, mask: torch.Tensor) -> torch.Tensor:
+            places = original(mode, operator, mask)
+            count = places.shape[0]
+            if isinstance(count, torch.SymInt):
+                env = mode.shape_env
+                # In torch 2.9, and in 2.13.
+                names = "set_unbacked_var_to_val", "set_real_tensor_prop_unbacked_vals"
+                suppose = next(getattr(env, name) for name in names if hasattr(env, name))
+                for symbol in count.node.expr.free_symbols:
+                    suppose(symbol, _SUPPOSED)
+                    self._masks.setdefault(symbol, mask)
+            return places
+
+        rules[_nonzero] = supposing
+        try:
+            yield
+        finally:
+            rules[_nonzero] = original
+
+    @contextlib.contextmanager
+    def answering(self) -> Generator[None]:
+        """Answers the user's questions about symbols while the step function runs."""
+        self.asked.clear()
+        truth: Any = torch.SymBool.__bool__
+        index: Any = torch.SymInt.__index__
+        length = builtins.len
+
+        def is_true(value: Any) -> bool:
+            known = self._masks.keys() & value.node.expr.free_symbols
+            return self._answer(value.node.expr) if known and is_called_by_user() else truth(value)
+
+        def as_index(value: Any) -> int:
+            if self._masks.keys() & value.node.expr.free_symbols and is_called_by_user():
+                raise NeedsValueError("a loop, or a slice, by the number of rows of a mask")
+            return index(value)
+
+        def length_of(value: Any) -> Any:
+            # Python would want a number; what compares it takes a symbol as well.
+            if type(value) is FakeTensor and value.dim():
+                return value.shape[0]
+            return length(value)
+
+        with (
+            exchanged(torch.SymBool, __bool__=is_true),
+            exchanged(torch.SymInt, __index__=as_index),
+            exchanged(builtins, len=length_of),
+        ):
+            yield
+
+    def _answer(self, expr: Any) -> bool:
+        """What holds for all numbers of rows but zero."""
+        symbols = expr.free_symbols
+        without, *others = (
+            expr.xreplace(dict.fromkeys(symbols, sympy.Integer(number)))
+            for number in (0, 1, *_SEVERAL)
+        )
+        if len(symbols) > 1 or any(other != others[0] for other in others):
+            raise NeedsValueError(f"how many rows a mask chooses: {expr}")
+        if without == others[0]:
+            return bool(without)
+        is_empty = self._ask(self._masks[next(iter(symbols))])
+        return bool(without if is_empty else others[0])
+
+    def _ask(self, mask: torch.Tensor) -> bool:
+        """Notes a question about a mask; whether the answer is that it is true nowhere."""
+        known = self.known(mask)
+        if known is not None:
+            return not known
+        line = at_user_line()
+        if line != self.none_at:
+            self.asked.append((line, mask.any()))
+        return line == self.none_at
+
+    def call(
+        self, call: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a function of torch; what it says of masks without a value is followed."""
+        value = args[0] if args else None
+        if not isinstance(value, FakeTensor):
+            return call(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _DIVIDES and any(isinstance(size, torch.SymInt) for size in value.shape):
+            raise NeedsValueError(f"{name} of rows that a mask chooses")
+        said = self._said.get(value)
+        if said is not None and name in _READS:
+            is_empty = self._ask(said[0])
+            return (said[1] == "none") is is_empty
+        result = call(func, args, kwargs)
+        found = self._follow(name, value, args, kwargs, said)
+        if found is not None:
+            made = result if isinstance(result, FakeTensor) else getattr(result, "tensor", None)
+            if isinstance(made, FakeTensor):  # of a number too, which was read
+                self._said[made] = found
+        return result
+
+    def _follow(self, name: str, value: torch.Tensor, args: Any, kwargs: Any, said: Any) -> Any:
+        name = name.removeprefix("__").removesuffix("__")
+        if said is None:
+            is_whole = len(args) == 1 and not kwargs and value.dtype is torch.bool
+            return (value, _OF_MASKS[name]) if is_whole and name in _OF_MASKS else None
+        if name in _SAME:
+            return said
+        if name in ("logical_not", "invert", "bitwise_not"):
+            return (said[0], _TURNED[said[1]]) if said[1] in _TURNED else None
+        if said[1] == "count" and len(args) == 2 and type(args[1]) in (int, float):
+            kind = _COMPARED.get((name, args[1]))
+            return None if kind is None else (said[0], kind)
+        return None
 
 
 def check_counts(graph: fx.Graph) -> None:
-    """Checks that nothing was concluded that holds for the supposed numbers only.
+    """Checks that PyTorch concluded nothing that holds for the supposed numbers only.
 
     Raises:
-        NeedsValueError: something was.
+        NeedsValueError: it did.
     """
     for env in {id(e): e for e in map(_env_of, graph.nodes) if e is not None}.values():
         known = env.deferred_runtime_asserts.values()
@@ -64,7 +196,7 @@ def check_counts(graph: fx.Graph) -> None:
         replaced = [sympy.Eq(*pair) for pair in env.replacements.items()]
         for expr in (*concluded, *replaced):
             if not _holds(expr):
-                raise NeedsValueError(f"the number of rows that a mask chooses: {expr}")
+                raise NeedsValueError(f"how many rows a mask chooses: {expr}")
 
 
 def _env_of(node: fx.Node) -> Any:
@@ -85,6 +217,3 @@ def _holds(expr: Any) -> bool:
         expr.xreplace(dict.fromkeys(symbols, sympy.Integer(number))) == sympy.true
         for number in _SEVERAL
     )
-
-
-_ = Iterable, exchanged

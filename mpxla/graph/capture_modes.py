@@ -7,7 +7,6 @@ and torch's exporter is quiet. This module must not know what the captured graph
 import contextlib
 import keyword
 import logging
-import sys
 import warnings
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
+from mpxla.graph.capture_counts import Counts
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
 from mpxla.graph.capture_selects import Selected
@@ -38,7 +38,7 @@ from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
-from mpxla.graph.user_code import at_user_line
+from mpxla.graph.user_code import at_user_line, is_called_by_user
 
 __all__ = [
     "StepSemantics",
@@ -65,8 +65,9 @@ class StepSemantics(TorchFunctionMode):
     host once. Plain autograd is refused, since it would not see the stages.
     """
 
-    def __init__(self, tape: Tape | None = None) -> None:
+    def __init__(self, counts: Counts, tape: Tape | None = None) -> None:
         super().__init__()
+        self._counts = counts
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
         self._writes = HiddenWrites(self.constants.call)
@@ -116,7 +117,10 @@ class StepSemantics(TorchFunctionMode):
             return self.selected.set(*args)
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
-        return self._writes.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
+        func = CAPTURED_FUNCTIONS.get(func, func)
+        if args and isinstance(args[0], torch.Tensor) and self.constants.has_value(args[0]):
+            return self._writes.call(func, args, kwargs)
+        return self._counts.call(self._writes.call, func, args, kwargs)
 
     def _verdict(self, compare: Any, args: Any, kwargs: Any) -> bool:
         """Whether all elements pass a comparison, read as `bool(tensor)` reads it."""
@@ -193,7 +197,7 @@ def numbers_explained() -> Generator[None]:
 
     def for_users(write: Any) -> Any:
         def text(self: Any, *spec: str) -> str:
-            return NO_VALUE.format("number") if _is_users_call() else write(self, *spec)
+            return NO_VALUE.format("number") if is_called_by_user() else write(self, *spec)
 
         return text
 
@@ -202,13 +206,6 @@ def numbers_explained() -> Generator[None]:
             texts = {name: for_users(getattr(kind, name)) for name in ("__repr__", "__format__")}
             stack.enter_context(exchanged(kind, **texts))
         yield
-
-
-def _is_users_call() -> bool:
-    """Whether the caller of the caller is neither torch nor what it uses for symbols."""
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] not in ("torch", "sympy")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from mpxla.log import warn_once
 __all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "refused"]
 
 _aten = torch.ops.aten
+_HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
 _KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
@@ -40,11 +41,14 @@ class Rows:
         mask: bool [size].
         size: how many there are with those that do not count.
         parts: of a dim that is several dims made one: size or rows of each.
+        is_asked: whether the step has asked if there are any, so that its way with none may be
+            another.
     """
 
     mask: fx.Node
     size: int
     parts: "tuple[int | Rows, ...]" = ()
+    is_asked: bool = False
     made: dict[str, Any] = field(default_factory=dict)
     """What has been computed from the mask."""
 
@@ -56,13 +60,17 @@ Rule = Callable[["Walk", fx.Node], "tuple[fx.Node, Any]"]
 
 
 def fix_sizes(
-    graph: fx.Graph, rule_of: Callable[[fx.Node], Rule | None], fake_mode: FakeTensorMode
+    graph: fx.Graph,
+    rule_of: Callable[[fx.Node], Rule | None],
+    asked: Sequence[fx.Node],
+    fake_mode: FakeTensorMode,
 ) -> None:
     """Gives every value of a graph a size that does not depend on values, in place.
 
     Args:
         graph: functional; sizes that depend on values are symbols in the values of its nodes.
         rule_of: says how a node treats rows.
+        asked: masks of which the step asks whether they are true anywhere.
         fake_mode: of the values that new nodes get.
 
     Raises:
@@ -71,7 +79,7 @@ def fix_sizes(
     symbols = {s for node in graph.nodes for s in _symbols(node)}
     if not symbols:
         return
-    walk = Walk(graph, fake_mode)
+    walk = Walk(graph, asked, fake_mode)
     for node in list(graph.nodes):
         if node.op == "call_function":
             walk.visit(node, rule_of)
@@ -124,8 +132,11 @@ class Walk:
         numbering: values that number the chosen rows from zero.
     """
 
-    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, graph: fx.Graph, asked: Sequence[fx.Node], fake_mode: FakeTensorMode
+    ) -> None:
         self._graph, self._fake_mode = graph, fake_mode
+        self._asked = asked
         self._dims: dict[fx.Node, Any] = {}
         self._rows: dict[Any, Rows] = {}
         self._of_symbol: dict[sympy.Expr, Rows | None] = {}
@@ -197,15 +208,14 @@ class Walk:
         """The rows that a mask chooses: the same ones for masks that are computed the same way."""
         dims = self.dims_of(mask)
         shape = tuple(self.sizes(mask))
-        source = mask
-        while source.target in VIEWS and not any(dims):
-            source = source.all_input_nodes[0]
+        source = mask if any(dims) else _source(mask)
         key = self._key_of(source), math.prod(shape)
         if key not in self._rows:
+            is_asked = key[0] in map(self._key_of, map(_source, self._asked))
             if mask.meta["val"].dtype is not torch.bool:
                 mask = self.call(_aten.ne.Scalar, mask, 0)
             flat = self.call(_aten.reshape.default, self.filled(mask, dims, False), [-1])
-            self._rows[key] = Rows(flat, math.prod(shape))
+            self._rows[key] = Rows(flat, math.prod(shape), is_asked=is_asked)
             warn_once(
                 f"rows of {line_of(self._now) if self._now else ''}",
                 f"how many rows are chosen{line_of(self._now) if self._now else ''} depends on "
@@ -238,7 +248,7 @@ class Walk:
         key = "joined", *parts
         if key not in self._rows:
             masks = [
-                self.call(_aten.full.default, [p], True, dtype=torch.bool)
+                self.call(_aten.full.default, [p], True, dtype=torch.bool, **_HERE)
                 if isinstance(p, int)
                 else p.mask
                 for p in parts
@@ -294,7 +304,7 @@ class Walk:
     def safe_places(self, rows: Rows) -> fx.Node:
         """int64 [size], each row's own place, and the first one's for those that do not count."""
         if "places" not in rows.made:
-            own = self.call(_aten.arange.default, rows.size)
+            own = self.call(_aten.arange.default, rows.size, **_HERE)
             rows.made["places"] = self.call(_aten.where.self, rows.mask, own, self.first(rows))
         return rows.made["places"]
 
@@ -308,9 +318,7 @@ class Walk:
                 step //= size
                 column = self.safe_places(rows)
                 if step > 1:
-                    column = self.call(
-                        _aten.div.Tensor_mode, column, step, rounding_mode="floor"
-                    )
+                    column = self.call(_aten.div.Tensor_mode, column, step, rounding_mode="floor")
                 if size * step < rows.size:
                     column = self.call(_aten.remainder.Scalar, column, size)
                 with self._fake_mode:
@@ -349,6 +357,16 @@ class Walk:
         mask = self.along(rows.mask, dim, num_dims)
         return self.call(_aten.where.self, mask, value, first)
 
+    def settled(self, value: fx.Node, rows: Sequence["Rows | None"]) -> fx.Node:
+        """A mean over rows, and zero over none, if the step's way with none is another: else it
+        would have the NaN of that mean.
+        """
+        for one in {id(r): r for r in rows if r is not None and r.is_asked}.values():
+            some = self.call(_aten.any.default, one.mask)
+            zero = self.call(_aten.zeros_like.default, value)
+            value = self.call(_aten.where.self, some, value, zero)
+        return value
+
     # --- numbers ------------------------------------------------------------------------------
 
     def as_size(self, value: Any) -> Any:
@@ -374,7 +392,7 @@ class Walk:
             self._now = node
             made = self._computed(value.meta["val"].node.expr, value)
         if not isinstance(made, fx.Node):
-            made = self.call(_aten.scalar_tensor.default, made)
+            made = self.call(_aten.scalar_tensor.default, made, **_HERE)
         made.meta.setdefault("val", self._scalar(_dtype_of(value.meta["val"])))
         return made
 
@@ -427,6 +445,13 @@ class Walk:
         return self._key[node]
 
 
+def _source(mask: fx.Node) -> fx.Node:
+    """What a mask has the elements of, in another shape."""
+    while mask.target in VIEWS:
+        mask = mask.all_input_nodes[0]
+    return mask
+
+
 def _is_number(value: Any) -> bool:
     known = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(known, (torch.SymInt, torch.SymFloat))
@@ -446,13 +471,13 @@ def _tensors_first(operator: Any) -> Callable[[Walk, Any, Any], Any]:
 
 def _divided(walk: Walk, one: Any, other: Any) -> Any:
     if not isinstance(one, fx.Node):
-        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.float64)
+        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.float64, **_HERE)
     return walk.call(_aten.div.Tensor, walk.call(_aten.to.dtype, one, torch.float64), other)
 
 
 def _floored(walk: Walk, one: Any, other: Any) -> Any:
     if not isinstance(one, fx.Node):
-        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.int64)
+        one = walk.call(_aten.scalar_tensor.default, one, dtype=torch.int64, **_HERE)
     return walk.call(_aten.div.Tensor_mode, one, other, rounding_mode="floor")
 
 

@@ -203,7 +203,8 @@ def _divided_sum(
     inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
     filled = walk.filled(source, inner, 0)
     total = walk.call(_aten.sum.dim_IntList, filled, sorted(along), keepdim, dtype=dtype)
-    return walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
+    mean = walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
+    return walk.settled(mean, inner)
 
 
 def _variance(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -263,13 +264,18 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     scores, target = arguments_of(node)[:2]
     dims = walk.dims_of(target)
     if target.meta["val"].is_floating_point() or any(dims[1:]) or not dims or not dims[0]:
-        raise refused(node, "has probabilities for labels, or rows along another dim than the first")
+        raise refused(node, "has a loss of probabilities, or is not the first dim of a loss")
     if walk.dims_of(scores)[0] is not dims[0]:
         raise refused(node, "meets what another mask has as many rows of")
     filled = walk.filled(target, dims, arguments["ignore_index"])
     name = next(a.name for a in target_of(node)._schema.arguments[1:2])
-    is_whole = arguments["reduction"] == 0
-    return _changed(node, **{name: filled}), dims if is_whole else ()
+    if arguments["reduction"] == 0:
+        return _changed(node, **{name: filled}), dims
+    loss = _changed(node, **{name: filled})
+    if arguments["reduction"] == 1 and dims[0].is_asked:
+        loss = walk.call(target_of(node), *loss.args, **loss.kwargs)
+        loss = walk.settled(loss, dims)
+    return loss, ()
 
 
 def _lost(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:

@@ -201,7 +201,7 @@ def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         dims.insert(dim, None)
         return node, tuple(dims)
     parts = [walk.dims_of(value) for value in values]
-    others = [known[:dim] + (None,) + known[dim + 1 :] for known in parts]
+    others = [(*known[:dim], None, *known[dim + 1 :]) for known in parts]
     dims: list[Rows | None] = [None] * num_dims
     for known in others:
         for place, rows in enumerate(known):

@@ -35,7 +35,7 @@ from mpxla.graph.normalize import (
 )
 from mpxla.graph.renorms import replace_renorms
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import input_of, outputs_of
 from mpxla.graph.user_code import line_of
 
 __all__ = ["Constants", "FunctionalStep", "constants_of", "functional_step"]
@@ -58,6 +58,8 @@ def functional_step(
     canonical_names: Mapping[str, str],
     trainable: Collection[str],
     num_objectives: int,
+    checks: Collection[int],
+    is_trial: bool,
     fake_mode: FakeTensorMode,
 ) -> FunctionalStep:
     """Reads roles off a functional program, and annotates its nodes with fake values.
@@ -67,6 +69,8 @@ def functional_step(
         canonical_names: any name of a parameter or buffer -> the one name used for it.
         trainable: parameters, by those names.
         num_objectives: the first results are what is differentiated, so many of them.
+        checks: results, counted after those, that tell whether a mask is true anywhere.
+        is_trial: the step will not run, and may ask for gradients where there are none.
         fake_mode: of the fake values.
 
     Raises:
@@ -76,11 +80,13 @@ def functional_step(
     inputs = _input_roles(program, canonical_names)
     scaled = replace_renorms(graph)
     outputs = _output_roles(program, canonical_names, num_objectives, scaled)
+    is_check = [r.kind is OutputKind.RESULT and not r.name and r.index in checks for r in outputs]
+    masks = [input_of(n) for n, is_one in zip(outputs_of(graph), is_check, strict=True) if is_one]
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
     check_counts(graph)
-    fix_sizes(graph, rule_of, fake_mode)
+    fix_sizes(graph, rule_of, masks, fake_mode)
     resolve_numbers(graph)
     collapse_detaches(graph)
     densify_gradients(graph)
@@ -89,7 +95,8 @@ def functional_step(
     graph.eliminate_dead_code()
     is_trained = [r.kind is InputKind.PARAMETER and r.name in trainable for r in inputs]
     _annotate(program.graph_module, is_trained, num_objectives > 0, fake_mode)
-    _check_objectives(graph, outputs)
+    if not is_trial:
+        _check_objectives(graph, outputs)
     return FunctionalStep(graph, tuple(inputs), tuple(outputs))
 
 

@@ -94,6 +94,9 @@ class NumberRead(Number):
         rounded = torch.round(value, decimals=digits or 0)
         return NumberRead(rounded.long() if digits is None else rounded)
 
+    def __bool__(self) -> bool:
+        return bool(self.tensor)  # whoever follows the tensor may know
+
     def _refuse(self, by: str) -> Any:
         raise self.needed(by)
 
@@ -190,6 +193,20 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def _comparison(name: str) -> Callable[..., Any]:
+    function: Callable[[Any, Any], Any] = getattr(operator, name)
+
+    def method(self: Number, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return function(self.tensor, other)
+        if is_number(other) or type(other) in (bool, int, float):
+            value = _computed(other) if is_number(other) else other
+            return NumberRead(function(_computed(self), value))
+        return NotImplemented
+
+    return method
+
+
 def _needs_value(name: str) -> Callable[..., Any]:
     def method(self: Number, *_: Any) -> Any:
         raise self.needed(name)
@@ -214,3 +231,5 @@ for _name in (
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),
 ):
     setattr(Number, f"__{_name}__", _needs_value(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(NumberRead, f"__{_name}__", _comparison(_name))

@@ -19,6 +19,7 @@ from mpxla.graph.user_code import line_of
 __all__ = [
     "CASTS",
     "VIEWS",
+    "Check",
     "InputKind",
     "InputRole",
     "OutputKind",
@@ -101,6 +102,15 @@ class ResultLeaf:
     value: Any = None
 
 
+class Check(enum.Enum):
+    """What a step supposes of values, and fails where it is not so."""
+
+    FINITE = "finite"
+    """No value is NaN or infinite."""
+    ROWS = "rows"
+    """A mask is true somewhere."""
+
+
 @dataclass(frozen=True)
 class Print:
     """A tensor that the step shows when it runs: its label, and its index among the results.
@@ -110,7 +120,7 @@ class Print:
 
     label: str
     result: int
-    is_check: bool = False
+    check: Check | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ from mpxla.errors import CaptureError, MpxlaError
 from mpxla.graph.exchanged import exchanged
 from mpxla.user_lines import is_model_code
 
-__all__ = ["ValueNeededError", "at_user_line", "explain", "line_of", "user_lines_recorded"]
+__all__ = [
+    "ValueNeededError",
+    "at_user_line",
+    "explain",
+    "is_called_by_user",
+    "line_of",
+    "user_lines_recorded",
+]
 
 _NARROW = ("BFloat16", "bfloat16", "Half", "float16")
 """What errors of torch call 16-bit types."""
@@ -82,6 +89,13 @@ def at_user_line() -> str:
     """` at file:line: source` of the user's line that is running, or nothing."""
     where = _user_frame(traceback.extract_stack())
     return f" at {where}" if where else ""
+
+
+def is_called_by_user() -> bool:
+    """Whether the caller of the caller is neither torch nor what it uses for symbols."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] not in ("torch", "sympy")
 
 
 @contextlib.contextmanager

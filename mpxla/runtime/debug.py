@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpxla.graph.capture import current_recorder
-from mpxla.graph.stepgraph import Print
+from mpxla.graph.stepgraph import Check, Print
 from mpxla.graph.user_code import at_user_line
 from mpxla.session import current, is_initialized
 
@@ -60,7 +60,7 @@ def show_prints(
     """
     for microbatch in range(num_microbatches):
         for shown in prints:
-            if not shown.is_check and (shown.result, microbatch) in results:
+            if shown.check is None and (shown.result, microbatch) in results:
                 value = view(results[shown.result, microbatch])
                 _write(f"{shown.label}, microbatch {microbatch}", value)
 
@@ -82,16 +82,23 @@ def problem_of_checks(
         view: gives a result on the host.
     """
     for check in prints:
-        for microbatch in range(num_microbatches) if check.is_check else ():
+        for microbatch in range(num_microbatches) if check.check else ():
             if not bool(view(fetch(check.result)[microbatch])):
-                return (
-                    f"{function}: microbatch {microbatch} has values that are NaN or infinite, for "
-                    f"which the step function asks{check.label}. It was captured as if there were "
-                    f"none, and has run; its gradients are worthless. Look for where they begin "
-                    f"with smp.debug_print or MPXLA_EAGER=1; to train on, use torch.where in place "
-                    f"of the branch."
-                )
+                text = _FAILED[check.check].format(line=check.label)
+                return f"{function}: microbatch {microbatch} has {text}"
     return None
+
+
+_FAILED = {
+    Check.FINITE: "values that are NaN or infinite, for which the step function asks{line}. It was "
+    "captured as if there were none, and has run; its gradients are worthless. Look for where they "
+    "begin with smp.debug_print or MPXLA_EAGER=1; to train on, use torch.where in place of the "
+    "branch.",
+    Check.ROWS: "a mask that is true nowhere, for which the step function asks{line}. It was "
+    "captured as if there were a row, and has run; its gradients are worthless, since what the "
+    "branch decides is more than sums over the rows and writes to them. To train on, compute "
+    "without the branch: a sum over no rows is zero, and a write to none changes nothing.",
+}
 
 
 def _write(title: str, value: Any) -> None:

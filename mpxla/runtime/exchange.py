@@ -36,7 +36,7 @@ def exchange_results(
         Result index -> its tensors, one per microbatch; may wait.
     """
     count = num_microbatches
-    shown = {p.result for p in cut.step.prints if not p.is_check}  # where they are
+    shown = {p.result for p in cut.step.prints if p.check is None}  # where they are
     owned = cut.owner_of_result().items()
     owner = {i: cut.placement[s] for i, s in owned if i not in shown}
     specs = cut.result_specs()

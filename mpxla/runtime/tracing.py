@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpxla.graph.capture import capture_step
+from mpxla.graph.capture import Known, capture_step, with_values_if_needed
 from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
 from mpxla.graph.capture_sources import (
@@ -19,9 +19,7 @@ from mpxla.graph.capture_sources import (
     random_numbers_noted,
 )
 from mpxla.graph.stepgraph import StepGraph
-from mpxla.graph.user_code import ValueNeededError
 from mpxla.kept import Kept
-from mpxla.log import get_logger
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
@@ -60,12 +58,15 @@ def trace(
 
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
-        try:
-            return _trace(chosen, function, objects, states, None, graphs)
-        except ValueNeededError as error:
-            get_logger().debug("the step is captured with the values of its inputs: %s", error)
-        _, (given,) = with_constants(signature, [values()], constants)
-        return _trace(chosen, function, objects, states, given, graphs)
+
+        def given() -> Sequence[torch.Tensor]:
+            _, (found,) = with_constants(signature, [values()], constants)
+            return found
+
+        def attempt(known: Known | None) -> Traced:
+            return _trace(chosen, function, objects, states, known, graphs)
+
+        return with_values_if_needed(attempt, given)
 
     numbers = signature.numbers
     if not numbers:
@@ -85,7 +86,7 @@ def _trace(
     function: Callable[..., Any],
     objects: Mapping[str, Any],
     states: ModelStates,
-    values: Sequence[torch.Tensor] | None,
+    known: Known | None,
     graphs: Kept,
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
@@ -104,6 +105,6 @@ def _trace(
         attributes_noted(model, others, outer.texts) as log,
     ):
         names = states.current_names()
-        step = capture_step(run, model, signature.tensor_leaves, names, values, graphs)
+        step = capture_step(run, model, signature.tensor_leaves, names, known, graphs)
     reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
     return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

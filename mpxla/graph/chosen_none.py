@@ -1,0 +1,234 @@
+"""Whether a step that supposes that a mask is true somewhere is right where it is true nowhere.
+
+    if mask.any():                          captured as if the mask were true somewhere
+        out[mask] += expert(h[mask])        out = where(mask, out + expert(h), out)
+
+With a mask that is false, this graph becomes `out`, which is the other way through the function. So
+it is in mixtures of experts, and where sums over the rows are added to a loss. Where it is not
+(what the branch does is counted, say), the mask has to be looked at when the step has run.
+
+This module must not know how a step is traced.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from mpxla.graph.stepgraph import CASTS, VIEWS, Check, OutputKind, StepGraph
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
+
+__all__ = ["needs_no_rows", "without_checks"]
+
+_aten = torch.ops.aten
+
+
+def needs_no_rows(step: StepGraph, line: str, other: StepGraph) -> bool:
+    """Whether a step computes the same as another one, where masks are true nowhere.
+
+    Args:
+        step: supposes that masks are true somewhere, of which it asks at a line of the user's.
+        line: that line.
+        other: the same, captured with the other answer at this line.
+    """
+    results = {p.result for p in step.prints if p.label == line and p.check is Check.ROWS}
+    masks = [
+        input_of(node)
+        for node, role in zip(step.output_nodes, step.outputs, strict=True)
+        if role.kind is OutputKind.RESULT and not role.name and role.index in results
+    ]
+    book = _Book()
+    mine, others = _Terms(step, set(masks), book), _Terms(other, set(), book)
+    leaves = step.result_leaves == other.result_leaves and step.result_spec == other.result_spec
+    return leaves and _outputs(step, mine, results) == _outputs(other, others, set())
+
+
+def _outputs(step: StepGraph, terms: "_Terms", left_out: Collection[int]) -> Any:
+    """What the outputs of a step are, in order; without some results, which come last."""
+    shown = {p.result: (p.label, p.check) for p in step.prints}
+    return [
+        (role.kind, role.name, shown.get(role.index) or role.index, terms.of(node))
+        if role.kind is OutputKind.RESULT
+        else (role, terms.of(node))
+        for node, role in zip(step.output_nodes, step.outputs, strict=True)
+        if not (role.kind is OutputKind.RESULT and not role.name and role.index in left_out)
+    ]
+
+
+def without_checks(step: StepGraph, lines: Collection[str]) -> StepGraph:
+    """A step that does not look whether masks are true anywhere of which it asks at some lines."""
+    dropped = {p.result for p in step.prints if p.check is Check.ROWS and p.label in lines}
+    if not dropped:
+        return step
+    output = step.graph.output_node()
+    kept = [
+        (node, role)
+        for node, role in zip(step.output_nodes, step.outputs, strict=True)
+        if not (role.kind is OutputKind.RESULT and not role.name and role.index in dropped)
+    ]
+
+    def moved(index: int) -> int:
+        return index - sum(other < index for other in dropped)
+
+    output.args = (tuple(node for node, _ in kept),)
+    step.graph.eliminate_dead_code()
+    return replace(
+        step,
+        outputs=tuple(
+            replace(role, index=moved(role.index)) if role.kind is OutputKind.RESULT else role
+            for _, role in kept
+        ),
+        prints=tuple(
+            replace(p, result=moved(p.result)) for p in step.prints if p.result not in dropped
+        ),
+    )
+
+
+class _Number(NamedTuple):
+    """The term of a value all of whose elements are one number."""
+
+    value: float
+
+
+@dataclass
+class _Book:
+    """Terms by what they are made of, for all steps that are compared, and those of masks that are
+    true nowhere.
+    """
+
+    terms: dict[Any, int] = field(default_factory=dict)
+    empty: set[Any] = field(default_factory=set)
+
+
+class _Terms:
+    """What the nodes of a step compute from its inputs, where some masks are true nowhere.
+
+    Args:
+        step: whose nodes.
+        masks: nodes of it that are true nowhere.
+        book: of all steps that are compared.
+    """
+
+    def __init__(self, step: StepGraph, masks: Collection[fx.Node], book: _Book) -> None:
+        self._terms: dict[fx.Node, Any] = {}
+        self._book = book
+        for node, role in zip(step.placeholders, step.inputs, strict=True):
+            constant = step.constants.get(role.name)
+            # Constants of a step are named by their number.
+            known = role if constant is None else (id(constant), tuple(constant.shape))
+            self._terms[node] = self._interned("input", known)
+        for node in step.graph.nodes:
+            if node.op == "call_function":
+                term = self._found(node)
+                if node in masks:
+                    book.empty.add(term)
+                self._terms[node] = _Number(0) if term in book.empty else term
+
+    def of(self, node: Any) -> Any:
+        """The term of a node, equal for equal computations; all else as it is."""
+        return self._terms[node] if isinstance(node, fx.Node) else node
+
+    def _found(self, node: fx.Node) -> Any:
+        simpler = _SIMPLER.get(target_of(node))
+        found = None if simpler is None else simpler(self, node)
+        if found is None:
+            arguments = fx.map_arg((node.args, node.kwargs), self.of)
+            found = self._interned(str(node.target), repr(arguments))
+        return found
+
+    def _interned(self, *parts: Any) -> int:
+        return self._book.terms.setdefault(parts, len(self._book.terms))
+
+    def kept(self, node: fx.Node, source: Any) -> Any:
+        """The term of an operand that a node hands on, if it has its shape."""
+        term = self.of(source)
+        is_like = isinstance(source, fx.Node) and _shape(source) == _shape(node)
+        return term if isinstance(term, _Number) or is_like else None
+
+
+def _shape(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
+
+
+def _moved(terms: _Terms, node: fx.Node) -> Any:
+    term = terms.of(input_of(node))
+    return term if isinstance(term, _Number) else None
+
+
+def _turned(terms: _Terms, node: fx.Node) -> Any:
+    term = terms.of(input_of(node))
+    return _Number(not term.value) if isinstance(term, _Number) else None
+
+
+def _chosen(terms: _Terms, node: fx.Node) -> Any:
+    """`where`."""
+    mask, one, other = arguments_of(node)
+    term = terms.of(mask)
+    return terms.kept(node, one if term.value else other) if isinstance(term, _Number) else None
+
+
+def _filled(terms: _Terms, node: fx.Node) -> Any:
+    """`masked_fill`."""
+    value, mask, number = arguments_of(node)
+    term = terms.of(mask)
+    if not isinstance(term, _Number):
+        return None
+    return _Number(number) if term.value else terms.kept(node, value)
+
+
+def _added(terms: _Terms, node: fx.Node) -> Any:
+    one, other = arguments_of(node)[:2]
+    if terms.of(other) == _Number(0):
+        return terms.kept(node, one)
+    is_plain = node.target is _aten.add.Tensor and named_arguments(node)["alpha"] == 1
+    return terms.kept(node, other) if is_plain and terms.of(one) == _Number(0) else None
+
+
+def _multiplied(terms: _Terms, node: fx.Node) -> Any:
+    return _Number(0) if _Number(0) in map(terms.of, arguments_of(node)[:2]) else None
+
+
+def _divided(terms: _Terms, node: fx.Node) -> Any:
+    one, other = map(terms.of, arguments_of(node)[:2])
+    is_zero = one == _Number(0) and not isinstance(other, (_Number, int, float))
+    return _Number(0) if is_zero else None
+
+
+def _summed(terms: _Terms, node: fx.Node) -> Any:
+    return _Number(0) if terms.of(input_of(node)) == _Number(0) else None
+
+
+def _written(place: int) -> Callable[[_Terms, fx.Node], Any]:
+    """Adding zeros to a value changes nothing."""
+
+    def term(terms: _Terms, node: fx.Node) -> Any:
+        adds = named_arguments(node).get("accumulate", True)
+        is_zero = terms.of(arguments_of(node)[place]) == _Number(0)
+        return terms.kept(node, input_of(node)) if adds and is_zero else None
+
+    return term
+
+
+def _made(number: float) -> Callable[[_Terms, fx.Node], Any]:
+    return lambda terms, node: _Number(number)
+
+
+_SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
+    **dict.fromkeys((*VIEWS, *CASTS, _aten.detach.default, _aten.expand.default), _moved),
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor), _added),
+    **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.any.default), _summed),
+    **dict.fromkeys((_aten.cumsum.default,), _summed),
+    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default), _made(0)),
+    **dict.fromkeys((_aten.index_add.default, _aten.scatter_add.default), _written(3)),
+    _aten.index_put.default: _written(2),
+    _aten.new_zeros.default: _made(0),
+    _aten.logical_not.default: _turned,
+    _aten.where.self: _chosen,
+    _aten.masked_fill.Scalar: _filled,
+    _aten.mul.Tensor: _multiplied,
+    _aten.div.Tensor: _divided,
+}
+"""Gives simpler terms where values are one number; None where there is none."""
