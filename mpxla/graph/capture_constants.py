@@ -79,7 +79,7 @@ class Constants:
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
-        self._shapes = FixedShapes(self._ask)
+        self._shapes = FixedShapes(self._ask, self._varies)
         self._tape = tape
         self._decide_sizes = True
 
@@ -142,8 +142,12 @@ class Constants:
 
     def _may_decide(self, is_size: bool, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether values of inputs may decide what these do."""
-        known = [self._known.get(tensor) for tensor in tensors]
-        return self._decide_sizes or not is_size or not any(k and k.is_input for k in known)
+        return self._decide_sizes or not is_size or not any(map(self._varies, tensors))
+
+    def _varies(self, tensor: Any) -> bool:
+        """Whether a value is known that follows from inputs of the step."""
+        known = self._known.get(tensor) if _is_tensor(tensor) else None
+        return known is not None and known.is_input
 
     def truth_of(self, mask: torch.Tensor) -> bool | None:
         """Whether a mask is true anywhere, if its value is known; which is read then."""
@@ -207,8 +211,7 @@ class Constants:
         if value is None or len(values) != len(leaves):
             return
         sources = self._sources((args, kwargs))
-        given = [self._known.get(v) for v in pytree.tree_leaves((args, kwargs)) if _is_tensor(v)]
-        is_input = any(known is not None and known.is_input for known in given)
+        is_input = any(map(self._varies, pytree.tree_leaves((args, kwargs))))
         for leaf, real in zip(leaves, values, strict=True):
             if isinstance(leaf, FakeTensor) and _is_like(real, leaf):
                 known = _Known(real, real._version, leaf._version, sources, is_input=is_input)

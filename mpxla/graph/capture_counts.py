@@ -40,7 +40,8 @@ _COMPARED = {
 }
 _TURNED = {"some": "none", "none": "some"}
 _READS = frozenset(("__bool__", "is_nonzero"))
-_DIVIDES = frozenset("__iter__ chunk split tensor_split tolist unbind".split())
+_DIVIDES = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1, "__iter__": 9, "tolist": 9}
+"""They give lists; and where their argument `dim` is, which is 0 where it is not."""
 
 
 class Counts:
@@ -155,7 +156,8 @@ class Counts:
         if not isinstance(value, FakeTensor):
             return call(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _DIVIDES and any(isinstance(size, torch.SymInt) for size in value.shape):
+        is_list = name in _DIVIDES and value.dim()
+        if is_list and isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt):
             raise NeedsValueError(f"{name} of rows that a mask chooses")
         said = self._said.get(value)
         if said is not None and name in _READS:
@@ -182,6 +184,11 @@ class Counts:
             kind = _COMPARED.get((name, args[1]))
             return None if kind is None else (said[0], kind)
         return None
+
+
+def _divided(name: str, args: tuple[Any, ...], kwargs: Any) -> int:
+    place = _DIVIDES[name]
+    return kwargs.get("dim", args[place] if len(args) > place else 0)
 
 
 def check_counts(graph: fx.Graph) -> None:

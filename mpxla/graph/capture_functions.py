@@ -160,6 +160,20 @@ def _with_lengths(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return call
 
 
+def _of_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss of classes. Of rows that a mask chooses, each one's loss loses its shape when torch
+    traces it again (2.9 - 2.13); not so with a dim more.
+    """
+
+    def call(input: torch.Tensor, target: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        is_each = "none" in (named.get("reduction"), *args[4:5])
+        if is_each and input.dim() == 2 and isinstance(input.shape[0], torch.SymInt):
+            return function(input[..., None], target[..., None], *args, **named)[..., 0]
+        return function(input, target, *args, **named)
+
+    return call
+
+
 def _lstm(input: torch.Tensor, hx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     """What `nn.LSTM` calls. Taken apart, it has last states of [layers, 1, B, H] (torch 2.9)."""
     output, *last = torch.lstm(input, hx, *args)
@@ -183,6 +197,8 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: _corrcoef,
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
     F.ctc_loss: _with_lengths(F.ctc_loss),
+    F.cross_entropy: _of_rows(F.cross_entropy),
+    F.nll_loss: _of_rows(F.nll_loss),
     torch.lstm: _lstm,
     torch._pack_padded_sequence: _refuse_packed,  # pyright: ignore[reportPrivateUsage]
     torch.Tensor.random_: _random_,

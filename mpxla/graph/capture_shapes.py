@@ -17,6 +17,7 @@ __all__ = ["FixedShapes"]
 
 _SIZES = frozenset("arange empty full ones zeros".split())
 """They take numbers, and a tensor of one element for a number."""
+_PLACES = frozenset(("argwhere", "nonzero", "where"))
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _get, _set = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
@@ -30,10 +31,15 @@ class FixedShapes:
     Args:
         ask: (function, value) -> what the function says of a tensor whose value is known; None of
             all else.
+        varies: whether a tensor follows from inputs of the step.
     """
 
-    def __init__(self, ask: Callable[[Callable[[torch.Tensor], Any], Any], Any]):
-        self._ask = ask
+    def __init__(
+        self,
+        ask: Callable[[Callable[[torch.Tensor], Any], Any], Any],
+        varies: Callable[[torch.Tensor], bool],
+    ):
+        self._ask, self._varies = ask, varies
 
     def fixed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The call to make in the place of one, mostly itself."""
@@ -46,9 +52,14 @@ class FixedShapes:
         if name == "masked_select":
             tensor, mask = _arguments(("input", "mask"), args, kwargs)
             shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-            places = self._ask(lambda mask: mask.broadcast_to(shape).nonzero(), mask)
+            places = self._places(mask, mask.broadcast_to(shape))
             if places is not None:
-                return _get, (tensor.broadcast_to(shape), places.unbind(1)), {}
+                return _get, (tensor.broadcast_to(shape), places), {}
+        if name in _PLACES and self._varies(args[0]) and (name != "where" or len(args) == 1):
+            places = self._places(args[0], args[0])
+            as_tuple = name == "where" or kwargs.get("as_tuple") or args[1:] == (True,)
+            if places is not None:
+                return (tuple, (places,), {}) if as_tuple else (torch.stack, (places, 1), {})
         if name == "repeat_interleave":
             tensor, repeats, dim = _arguments(("input", "repeats", "dim"), args, kwargs)
             tensor, dim = (tensor.flatten(), 0) if dim is None else (tensor, dim)
@@ -68,9 +79,19 @@ class FixedShapes:
             if isinstance(part, list) and part and all(isinstance(v, bool) for v in part):
                 part = [place for place, is_chosen in enumerate(part) if is_chosen]
             is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
-            places = self._ask(torch.nonzero, part) if is_mask else None
-            found += [part] if places is None else places.unbind(1)
+            places = self._places(part, part) if is_mask else None
+            found += [part] if places is None else places
         return tuple(found)
+
+    def _places(self, known: torch.Tensor, mask: torch.Tensor) -> Any:
+        """Along each dim, the places where a mask is true, which is known or made of what is; None
+        where it is not. Of inputs, only their number is fixed.
+        """
+        if not self._varies(known):
+            places = self._ask(lambda value: value.broadcast_to(mask.shape).nonzero(), known)
+            return None if places is None else places.unbind(1)
+        count = self._ask(lambda value: int(value.broadcast_to(mask.shape).count_nonzero()), known)
+        return None if count is None else torch.nonzero_static(mask, size=count).unbind(1)
 
     def _as_numbers(self, part: Any) -> Any:
         """A part of an index, with numbers for known tensors that stand for one."""

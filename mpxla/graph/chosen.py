@@ -162,6 +162,8 @@ class Walk:
             raise refused(node, "meets an operator that is not known to treat rows one by one")
         with self._graph.inserting_before(node):
             made, dims = rule(self, node)
+        if not isinstance(dims, list) and dims and len(dims) != value.dim():
+            raise refused(node, "has another shape than torch says")
         if isinstance(dims, list) or any(dims):
             self._dims[made] = dims
         if made is not node:
@@ -287,9 +289,11 @@ class Walk:
         return rows.made["first"]
 
     def count(self, rows: Rows) -> fx.Node:
-        """int64 [], how many rows count."""
+        """int64 [], how many rows count; one for none, if the step has another way with none."""
         if "count" not in rows.made:
             made = self.call(_aten.sum.default, rows.mask)
+            if rows.is_asked:
+                made = self.call(_aten.clamp_min.default, made, 1)
             made.meta["val"] = self._scalar(torch.int64)
             rows.made["count"] = made
         return rows.made["count"]
@@ -357,15 +361,12 @@ class Walk:
         mask = self.along(rows.mask, dim, num_dims)
         return self.call(_aten.where.self, mask, value, first)
 
-    def settled(self, value: fx.Node, rows: Sequence["Rows | None"]) -> fx.Node:
-        """A mean over rows, and zero over none, if the step's way with none is another: else it
-        would have the NaN of that mean.
-        """
-        for one in {id(r): r for r in rows if r is not None and r.is_asked}.values():
-            some = self.call(_aten.any.default, one.mask)
-            zero = self.call(_aten.zeros_like.default, value)
-            value = self.call(_aten.where.self, some, value, zero)
-        return value
+    def settled(self, mean: fx.Node, rows: Rows) -> fx.Node:
+        """A mean over rows; of none it is zero, not NaN, if the step has another way with none."""
+        if not rows.is_asked:
+            return mean
+        some = self.call(_aten.any.default, rows.mask)
+        return self.call(_aten.where.self, some, mean, self.call(_aten.zeros_like.default, mean))
 
     # --- numbers ------------------------------------------------------------------------------
 

@@ -193,8 +193,22 @@ def _multiplied(terms: _Terms, node: fx.Node) -> Any:
 
 def _divided(terms: _Terms, node: fx.Node) -> Any:
     one, other = map(terms.of, arguments_of(node)[:2])
-    is_zero = one == _Number(0) and not isinstance(other, (_Number, int, float))
+    is_zero = one == _Number(0) and other not in (0, _Number(0))
     return _Number(0) if is_zero else None
+
+
+def _raised(terms: _Terms, node: fx.Node) -> Any:
+    """`clamp_min`."""
+    term, limit = map(terms.of, arguments_of(node))
+    is_known = isinstance(term, _Number) and isinstance(limit, (int, float))
+    return _Number(max(term.value, limit)) if is_known else None
+
+
+def _as_mask(terms: _Terms, node: fx.Node) -> Any:
+    """`ne`."""
+    term, other = map(terms.of, arguments_of(node))
+    is_known = isinstance(term, _Number) and isinstance(other, (int, float))
+    return _Number(term.value != other) if is_known else None
 
 
 def _summed(terms: _Terms, node: fx.Node) -> Any:
@@ -226,6 +240,8 @@ _SIMPLER: Mapping[Any, Callable[[_Terms, fx.Node], Any]] = {
     _aten.index_put.default: _written(2),
     _aten.new_zeros.default: _made(0),
     _aten.logical_not.default: _turned,
+    _aten.clamp_min.default: _raised,
+    _aten.ne.Scalar: _as_mask,
     _aten.where.self: _chosen,
     _aten.masked_fill.Scalar: _filled,
     _aten.mul.Tensor: _multiplied,

@@ -37,8 +37,24 @@ def _changed(node: fx.Node, **arguments: Any) -> fx.Node:
 
 def _elementwise(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     dims = aligned(walk, node, node.all_input_nodes, node.meta["val"].dim())
-    node.args = fx.map_arg(node.args, lambda n: walk.as_number(n, node))
-    node.kwargs = fx.map_arg(node.kwargs, lambda n: walk.as_number(n, node))
+    value = node.meta["val"]
+    others = [n.meta["val"] for n in node.all_input_nodes]
+    is_small = not any(isinstance(v, torch.Tensor) and v.dim() for v in others)
+
+    def as_number(operand: fx.Node) -> Any:
+        number = walk.as_number(operand, node)
+        # A number of Python takes the type of what it meets, a tensor without dims need not.
+        if (
+            number is operand
+            or value.dtype is torch.bool
+            or not (is_small or number.meta["val"].is_floating_point())
+        ):
+            return number
+        wide = value.dtype if is_small else torch.promote_types(value.dtype, torch.float32)
+        return walk.call(_aten.to.dtype, number, wide)
+
+    node.args = fx.map_arg(node.args, as_number)
+    node.kwargs = fx.map_arg(node.kwargs, as_number)
     return node, dims
 
 
@@ -203,8 +219,7 @@ def _divided_sum(
     inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
     filled = walk.filled(source, inner, 0)
     total = walk.call(_aten.sum.dim_IntList, filled, sorted(along), keepdim, dtype=dtype)
-    mean = walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
-    return walk.settled(mean, inner)
+    return walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
 
 
 def _variance(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -274,7 +289,7 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     loss = _changed(node, **{name: filled})
     if arguments["reduction"] == 1 and dims[0].is_asked:
         loss = walk.call(target_of(node), *loss.args, **loss.kwargs)
-        loss = walk.settled(loss, dims)
+        loss = walk.settled(loss, dims[0])
     return loss, ()
 
 
