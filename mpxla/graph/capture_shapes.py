@@ -78,8 +78,9 @@ class FixedShapes:
         for part in index:
             if isinstance(part, list) and part and all(isinstance(v, bool) for v in part):
                 part = [place for place, is_chosen in enumerate(part) if is_chosen]
-            is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim()
-            places = self._places(part, part) if is_mask else None
+            places = None
+            if isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim():
+                places = self._places(part, part)
             found += [part] if places is None else places
         return tuple(found)
 

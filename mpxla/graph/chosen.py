@@ -89,6 +89,13 @@ def fix_sizes(
             raise refused(node, "is a result of the step: return values of a fixed size")
     output.args = (tuple(walk.as_number(v, output) for v in outputs_of(graph)),)
     graph.eliminate_dead_code()
+    for line, size in walk.chosen.items():
+        warn_once(
+            f"rows chosen{line}",
+            f"how many rows are chosen{line} depends on values, and a compiled step has fixed "
+            f"shapes: what follows is computed for all {size} rows, and those that are not chosen "
+            f"are left out of sums and writes.",
+        )
 
 
 def aligned(walk: "Walk", node: fx.Node, values: Sequence[Any], num_dims: int) -> Dims:
@@ -103,13 +110,14 @@ def aligned(walk: "Walk", node: fx.Node, values: Sequence[Any], num_dims: int) -
     return tuple(found)
 
 
-def refused(node: fx.Node, what: str) -> ValueNeededError:
-    """The error for a node whose value has rows that a mask has chosen."""
+def refused(node: fx.Node, what: str = "") -> ValueNeededError:
+    """The error for a node, and what becomes there of rows that a mask has chosen."""
+    rows = f" What has as many rows as a mask is true {what}." if what else ""
     return ValueNeededError(
-        f"{describe(node)}: the shape of its result, or the way it goes on, depends on values. "
-        f"What has as many rows as a mask is true {what}. A step is captured once, with fixed "
-        f"shapes: use a mask and torch.where, `topk` with a fixed number or `torch.nonzero_static`,"
-        f" or do it before the step function and pass the result in."
+        f"{describe(node)}: the shape of its result, or the way it goes on, depends on values."
+        f"{rows} A step is captured once, with fixed shapes: use a mask and torch.where, `topk` "
+        f"with a fixed number or `torch.nonzero_static`, or do it before the step function and "
+        f"pass the result in."
     )
 
 
@@ -127,6 +135,7 @@ class Walk:
     """Goes over the nodes of a graph in their order.
 
     Attributes:
+        chosen: the user's lines where masks choose rows, and of how many.
         places: values that are places of chosen rows in a mask -> the rows, the shape of the mask,
             and along which of its dims; None for all dims, as columns.
         numbering: values that number the chosen rows from zero.
@@ -143,6 +152,7 @@ class Walk:
         self._same: dict[Any, fx.Node] = {}
         self._key: dict[fx.Node, Any] = {}
         self._now: fx.Node | None = None
+        self.chosen: dict[str, int] = {}
         self.places: dict[fx.Node, tuple[Rows, tuple[int, ...], int | None]] = {}
         self.numbering: dict[fx.Node, Rows] = {}
 
@@ -159,10 +169,11 @@ class Walk:
         self._now = node
         rule = rule_of(node)
         if rule is None:
-            raise refused(node, "meets an operator that is not known to treat rows one by one")
+            what = "meets an operator that is not known to treat rows one by one"
+            raise refused(node, what if has_rows else "")
         with self._graph.inserting_before(node):
             made, dims = rule(self, node)
-        if not isinstance(dims, list) and dims and len(dims) != value.dim():
+        if isinstance(value, torch.Tensor) and dims and len(dims) != value.dim():
             raise refused(node, "has another shape than torch says")
         if isinstance(dims, list) or any(dims):
             self._dims[made] = dims
@@ -218,13 +229,7 @@ class Walk:
                 mask = self.call(_aten.ne.Scalar, mask, 0)
             flat = self.call(_aten.reshape.default, self.filled(mask, dims, False), [-1])
             self._rows[key] = Rows(flat, math.prod(shape), is_asked=is_asked)
-            warn_once(
-                f"rows of {line_of(self._now) if self._now else ''}",
-                f"how many rows are chosen{line_of(self._now) if self._now else ''} depends on "
-                f"values, and a compiled step has fixed shapes: what follows is computed for all "
-                f"{math.prod(shape)} rows, and those that are not chosen are left out of sums and "
-                f"writes.",
-            )
+            self.chosen[line_of(self._now) if self._now else ""] = math.prod(shape)
         return self._rows[key]
 
     def merged(self, parts: Sequence["int | Rows"]) -> Rows:

@@ -112,8 +112,8 @@ def _regroup(
             found[i] = part if isinstance(part, Rows) else None
     elif len(targets) == 1:
         (i,) = targets
-        found[i] = walk.merged(parts)
-        walk.note(new_sizes[i], found[i])
+        found[i] = rows = walk.merged(parts)
+        walk.note(new_sizes[i], rows)
     else:
         raise refused(node, "gets another shape")
 
@@ -213,8 +213,8 @@ def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
             known[dim] or value.meta["val"].shape[dim]
             for known, value in zip(parts, values, strict=True)
         ]
-        dims[dim] = walk.joined(pieces)
-        walk.note(node.meta["val"].shape[dim], dims[dim])
+        dims[dim] = rows = walk.joined(pieces)
+        walk.note(node.meta["val"].shape[dim], rows)
     return node, tuple(dims)
 
 

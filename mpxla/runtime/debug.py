@@ -82,7 +82,9 @@ def problem_of_checks(
         view: gives a result on the host.
     """
     for check in prints:
-        for microbatch in range(num_microbatches) if check.check else ():
+        if check.check is None:
+            continue
+        for microbatch in range(num_microbatches):
             if not bool(view(fetch(check.result)[microbatch])):
                 text = _FAILED[check.check].format(line=check.label)
                 return f"{function}: microbatch {microbatch} has {text}"

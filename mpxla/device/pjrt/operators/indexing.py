@@ -46,6 +46,14 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = Fal
     return x.at[along(x, dim, index)].get(mode="fill")
 
 
+@implements("nonzero_static")
+def _nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
+    if not x.ndim:
+        return jnp.zeros((size, 0), np.int64)
+    places = jnp.nonzero(x, size=size, fill_value=fill_value)
+    return jnp.stack(places, 1).astype(np.int64)
+
+
 def places_of(indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     """PyTorch's list of indices as NumPy's tuple."""
     return tuple(slice(None) if index is None else index for index in indices)

@@ -1,0 +1,138 @@
+"""Models whose masks choose rows train as in PyTorch, with other masks in every microbatch."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.errors import StepError
+from mpxla.tests.graph.test_chosen import (
+    Model,
+    asked,
+    counts,
+    experts_by_masks,
+    experts_by_one_hot,
+    experts_counted,
+    labels_chosen_twice,
+    of_each_row_as_many,
+    shapes,
+    writes,
+)
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+EXPERTS = [experts_by_masks]
+OTHERS = [
+    experts_by_one_hot,
+    labels_chosen_twice,
+    counts,
+    writes,
+    shapes,
+    asked,
+    of_each_row_as_many,
+]
+
+
+class Trained(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.model, self.function = Model(), function
+
+    def forward(self, x, y):
+        return self.function(self.model, self.model.first(x), y)
+
+
+def batch(number):
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(6, 5, 8, generator=draw), torch.randint(0, 10, (6, 5), generator=draw)
+
+
+def expected(function):
+    module = Trained(function)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+    losses = []
+    for number in range(3):
+        optimizer.zero_grad()
+        values = [module(*pair) for pair in zip(*(t.chunk(2) for t in batch(number)), strict=True)]
+        loss = sum(values) / 2
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, module.state_dict()
+
+
+def train(num_stages, functions):
+    smp.init({"microbatches": 2, "pipeline_parallel_degree": num_stages})
+
+    @smp.step
+    def step(model, x, y):
+        loss = model(x, y)
+        model.backward(loss)
+        return loss
+
+    found = []
+    for function in functions:
+        model = smp.DistributedModel(Trained(function))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02))
+        losses = []
+        for number in range(3):
+            optimizer.zero_grad()
+            losses.append(float(step(model, *batch(number)).reduce_mean()))
+            optimizer.step()
+        found.append((losses, {k: value.cpu() for k, value in model.state_dict().items()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "functions"),
+    [
+        (1, EXPERTS),
+        pytest.param(1, OTHERS, marks=pytest.mark.slow),
+        pytest.param(2, [*EXPERTS, *OTHERS], marks=pytest.mark.slow),
+    ],
+)
+def test_trains_as_plain_torch(num_stages, functions):
+    for found in run_ranks(train, num_stages, num_stages, functions):
+        for function, (losses, state) in zip(functions, found, strict=True):
+            wanted, parameters = expected(function)
+            name = function.__name__
+            torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(state, parameters, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def ask():
+    smp.init({"microbatches": 2})
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mpxla").addHandler(handler)
+    model = smp.DistributedModel(Trained(experts_counted))
+
+    @smp.step
+    def step(model, x, y):
+        model.backward(model(x, y))
+
+    gate = model.module.model.gate
+    with torch.no_grad():
+        gate.weight.zero_(), gate.bias.zero_()
+        gate.weight[:, :3] = torch.eye(3)
+    step(model, *batch(0))
+    with torch.no_grad():
+        gate.bias[1] = -100.0
+    with pytest.raises(StepError) as error:
+        step(model, *batch(1))
+    return str(error.value), lines
+
+
+def test_a_branch_that_was_not_captured_is_an_error():
+    ((text, lines),) = run_ranks(ask, 1)
+    line = r"at \S*test_chosen.py:\d+: if mask.any\(\):"
+    assert re.search(rf"step: microbatch 0 has a mask that is true nowhere, .* asks {line}", text)
+    assert "To train on, compute without the branch" in text
+    (told,) = [line for line in lines if "It is captured as if it were" in line]
+    assert re.search(rf"asks {line} whether a mask is true anywhere", told)
+    assert any("is computed for all 15 rows" in line for line in lines)
