@@ -425,8 +425,10 @@ def _captured(
         except Exception as error:
             is_final = known is not None and known.decide_sizes
             explained = explain(error, is_final)
-            # Torch has sizes without values here that not all of its code expects.
-            if counts.has_unknown and not is_final and not isinstance(explained, MpxlaError):
+            # Torch has sizes without values here that not all of its code expects, and the user's
+            # code may go another way.
+            is_supposed = counts.has_unknown or counts.asked
+            if is_supposed and not is_final and not isinstance(explained, MpxlaError):
                 explained = ValueNeededError(f"{type(error).__name__}: {error}")
             raise explained from error
     if returned.num_objectives:

@@ -39,6 +39,9 @@ _COMPARED = {
     **{("ge", 1): "some", ("lt", 1): "none"},
 }
 _TURNED = {"some": "none", "none": "some"}
+_OF_FINITE = frozenset("isfinite isinf isnan isneginf isposinf".split())
+_IS_NO_MASK = None, "finite"
+"""Said of tests whether values are finite, which are no masks of rows."""
 _READS = frozenset(("__bool__", "is_nonzero"))
 _DIVIDES = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1, "__iter__": 9, "tolist": 9}
 """They give lists; and where their argument `dim` is, which is 0 where it is not."""
@@ -160,11 +163,14 @@ class Counts:
         if is_list and isinstance(value.shape[_divided(name, args, kwargs)], torch.SymInt):
             raise NeedsValueError(f"{name} of rows that a mask chooses")
         said = self._said.get(value)
-        if said is not None and name in _READS:
+        if said not in (None, _IS_NO_MASK) and name in _READS:
             is_empty = self._ask(said[0])
             return (said[1] == "none") is is_empty
         result = call(func, args, kwargs)
         found = self._follow(name, value, args, kwargs, said)
+        others = (said, *map(self._said.get, (v for v in args[1:] if isinstance(v, FakeTensor))))
+        if name in _OF_FINITE or _IS_NO_MASK in others:
+            found = _IS_NO_MASK
         if found is not None:
             made = result if isinstance(result, FakeTensor) else getattr(result, "tensor", None)
             if isinstance(made, FakeTensor):  # of a number too, which was read
@@ -174,7 +180,8 @@ class Counts:
     def _follow(self, name: str, value: torch.Tensor, args: Any, kwargs: Any, said: Any) -> Any:
         name = name.removeprefix("__").removesuffix("__")
         if said is None:
-            is_whole = len(args) == 1 and not kwargs and value.dtype is torch.bool
+            is_whole = len(args) == 1 and not kwargs and value.dim()
+            is_whole = is_whole and value.dtype is torch.bool
             return (value, _OF_MASKS[name]) if is_whole and name in _OF_MASKS else None
         if name in _SAME:
             return said
