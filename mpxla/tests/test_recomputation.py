@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ranks
 MICROBATCHES = 4
 _UNOPTIMIZED = "--xla_backend_optimization_level=0"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-EXACT = {} if _UNOPTIMIZED in _FLAGS else {"XLA_FLAGS": f"{_FLAGS} {_UNOPTIMIZED}"}
-"""For the environment of ranks; most runs of the tests have it anyway."""
+EXACT = {"XLA_FLAGS": f"{_FLAGS} {_UNOPTIMIZED}"}
+"""For the environment of ranks, whose older emitters would contract products and sums."""
 IS_EXACT = name_here() == "torch_xla"
 
 
