@@ -47,7 +47,7 @@ _BACKENDS = {
     "": ("torch_xla", "mpxla.device.torch_xla.backend"),
 }
 """What ranks import of a backend, by the variable that names it."""
-LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER", "XLA_FLAGS"})
+LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER", "XDG_CACHE_HOME", "XLA_FLAGS"})
 """Variables that nobody reads before `smp.init`, or before the first use of a device."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
