@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import importlib
 import os
 import sys
@@ -21,6 +22,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # but for the tests marked `devic
 # (The variable is there already: `import mpxla` has added a flag, and comes before this file.)
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+# Python searches all of torch and the tests for garbage again and again: 0.4 s each time, a tenth
+# of what tests without ranks take. Much garbage comes of traces, which `mpxla.collection` sees to.
+gc.set_threshold(*gc.get_threshold()[:2], 1_000)
 # What one test leaves on disk others find, in this run only: so a key that says too little shows.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="mpxla-tests-")

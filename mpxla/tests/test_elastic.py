@@ -90,7 +90,7 @@ def launch(script, folder, port, log):
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     command += ["--rdzv-id=elastic", "--local-addr=127.0.0.1"]
     command += ["--rdzv-conf=last_call_timeout=10,join_timeout=200"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     arguments = [str(folder), *map(str, (NUM_STEPS, BATCH, LOST_AFTER))]
     return subprocess.Popen(

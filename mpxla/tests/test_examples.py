@@ -58,7 +58,7 @@ def write_mnist(folder: Path, num_samples: int, suffix: str = "") -> None:
 
 def run(*command: str, timeout_s: float = 240) -> str:
     """Runs a command as a user would and returns its output; ends all that it started."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=REPOSITORY,

@@ -61,7 +61,7 @@ wait $second
 
 
 def environment_of_ranks() -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     return environment | {"PYTHONPATH": str(REPOSITORY)}
 
 

@@ -150,7 +150,7 @@ def run(stages):
     return list(results(call, holder)), reasons[1:]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_changes_are_in_the_next_step(stages):
     raw, holder = made()
     expected = list(results(lambda: (raw(X) + holder.teachers[0](X)).detach(), holder))

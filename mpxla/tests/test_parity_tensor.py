@@ -199,32 +199,32 @@ SWEEP = (
     Case("llama", 2, replicas=2, prescaled=False, layers=1, keys=PARTS),
     Case("gpt2", 2, backend="pjrt"),
     Case("gpt2", 2, stages=2, backend="pjrt"),
-    Case("llama", 2, backend="pjrt"),
-    Case("llama", 2, transport="xla"),
+    Case("llama", 2, backend="pjrt", layers=1),
+    Case("llama", 2, transport="xla", layers=1),
     Case("llama", 2, stages=2),
     Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
-    Case("gpt2", 4, backend="pjrt"),
-    Case("gpt2", 2, replicas=2, backend="pjrt"),
+    Case("gpt2", 4, backend="pjrt", layers=1),
+    Case("gpt2", 2, replicas=2, backend="pjrt", layers=1),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
-    Case("llama", 2),
-    Case("llama", 2, replicas=2, backend="pjrt", prescaled=False),
+    Case("llama", 2, layers=1),
+    Case("llama", 2, replicas=2, backend="pjrt", prescaled=False, layers=1),
     Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
     Case("llama", 2, stages=2, checkpointed=True),
     Case("gpt2", 2, backend="pjrt", checkpointed=True),
-    Case("gpt2", 4),
+    Case("gpt2", 4, layers=1),
     Case("llama", 2, stages=2, replicas=2),
     Case("bert", 2, stages=2, backend="pjrt"),
     Case("llama", 2, replicas=2, keys=PARTS),
-    Case("llama", 2, replicas=2, backend="pjrt", keys=PARTS),
-    Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS),
+    Case("llama", 2, replicas=2, backend="pjrt", keys=PARTS, layers=1),
+    Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS, layers=1),
     Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
-    Case("llama", 2, replicas=2, keys=GRADIENTS),
-    Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1])),
+    Case("llama", 2, replicas=2, keys=GRADIENTS, layers=1),
+    Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1]), layers=1),
     Case("llama", 1, stages=2, replicas=2, keys=PARTS[:1]),  # nothing is large enough
     Case("roberta", 2, prescaled=False),
     Case("mixtral", 2, backend="pjrt"),
     Case("mixtral", 2, stages=2),
-    Case("vit", 2, replicas=2),
+    Case("vit", 2, replicas=2, layers=1),
     Case("vit", 2, stages=2, backend="pjrt", prescaled=False),
 )
 
@@ -267,7 +267,7 @@ def other_batches(differs, is_prescaled):
     import mpxla as smp
 
     smp.init(Case("llama", 2, prescaled=is_prescaled).config())
-    raw = build("llama")
+    raw = build("llama", 1)
     smp.set_tensor_parallelism(raw)
     model = smp.DistributedModel(raw)
 
@@ -390,7 +390,7 @@ def refused():
     import mpxla as smp
 
     smp.init(Case("llama", 2).config())
-    raw = build("llama")
+    raw = build("llama", 1)
     smp.set_tensor_parallelism(raw)
     model = smp.DistributedModel(raw)
     calls = {

@@ -56,7 +56,7 @@ def test_pages_name_only_files_and_targets_that_exist(page: Path):
 def test_first_block_runs_by_itself(tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(FIRST)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     result = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240

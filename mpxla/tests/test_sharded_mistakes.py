@@ -233,8 +233,16 @@ def change_gradients(key):
     return found
 
 
-@pytest.mark.parametrize("key", ["sharded_data_parallel_degree", "shard_gradients"])
-@pytest.mark.parametrize("env", [{}, JAX], ids=["default", "jax"])
+@pytest.mark.parametrize(
+    ("env", "key"),
+    [
+        ({}, "sharded_data_parallel_degree"),
+        (JAX, "shard_gradients"),
+        pytest.param({}, "shard_gradients", marks=pytest.mark.slow),
+        pytest.param(JAX, "sharded_data_parallel_degree", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: ("jax" if value else "default") if isinstance(value, dict) else None,
+)
 def test_gradients_that_a_loop_does_not_reach(key, env):
     for found in run_ranks(change_gradients, 2, key, env=env):
         for (what, _), texts in found.items():

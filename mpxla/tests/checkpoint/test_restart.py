@@ -21,7 +21,7 @@ SCRIPT = REPOSITORY / "examples" / "mnist_mlp" / "train_smp.py"
 
 def start(folder, epochs):
     """The example under torchrun, which restarts it when a process dies."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     options = ["--epochs", str(epochs), "--checkpoint-dir", str(folder), "--checkpoint-every", "5"]

@@ -35,7 +35,7 @@ smp.shutdown()
 def launch(folder, *words):
     (folder / "beside_it.py").write_text('word = "hello"\n')
     (folder / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "MPXLA_DEVICE": "eager", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "mpxla", "run", "-n", "2", str(folder / "script.py"), *words]
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200

@@ -34,11 +34,12 @@ __all__ = [
     "fork_process",
     "start_process",
     "stop_zygotes",
+    "xla_flags_of_ranks",
 ]
 
 _PRELOADED = (
     *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
-    *("mpxla.runtime.plan", "mpxla.comm.host", "pytest"),
+    *("mpxla.runtime.plan", "mpxla.comm.host", "pytest", "scipy.optimize", "torchvision"),
 )
 """What nearly every rank imports: these modules import most of mpxla, and tests import pytest."""
 _BACKENDS = {
@@ -46,10 +47,12 @@ _BACKENDS = {
     "": ("torch_xla", "mpxla.device.torch_xla.backend"),
 }
 """What ranks import of a backend, by the variable that names it."""
-LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER"})
-"""Variables that nobody reads before `smp.init`."""
+LATE_ENVIRON = frozenset({"MPXLA_DEVICE", "MPXLA_EAGER", "XDG_CACHE_HOME", "XLA_FLAGS"})
+"""Variables that nobody reads before `smp.init`, or before the first use of a device."""
 RANK_ENVIRON = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
 """What every rank process has from the start: one core each, and the device that is everywhere."""
+_UNOPTIMIZED = "--xla_backend_optimization_level=0"
+_OLD_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 _MAX_ORDER_BYTES = 1 << 17
 _COMMAND = "from mpxla.tests.ranks.worker import main; main()"
 
@@ -149,6 +152,17 @@ class _Zygote:
 
 _zygotes: dict[str, _Zygote] = {}
 """By their backend."""
+
+
+def xla_flags_of_ranks(flags: str) -> str:
+    """The flags of ranks where those of the test process are `flags`.
+
+    XLA's newer emitters go through MLIR, which is a fifth to a quarter of what a rank of a test
+    costs. Where nothing is optimized, and so for speed of compilation only, ranks do without them;
+    operators that are tried in the test process, and scripts, are compiled as they always are.
+    """
+    is_fast = _UNOPTIMIZED in flags and "xla_cpu_use_fusion_emitters" not in flags
+    return f"{flags} {_OLD_EMITTERS}" if is_fast else flags
 
 
 def fork_process(

@@ -32,6 +32,7 @@ from mpxla.tests.ranks.launcher import (
     fork_process,
     start_process,
     stop_zygotes,
+    xla_flags_of_ranks,
 )
 from mpxla.tests.ranks.worker import Failed, Finished, FunctionRef, Request, Started
 
@@ -123,6 +124,7 @@ class RankProcess:
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             **RANK_ENVIRON,
+            "XLA_FLAGS": xla_flags_of_ranks(os.environ.get("XLA_FLAGS", "")),
             **env,
         }
         launch = fork_process if env.keys() <= LATE_ENVIRON else start_process

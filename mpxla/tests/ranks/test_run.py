@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpxla.tests.backends import name_here
+from mpxla.tests.ranks.launcher import xla_flags_of_ranks
 from mpxla.tests.ranks.run import RankError, run_ranks, run_ranks_unpooled
 
 pytestmark = pytest.mark.ranks
@@ -112,6 +113,12 @@ def test_environment_is_that_of_a_launcher():
 def test_xla_optimizes_nothing_in_tests_unless_told_to():
     for flags in run_ranks(environment, 2, "XLA_FLAGS"):
         assert "--xla_backend_optimization_level=" in flags
+        assert ("level=0" in flags) == ("--xla_cpu_use_fusion_emitters=false" in flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_backend_optimization_level=3"])
+def test_ranks_compile_as_in_real_use_where_xla_optimizes(flags):
+    assert xla_flags_of_ranks(flags) == flags
 
 
 def test_processes_are_kept_between_calls():

@@ -130,6 +130,7 @@ def _serve(request: Request, connection: Connection) -> None:
         os.environ.clear()
         os.environ.update(environ)
     gc.collect()
+    gc.freeze()  # what has stayed, jax's and torch's caches above all, is not searched again
     connection.send(Finished(value))
 
 

@@ -55,8 +55,17 @@ def planned(step, rank, limit, way):
     return peak_bytes([actions], stage_bytes(stages))[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "way"),
+    [
+        (0, "interleaved"),
+        (1, "zero_bubble"),
+        (0, "offloading"),
+        pytest.param(1, "interleaved", marks=pytest.mark.slow),
+        pytest.param(0, "zero_bubble", marks=pytest.mark.slow),
+        pytest.param(1, "offloading", marks=pytest.mark.slow),
+    ],
+)
 def test_the_least_that_is_possible_is_named_and_suffices(step, rank, way):
     with pytest.raises(ConfigError, match="activation_memory: 1 bytes are too few for") as caught:
         planned(step, rank, 1, way)

@@ -1,5 +1,7 @@
 """Operators that torch_xla cannot lower, or has no derivative of: as in plain PyTorch."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,27 +83,34 @@ ON_DEVICE = (
 )
 
 
-def run_all():
+RELATIVES = ("bag", "ctc_concatenated", "least_squares", "logdet", "stft", "stft_plain")
+"""Of samples that the default tier has."""
+EACH = [pytest.param(n, marks=[pytest.mark.slow] * (n in RELATIVES)) for n in SAMPLES]
+
+
+def run_all(names):
     from mpxla.tests.stage.single import differences
 
     found = {}
-    for name, function in SAMPLES.items():
+    for name in names:
         try:
-            found[name] = differences(function)
+            found[name] = differences(SAMPLES[name])
         except Exception as error:
             found[name] = ([float("inf")], f"{type(error).__name__}: {error}")
     return found
 
 
-@pytest.fixture(scope="module")
-def results():
-    (found,) = run_ranks(run_all, 1, timeout_s=300)
+@functools.cache
+def results_of(is_slow):
+    """Of all samples of a tier, which one process computes."""
+    names = [name for name in SAMPLES if (name in RELATIVES) == is_slow]
+    (found,) = run_ranks(run_all, 1, names, timeout_s=300)
     return found
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_operator_gives_the_numbers_of_plain_torch(results, name):
-    errors, operators = results[name]
+@pytest.mark.parametrize("name", EACH)
+def test_operator_gives_the_numbers_of_plain_torch(name):
+    errors, operators = results_of(name in RELATIVES)[name]
     assert max(errors) < 3e-5, (errors, operators)
     assert (name in ON_DEVICE) == (operators == ())
 
