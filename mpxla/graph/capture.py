@@ -179,6 +179,7 @@ class _Returned:
     prints: tuple[Print, ...] = ()
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
+    written: frozenset[str] = frozenset()
 
 
 class _StepModule(nn.Module):
@@ -201,6 +202,11 @@ class _StepModule(nn.Module):
         self._values = None if values is None else tuple(values)
         self.returned = _Returned()
 
+    def _names(self, parameters: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Those that the model has for some parameters."""
+        held, named = set(map(id, parameters)), self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if id(parameter) in held)
+
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
         tape = None if self._values is None else Tape()
@@ -212,7 +218,7 @@ class _StepModule(nn.Module):
             with (
                 semantics,
                 masks_decided(semantics.constants),
-                own_backwards_captured(),
+                own_backwards_captured(semantics.writes.contents.read),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 optimizers_refused(),
@@ -223,6 +229,7 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(line, passed)
+            self.returned.written = self._names(semantics.writes.contents.finish())
         finally:
             _recorder = None
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -319,7 +326,8 @@ def capture_step(
             traced = torch.export.export(wrapper, inputs, strict=False)
             keep_gradient_barriers(traced.graph_module)
             returned = wrapper.returned
-            facts = canonical_names, trainable, returned.num_objectives
+            written = frozenset(canonical_names[name] for name in returned.written)
+            facts = canonical_names, trainable, written, returned.num_objectives
 
             def make() -> tuple[FunctionalStep, Constants]:
                 program = functionalize(traced)

@@ -69,8 +69,8 @@ class StepSemantics(TorchFunctionMode):
         super().__init__()
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
-        self._writes = HiddenWrites(self.constants.call)
-        self.selected = Selected(self._writes.call, self.constants.as_number)
+        self.writes = HiddenWrites(self.constants.call)
+        self.selected = Selected(self.writes.call, self.constants.as_number)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
@@ -116,7 +116,7 @@ class StepSemantics(TorchFunctionMode):
             return self.selected.set(*args)
         if func in _VERDICTS:
             return self._verdict(_VERDICTS[func], args, kwargs)
-        return self._writes.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
+        return self.writes.call(CAPTURED_FUNCTIONS.get(func, func), args, kwargs)
 
     def _verdict(self, compare: Any, args: Any, kwargs: Any) -> bool:
         """Whether all elements pass a comparison, read as `bool(tensor)` reads it."""

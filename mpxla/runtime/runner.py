@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
@@ -124,10 +125,7 @@ class PlanRunner:
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
         show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
-        for program in self.plan.programs.values():
-            for name in program.lowered.spec.new_buffers:
-                (value,) = self._backend.publish([run.tensors[name]])
-                self._states.set_buffer(name, value)
+        self._keep_new_values(run)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
@@ -151,6 +149,18 @@ class PlanRunner:
         for key, value in run.results.items():
             if id(value) in held:
                 (run.results[key],) = self._backend.put(self._backend.get([value]))
+
+    def _keep_new_values(self, run: StepRun) -> None:
+        """Gives buffers and parameters the values that the step has left in them."""
+        stages = self.plan.programs.values()
+        names = [name for stage in stages for name in stage.lowered.spec.new_buffers]
+        tensors = {name: self._states.tensor(name) for name in names}
+        parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self._backend.assign(list(parameters.values()), [run.tensors[n] for n in parameters])
+        buffers = [name for name in names if name not in parameters]
+        values = self._backend.publish([run.tensors[name] for name in buffers])
+        for name, value in zip(buffers, values, strict=True):
+            self._states.set_buffer(name, value)
 
     def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
         """What is wrong with values that the last run made; every rank of the pipeline."""

@@ -1,0 +1,98 @@
+"""What a tensor holds in a step function that exchanges that where autograd does not see it.
+
+In PyTorch a parameter then has other values, and gradients go to the parameter by these: by
+`weight.data.clamp_()` it gets those of the clamped weight. In the functional graph the parameter is
+an input. So what reads it afterwards is given the new values, plus the difference of the parameter
+and itself, which is zero and has the gradient.
+
+`tensor.data = new` leaves the old memory to those who hold it. So from then on the tensor is read
+where `new` is; when the function has run, parameters and buffers are written to, which makes their
+values results of the graph.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpxla.errors import CaptureError
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["Contents"]
+
+_GIVE_VIEWS = [cast(Any, getattr(torch.Tensor, name)).__get__ for name in ("T", "mT", "H", "mH")]
+
+
+class Contents:
+    """Of tensors whose contents were exchanged so far.
+
+    Args:
+        call: calls a function of torch with arguments and keyword arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+        self._data: Any = WeakTensorKeyDictionary()
+        self._before: Any = WeakTensorKeyDictionary()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._data
+
+    def data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What has the memory of a tensor now, without its gradient if they were exchanged."""
+        return self._data.get(tensor, tensor)
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Before the values of a tensor are changed."""
+        if tensor not in self._data:
+            with torch.enable_grad():
+                self._before[tensor] = tensor.clone()
+            self._data[tensor] = tensor.detach()
+
+    def give(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """`tensor.data = data`."""
+        self.begin(tensor)
+        self._data[tensor] = data.detach()
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Before a write that autograd sees."""
+        if tensor in self._data:
+            with torch.enable_grad():
+                self._call(torch.Tensor.copy_, (tensor, self._value(tensor)), {})
+            del self._data[tensor], self._before[tensor]
+
+    def read(self, arguments: Any, func: Any = None) -> Any:
+        """Arguments of a function of torch, with the values that they have now."""
+        is_looked_at = getattr(func, "__name__", "") == "__get__" and func not in _GIVE_VIEWS
+        if is_looked_at or not len(self._data):
+            return arguments
+        return pytree.tree_map_only(torch.Tensor, self._value, arguments)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in self._data:
+            data = self._data[tensor]
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return data
+            before = self._before[tensor]
+            return data.detach() + (before - before.detach())
+        base = tensor._base
+        if base is not None and base.is_leaf and tensor.requires_grad and base in self._data:
+            raise CaptureError(
+                f"The step function uses a view of a parameter that it has written to since it "
+                f"took the view{at_user_line()}. Take the view after the write."
+            )
+        return tensor
+
+    def finish(self) -> list[torch.Tensor]:
+        """Writes to parameters and buffers what they hold.
+
+        Returns:
+            Those that need gradients.
+        """
+        held = [tensor for tensor in self._data if tensor.grad_fn is None]
+        with torch.no_grad():
+            for tensor in held:
+                self._call(torch.Tensor.copy_, (tensor, self._data[tensor]), {})
+        return [tensor for tensor in held if tensor.requires_grad]
