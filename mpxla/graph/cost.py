@@ -174,6 +174,8 @@ def _unit(
     head = group[0]
     sources = [s for s in head.all_input_nodes]
     held = [roles[s] for s in sources if s not in units]
+    mutates = tuple(new_buffers[n] for n in group if n in new_buffers)
+    used = [*(role.name for role in held), *mutates]
     is_input = head in roles
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
     output_bytes = sum(_num_bytes(n) for n in values)
@@ -187,9 +189,9 @@ def _unit(
     return GraphNode(
         name=head.name,
         inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
-        parameters=tuple(dict.fromkeys(r.name for r in held if r.name in owned)),
+        parameters=tuple(dict.fromkeys(name for name in used if name in owned)),
         buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
-        mutates=tuple(new_buffers[n] for n in group if n in new_buffers),
+        mutates=mutates,
         module_path=module_path(head),
         kind=kind,
         cost=NodeCost(

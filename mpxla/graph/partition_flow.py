@@ -45,8 +45,7 @@ class Group:
     members: tuple[int, ...]
     """At least two nodes, ascending."""
     reason: str
-    """A clause for error texts, such as ``they use the buffer 'bn.mean', which the step updates``.
-    """
+    """A clause for error texts, such as ``they use 'bn.mean', which the step updates``."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,13 @@ def _groups(
     in_spine: Sequence[bool],
     updated: set[str],
 ) -> tuple[Group, ...]:
-    """Users of an updated buffer, and values that cannot travel with their readers."""
+    """Users of what the step updates, and values that cannot travel with their readers."""
     users: dict[str, list[int]] = {name: [] for name in sorted(updated)}
     for index, node in enumerate(nodes):
-        for name in updated.intersection((*node.buffers, *node.mutates)):
+        for name in updated.intersection((*node.buffers, *node.parameters, *node.mutates)):
             users[name].append(index)
     groups = [
-        Group(tuple(members), f"they use the buffer {name!r}, which the step updates")
+        Group(tuple(members), f"they use {name!r}, which the step updates")
         for name, members in users.items()
         if len(members) > 1
     ]

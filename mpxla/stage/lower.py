@@ -40,6 +40,7 @@ from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
 from mpxla.stage.saved_values import (
     SavedValue,
+    drop_unread,
     rebuild_views,
     route_saved,
     set_outputs,
@@ -244,6 +245,7 @@ def _lower_joint(
     forward, backward = cut(num_plain + spec.num_objectives)
     lowering.expand(forward)
     lowering.expand(backward)
+    drop_unread(forward, backward, num_plain + spec.num_objectives)
     rebuild_views(forward, backward, num_plain + spec.num_objectives)
     saved, saved_nodes = route_saved(forward, num_plain, spec.num_objectives)
     weights: tuple[int, ...] = ()
