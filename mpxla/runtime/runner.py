@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
@@ -21,8 +20,8 @@ from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
-from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.runtime.states import ModelStates
+from mpxla.runtime.step_writes import StepWrites
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner"]
@@ -40,7 +39,7 @@ class PlanRunner:
         reduction: of the gradients over replicas; None for an evaluation step.
         models: labels of the models that the step uses.
         checks: of the indices in the step.
-        scaled_rows: what the step writes to parameters.
+        writes: what the step writes to parameters and buffers.
         gathering: makes divided parameters whole for a step; None where programs take parts.
     """
 
@@ -54,13 +53,13 @@ class PlanRunner:
         reduction: StepReduction | None,
         models: tuple[str, ...],
         checks: IndexChecks,
-        scaled_rows: ScaledRows,
+        writes: StepWrites,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
         self.models = models
         self.checks = checks
-        self._scaled_rows = scaled_rows
+        self._writes = writes
         self._gathering = gathering
         self._fetch: Callable[[int], list[torch.Tensor]] | None = None
         self._states = states
@@ -125,11 +124,13 @@ class PlanRunner:
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
         show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
-        self._keep_new_values(run)
+        stages = self.plan.programs.values()
+        changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
+        self._writes.keep(changed, run.tensors)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
-        self._scaled_rows.write(fetch)
+        self._writes.scale_rows(fetch)
         backend, count = self._backend, len(range(num_microbatches)[own])
         leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(
@@ -149,18 +150,6 @@ class PlanRunner:
         for key, value in run.results.items():
             if id(value) in held:
                 (run.results[key],) = self._backend.put(self._backend.get([value]))
-
-    def _keep_new_values(self, run: StepRun) -> None:
-        """Gives buffers and parameters the values that the step has left in them."""
-        stages = self.plan.programs.values()
-        names = [name for stage in stages for name in stage.lowered.spec.new_buffers]
-        tensors = {name: self._states.tensor(name) for name in names}
-        parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
-        self._backend.assign(list(parameters.values()), [run.tensors[n] for n in parameters])
-        buffers = [name for name in names if name not in parameters]
-        values = self._backend.publish([run.tensors[name] for name in buffers])
-        for name, value in zip(buffers, values, strict=True):
-            self._states.set_buffer(name, value)
 
     def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
         """What is wrong with values that the last run made; every rank of the pipeline."""

@@ -251,7 +251,8 @@ def _lower_joint(
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     if for_speed and lowering.lays_out_weights:
-        weights = transpose_weights(forward, len(spec.parameters))
+        fixed = [i for i, name in enumerate(spec.parameters) if name not in spec.new_buffers]
+        weights = transpose_weights(forward, fixed)
         gradients = transpose_gradients(backward, differentiated[: len(spec.trained)])
     lowered = _assemble(
         spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums

@@ -116,7 +116,7 @@ class StageSpec:
         outputs: values it gives to later stages.
         results: indices of the step's results that it computes.
         result_specs: their shapes and dtypes.
-        new_buffers: names of the buffers that it changes.
+        new_buffers: names of the buffers and parameters that it changes.
         num_objectives: how many scalars it differentiates.
     """
 

@@ -1,26 +1,29 @@
-"""Rows of embeddings that a step has scaled (`max_norm`) are written back when it has run.
+"""What a step writes to the tensors of models is theirs when it has run.
 
-Every rank that holds a table writes the rows that any microbatch of any replica has read, as one
-process would that reads the whole batch. An evaluation step, which replicas need not call together,
-writes those of its own batch where there is one replica, and none where there are more.
+    new values      of buffers and parameters: what the last microbatch has left
+    scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes the rows that
+                    any microbatch of any replica has read, as one process would that reads the
+                    whole batch. An evaluation step, which replicas need not call together, writes
+                    those of its own batch where there is one replica, and none where there are more
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import nn
 
 from mpxla.comm.objects import Objects
 from mpxla.comm.transport import Group
-from mpxla.device.backend import Backend
+from mpxla.device.backend import Backend, Buffer
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.states import ModelStates
 
-__all__ = ["ScaledRows"]
+__all__ = ["StepWrites"]
 
 
-class ScaledRows:
+class StepWrites:
     """Those of one captured step.
 
     Args:
@@ -43,12 +46,15 @@ class ScaledRows:
         self._states, self._backend = states, backend
         self._objects, self._replicas = objects, replicas
         self._writes = step.is_training or len(replicas) == 1
-        divided = sorted(name for name in self._results if name in states.shards)
-        if divided:
+        for name in sorted({*self._results, *step.changed} & states.shards.keys()):
+            is_scaled = name in self._results
+            what = "scales rows of" if is_scaled else "writes to"
+            how = " in place (nn.Embedding(max_norm=...))" if is_scaled else ""
+            remedy = "Leave max_norm out" if is_scaled else "Write to it between step calls"
             raise CaptureError(
-                f"the step scales rows of {divided[0]} in place (nn.Embedding(max_norm=...)), "
-                f"whose values are divided over ranks (sharded_data_parallel_degree). Leave "
-                f"max_norm out, or keep the table whole: a larger sdp_param_persistence_threshold."
+                f"the step {what} {name}{how}, whose values are divided over ranks "
+                f"(sharded_data_parallel_degree). {remedy}, or keep it whole: a larger "
+                f"sdp_param_persistence_threshold."
             )
         for name in self._results:
             warn_once(
@@ -57,7 +63,17 @@ class ScaledRows:
                 f"that it has scaled.",
             )
 
-    def write(self, fetch: Callable[[int], list[torch.Tensor]]) -> None:
+    def keep(self, names: Iterable[str], values: Mapping[str, Buffer]) -> None:
+        """Gives buffers and parameters on this rank their new values, after the last action."""
+        tensors = {name: self._states.tensor(name) for name in names}
+        parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self._backend.assign(list(parameters.values()), [values[n] for n in parameters])
+        buffers = [name for name in tensors if name not in parameters]
+        published = self._backend.publish([values[name] for name in buffers])
+        for name, value in zip(buffers, published, strict=True):
+            self._states.set_buffer(name, value)
+
+    def scale_rows(self, fetch: Callable[[int], list[torch.Tensor]]) -> None:
         """Scales the rows on this rank; all ranks call it after the step, training or not.
 
         Args:
