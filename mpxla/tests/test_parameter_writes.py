@@ -185,12 +185,12 @@ def train_one(function):
 def check(found, functions, replicas=1):
     for function, results in zip(functions, zip(*found, strict=True), strict=True):
         losses, gradients, trained, evaluated = expected(function, replicas)
-        mean = torch.tensor([one[0] for one in results]).mean(0).tolist()
-        torch.testing.assert_close(mean, losses, msg=function.__name__)
+        mean = torch.tensor([one[0] for one in results]).mean(0)
+        torch.testing.assert_close(mean, torch.tensor(losses), msg=lambda m: function.__name__ + "\n" + m)
         for _, own, *states in results:
             wanted = {name: gradients[name] for name in own}
-            torch.testing.assert_close(own, wanted, msg=function.__name__)
-            torch.testing.assert_close(states, [trained, evaluated], msg=function.__name__)
+            torch.testing.assert_close(own, wanted, msg=lambda m: function.__name__ + "\n" + m)
+            torch.testing.assert_close(states, [trained, evaluated], msg=lambda m: function.__name__ + "\n" + m)
 
 
 def test_one_rank():
