@@ -35,6 +35,7 @@ from mpxla.graph.capture_modes import (
     fake_state,
     flexible_attention_by_scores,
     numbers_explained,
+    parameter_attributes_written,
     quiet_export,
     registration_hooks_kept,
     torchs_recurrences,
@@ -55,6 +56,7 @@ from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
+from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import at_user_line, explain, user_lines_recorded
@@ -180,6 +182,7 @@ class _Returned:
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
     written: frozenset[str] = frozenset()
+    new: list[Attribute] = field(default_factory=list)
 
 
 class _StepModule(nn.Module):
@@ -201,6 +204,7 @@ class _StepModule(nn.Module):
         self._function = function
         self._values = None if values is None else tuple(values)
         self.returned = _Returned()
+        self.attributes: list[Attribute] = []
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> frozenset[str]:
         """Those that the model has for some parameters."""
@@ -224,6 +228,9 @@ class _StepModule(nn.Module):
                 optimizers_refused(),
                 transforms_refused(),
                 assigned_buffers_written(self.model),
+                parameter_attributes_written(
+                    self.model, self.attributes, semantics.writes.is_copy
+                ) as self.returned.new,
             ):
                 returned = self._function(leaves)
                 semantics.selected.check()
@@ -232,6 +239,7 @@ class _StepModule(nn.Module):
             self.returned.written = self._names(semantics.writes.contents.finish())
         finally:
             _recorder = None
+        returned = pytree.tree_map_only(torch.Tensor, semantics.writes.contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
@@ -295,6 +303,7 @@ def capture_step(
         kept: holds the graphs of earlier starts, by what was traced.
 
     Raises:
+        NewAttributesError: the function gives parameters attributes, which they are to have.
         ValueNeededError: Python needs the value of a tensor, and `values` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
@@ -305,7 +314,7 @@ def capture_step(
     trainable = _trainable(model, canonical_names)
     with (
         attributes_kept(model),
-        fake_state(model, fake_mode),
+        fake_state(model, fake_mode) as attributes,
         host_autocast(),
         numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
@@ -320,10 +329,13 @@ def capture_step(
         static_shapes(),
         static_transformers(),
     ):
+        wrapper.attributes = attributes
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
+            if wrapper.returned.new:
+                raise NewAttributesError(wrapper.returned.new)
             keep_gradient_barriers(traced.graph_module)
             returned = wrapper.returned
             written = frozenset(canonical_names[name] for name in returned.written)
@@ -335,6 +347,8 @@ def capture_step(
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
             functional, constants = recall_step(kept or Kept(), traced, facts, fake_mode, make)
+        except NewAttributesError:
+            raise
         except Exception as error:
             raise explain(error, is_final=values is not None) from error
     if returned.num_objectives:

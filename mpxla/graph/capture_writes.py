@@ -37,6 +37,7 @@ class HiddenWrites:
         self._call = call
         self.contents = Contents(call)
         self._origins: Any = WeakTensorKeyDictionary()
+        self._copied: Any = WeakTensorKeyDictionary()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given."""
@@ -46,6 +47,8 @@ class HiddenWrites:
         if func == _GET_DATA or name == "detach":
             found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
             self._origins[found] = args[0]
+            if args[0] in self._copied:
+                self._copied[found] = self._copied[args[0]]
             return found
         if name == "detach_" and args[0].requires_grad and not args[0].is_leaf:
             with torch.enable_grad():  # what is written has no gradient
@@ -57,7 +60,14 @@ class HiddenWrites:
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
             return self._write(torch.Tensor.copy_, (out, self.call(func, args, kwargs)), {})
         args, kwargs = self.contents.read((args, kwargs), func)
-        return self._call(func, args, kwargs)
+        found = self._call(func, args, kwargs)
+        if name == "clone" and self._owner(args[0]) not in self.contents:
+            self._copied[found] = self._owner(args[0])
+        return found
+
+    def is_copy(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+        """Whether a tensor has the values that a parameter had when the step began."""
+        return self._copied.get(tensor) is parameter and tensor._version == 0
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, owner = args[0], self._owner(args[0])

@@ -3,7 +3,7 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,9 @@ class PlanRunner:
         """
         cut = self.plan.cut
         self._link.set_placement(cut.placement)
+        given = self._tensors()
         run = StepRun(
-            tensors=self._tensors(),
+            tensors=dict(given),
             inputs=self._upload_inputs(tensors),
             seeds=self._seeds(num_microbatches, seed),
             objective_seeds=self._seeds_of_objectives(),
@@ -119,14 +120,14 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.begin()
         self._executor.run(self.plan.schedule[self._pp_rank], run)
-        self._copy_parameters_in(run)
+        stages = self.plan.programs.values()
+        changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
+        self._copy_parameters_in(run, given, changed)
         self._fetch = fetch = exchange_results(
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
         show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
-        stages = self.plan.programs.values()
-        changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
-        self._writes.keep(changed, run.tensors)
+        self._writes.keep(changed, given, run.tensors)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
@@ -142,11 +143,15 @@ class PlanRunner:
         )
         return returned, run
 
-    def _copy_parameters_in(self, run: StepRun) -> None:
-        """Copies parameters that are results, whose memory the next update would take."""
-        if not self._backend.donates:
-            return
-        held = set(map(id, run.tensors.values()))
+    def _copy_parameters_in(
+        self, run: StepRun, given: Mapping[str, torch.Tensor], changed: Sequence[str]
+    ) -> None:
+        """Copies parameters that are results, whose memory the next update would take.
+
+        Or that this step has given new values, which the results are not to have.
+        """
+        lost = [given[name] for name in changed if name in given]
+        held = set(map(id, lost + [*run.tensors.values()] * self._backend.donates))
         for key, value in run.results.items():
             if id(value) in held:
                 (run.results[key],) = self._backend.put(self._backend.get([value]))

@@ -63,13 +63,27 @@ class StepWrites:
                 f"that it has scaled.",
             )
 
-    def keep(self, names: Iterable[str], values: Mapping[str, Buffer]) -> None:
-        """Gives buffers and parameters on this rank their new values, after the last action."""
-        tensors = {name: self._states.tensor(name) for name in names}
+    def keep(
+        self, names: Iterable[str], given: Mapping[str, Buffer], values: Mapping[str, Buffer]
+    ) -> None:
+        """Gives buffers and parameters on this rank their new values, after the last action.
+
+        Args:
+            names: of those that the step changes.
+            given: what the step was given.
+            values: what it has left.
+        """
+        # A program may give an argument as its result: that stays the memory of its own tensor.
+        held = set(map(id, given.values()))
+        new = {n: values[n] for n in names if values[n] is not given.get(n)}
+        for name, value in new.items():
+            if id(value) in held:
+                (new[name],) = self._backend.put(self._backend.get([value]))
+        tensors = {name: self._states.tensor(name) for name in new}
         parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
-        self._backend.assign(list(parameters.values()), [values[n] for n in parameters])
+        self._backend.assign(list(parameters.values()), [new[name] for name in parameters])
         buffers = [name for name in tensors if name not in parameters]
-        published = self._backend.publish([values[name] for name in buffers])
+        published = self._backend.publish([new[name] for name in buffers])
         for name, value in zip(buffers, published, strict=True):
             self._states.set_buffer(name, value)
 
