@@ -93,9 +93,11 @@ class BackwardRecorder:
 
     Attributes:
         is_constant: says whether a tensor is the same in every call.
+        note_backward: called when `model.backward` is.
     """
 
     is_constant: Callable[[torch.Tensor], bool]
+    note_backward: Callable[[], None]
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, bool]] = field(default_factory=list)
 
@@ -126,6 +128,7 @@ class BackwardRecorder:
 
         A non-scalar `tensor` with gradient `g` contributes `sum(tensor * g)`.
         """
+        self.note_backward()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
             grads = [grad_tensors] * len(tensors)
@@ -215,14 +218,15 @@ class _StepModule(nn.Module):
         global _recorder
         tape = None if self._values is None else Tape()
         semantics = StepSemantics(tape)
-        _recorder = recorder = BackwardRecorder(semantics.constants.is_known)
+        contents = semantics.writes.contents
+        _recorder = recorder = BackwardRecorder(semantics.constants.is_known, contents.note_backward)
         if self._values is not None:
             semantics.constants.give_inputs(leaves, self._values)
         try:
             with (
                 semantics,
                 masks_decided(semantics.constants),
-                own_backwards_captured(semantics.writes.contents.read),
+                own_backwards_captured(contents.read),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 optimizers_refused(),
@@ -236,10 +240,10 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(line, passed)
-            self.returned.written = self._names(semantics.writes.contents.finish())
+            self.returned.written = self._names(contents.finish())
         finally:
             _recorder = None
-        returned = pytree.tree_map_only(torch.Tensor, semantics.writes.contents.data, returned)
+        returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []

@@ -7,7 +7,8 @@ and itself, which is zero and has the gradient.
 
 `tensor.data = new` leaves the old memory to those who hold it. So from then on the tensor is read
 where `new` is; when the function has run, parameters and buffers are written to, which makes their
-values results of the graph.
+values results of the graph. Where a parameter is written to between its use and the backward, see
+`later_values`.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.later_values import LATER
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Contents"]
@@ -36,6 +38,10 @@ class Contents:
         self._call = call
         self._data: Any = WeakTensorKeyDictionary()
         self._before: Any = WeakTensorKeyDictionary()
+        self._times_given: Any = WeakTensorKeyDictionary()
+        self._memory: Any = WeakTensorKeyDictionary()
+        self._reads: Any = WeakTensorKeyDictionary()
+        self._at_backward: Any = WeakTensorKeyDictionary()
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._data
@@ -53,8 +59,20 @@ class Contents:
 
     def give(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """`tensor.data = data`."""
+        (own, number), (other, count) = self.memory(tensor), self.memory(data)
+        if own is other and number == count:
+            return  # as by `tensor.data += x`
         self.begin(tensor)
         self._data[tensor] = data.detach()
+        self._times_given[tensor] = self._times_given.get(tensor, 0) + 1
+
+    def memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Equal for tensors that share their memory by `tensor.data`."""
+        return self._memory.get(tensor, (tensor, self._times_given.get(tensor, 0)))
+
+    def note_alias(self, alias: torch.Tensor, tensor: torch.Tensor) -> None:
+        """`alias = tensor.data`."""
+        self._memory[alias] = self.memory(tensor)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Before a write that autograd sees."""
@@ -66,7 +84,7 @@ class Contents:
     def read(self, arguments: Any, func: Any = None) -> Any:
         """Arguments of a function of torch, with the values that they have now."""
         is_looked_at = getattr(func, "__name__", "") == "__get__" and func not in _GIVE_VIEWS
-        if is_looked_at or not len(self._data):
+        if is_looked_at:
             return arguments
         return pytree.tree_map_only(torch.Tensor, self._value, arguments)
 
@@ -76,7 +94,11 @@ class Contents:
             if not (tensor.requires_grad and torch.is_grad_enabled()):
                 return data
             before = self._before[tensor]
-            return data.detach() + (before - before.detach())
+            value = data.detach() + (before - before.detach())
+            self._note_read(tensor, value)
+            return value
+        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+            self._note_read(tensor, tensor)
         base = tensor._base
         if base is not None and base.is_leaf and tensor.requires_grad and base in self._data:
             raise CaptureError(
@@ -84,6 +106,25 @@ class Contents:
                 f"took the view{at_user_line()}. Take the view after the write."
             )
         return tensor
+
+    def _note_read(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if tensor.grad_fn is None:
+            self._reads.setdefault(tensor, []).append((self._version(tensor), value))
+
+    def _version(self, tensor: torch.Tensor) -> tuple[int, int]:
+        return self._times_given.get(tensor, 0), self.data(tensor)._version
+
+    def note_backward(self) -> None:
+        """Remembers what derivatives read of parameters that were written to since their use."""
+        for tensor in self._data:
+            reads, now = self._reads.get(tensor, ()), self._version(tensor)
+            before = self._before[tensor]  # in the place of what was read before any write
+            found = [(v, before if r is tensor else r) for v, r in reads if v != now]
+            given = [read for version, read in found if version[0] != now[0]]
+            others = [read for version, read in found if version[0] == now[0]]
+            if found:
+                value = self._data[tensor].detach().clone()
+                self._at_backward[tensor] = value, [*given, *others], len(given)
 
     def finish(self) -> list[torch.Tensor]:
         """Writes to parameters and buffers what they hold.
@@ -94,5 +135,8 @@ class Contents:
         held = [tensor for tensor in self._data if tensor.grad_fn is None]
         with torch.no_grad():
             for tensor in held:
-                self._call(torch.Tensor.copy_, (tensor, self._data[tensor]), {})
+                value = self._data[tensor]
+                if tensor in self._at_backward:
+                    value = LATER(value, *self._at_backward[tensor])
+                self._call(torch.Tensor.copy_, (tensor, value), {})
         return [tensor for tensor in held if tensor.requires_grad]

@@ -47,6 +47,7 @@ class HiddenWrites:
         if func == _GET_DATA or name == "detach":
             found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
             self._origins[found] = args[0]
+            self.contents.note_alias(found, args[0])
             if args[0] in self._copied:
                 self._copied[found] = self._copied[args[0]]
             return found

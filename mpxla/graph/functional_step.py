@@ -21,6 +21,7 @@ from torch.export.graph_signature import OutputKind as ExportOutput
 
 from mpxla.errors import CaptureError
 from mpxla.graph.gradients import expand_gradients
+from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import (
     collapse_detaches,
     densify_gradients,
@@ -74,6 +75,7 @@ def functional_step(
     graph = program.graph_module.graph
     inputs = _input_roles(program, canonical_names)
     scaled = replace_renorms(graph)
+    settle_reads(graph)
     unknown = set(trainable) - set(written)
     outputs = _output_roles(program, canonical_names, unknown, num_objectives, scaled)
     refuse_collectives(graph)
@@ -175,7 +177,7 @@ def _output_roles(
 
 
 def _is_written(kind: ExportOutput, name: str, unknown: Container[str]) -> bool:
-    # torch_xla's torch (2.9) calls it a mutation of a buffer, or of nothing that it knows
+    # Torch 2.9 does not list this kind.
     return kind.name == "PARAMETER_MUTATION" and name not in unknown
 
 

@@ -46,7 +46,8 @@ class StepWrites:
         self._states, self._backend = states, backend
         self._objects, self._replicas = objects, replicas
         self._writes = step.is_training or len(replicas) == 1
-        for name in sorted({*self._results, *step.changed} & states.shards.keys()):
+        written = {*self._results, *step.changed}
+        for name in sorted(written & states.shards.keys() if written else ()):
             is_scaled = name in self._results
             what = "scales rows of" if is_scaled else "writes to"
             how = " in place (nn.Embedding(max_norm=...))" if is_scaled else ""
@@ -81,8 +82,11 @@ class StepWrites:
                 (new[name],) = self._backend.put(self._backend.get([value]))
         tensors = {name: self._states.tensor(name) for name in new}
         parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
-        self._backend.assign(list(parameters.values()), [new[name] for name in parameters])
+        if parameters:
+            self._backend.assign(list(parameters.values()), [new[name] for name in parameters])
         buffers = [name for name in tensors if name not in parameters]
+        if not buffers:
+            return
         published = self._backend.publish([new[name] for name in buffers])
         for name, value in zip(buffers, published, strict=True):
             self._states.set_buffer(name, value)

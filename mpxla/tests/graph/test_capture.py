@@ -260,7 +260,7 @@ def change_argument(leaves, model):
 
 def change_parameter(leaves, model):
     with torch.no_grad():
-        model.weight.clamp_(-1, 1)
+        torch._foreach_mul_([model.weight], 0.5)
     return model(leaves[0])
 
 
