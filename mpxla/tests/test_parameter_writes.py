@@ -87,8 +87,32 @@ def by_batch(model, x):
     return model.last(y)
 
 
+def restored(model, x):
+    """Derivatives read what autograd has kept: of a convolution, the parameter as it is then."""
+    for layer in (model.filters, model.first):
+        full = layer.weight.data.clone()
+        layer.weight.data = full.sign() * full.abs().mean()
+        x = torch.tanh(model.last(x))
+        x = layer(x[:, None]).mean(1) if layer is model.filters else layer(x)
+        layer.weight.data = full
+    model.filters.weight.data.mul_(0.9)
+    return x
+
+
+def written_after(model, x):
+    """Hebbian, and a limit that comes after the use."""
+    y = torch.tanh(model.last(x))
+    z = model.first(y)
+    model.first.weight.data += 0.1 * z.detach().t() @ y.detach()
+    model.last.weight.data.clamp_(-0.3, 0.3)
+    return z
+
+
 INSTEAD = {again: decayed}
-FUNCTIONS = [max_norm, normalized, decayed, binary, momentum, twice, again, own_backward, by_batch]
+FUNCTIONS = [max_norm, normalized, decayed, binary, momentum, twice, again, own_backward]
+BY_BATCH = [by_batch, written_after]
+QUICK = [max_norm, decayed, written_after]
+ALL = [*FUNCTIONS, restored, *BY_BATCH]
 
 
 class Model(nn.Module):
@@ -96,6 +120,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last, self.slow = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.filters = nn.Conv1d(1, 2, 3, padding=1)
         self.slow.requires_grad_(False)
         self.function = function
 
@@ -194,14 +219,168 @@ def check(found, functions, replicas=1):
 
 
 def test_one_rank():
-    check(run_ranks(train, 1, {}, FUNCTIONS), FUNCTIONS)
+    check(run_ranks(train, 1, {}, QUICK), QUICK)
 
 
-@pytest.mark.parametrize("config", [{}, {"auto_partition": False, "default_partition": 0}])
-def test_two_stages(config):
-    check(run_ranks(train, 2, {"pipeline_parallel_degree": 2, **config}, FUNCTIONS), FUNCTIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pjrt", "torch_xla"])
+def test_other_writes(backend):
+    check(run_ranks(train, 1, {}, ALL, env={"MPXLA_DEVICE": backend}), ALL)
 
 
-def test_two_replicas():
-    functions = [f for f in FUNCTIONS if f is not by_batch]
-    check(run_ranks(train, 2, {"ddp": True}, functions), functions, replicas=2)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"optimize": "speed"},
+        {"pipeline": "zero_bubble"},
+        {"virtual_pipeline_degree": 2},
+        {"auto_partition": False, "default_partition": 0},
+    ],
+    ids=lambda config: next(iter(config.values()), ""),
+)
+def test_stages(config):
+    check(run_ranks(train, 2, {"pipeline_parallel_degree": 2, **config}, ALL), ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"shard_optimizer_state": True},
+        {"shard_gradients": True, "sdp_param_persistence_threshold": 4},
+    ],
+    ids=lambda config: next(iter(config), ""),
+)
+def test_replicas(config):
+    functions = [f for f in ALL if f not in BY_BATCH]
+    check(run_ranks(train, 2, {"ddp": True, **config}, functions), functions, replicas=2)
+
+
+@pytest.mark.slow
+def test_replicas_take_new_values_from_the_first():
+    """Those that depend on the batch differ, until the step has ended."""
+    first, second = run_ranks(train, 2, {"ddp": True}, BY_BATCH)
+    for (*_, trained, _), (*_, other, _) in zip(first, second, strict=True):
+        torch.testing.assert_close(trained, other, rtol=0, atol=0)
+
+
+class BinaryLinear(nn.Linear):
+    """As in BinaryNet: the full weights are an attribute of the parameter."""
+
+    def forward(self, x):
+        if x.shape[1] != 4:
+            x.data = x.data.sign()
+        if not hasattr(self.weight, "org"):
+            self.weight.org = self.weight.data.clone()
+        self.weight.data = self.weight.org.sign()
+        y = F.linear(x, self.weight)
+        self.bias.org = self.bias.data.clone()
+        y += self.bias.view(1, -1)
+        return y
+
+
+class BinaryNet(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(3)
+        super().__init__(BinaryLinear(4, 6), nn.Hardtanh(), BinaryLinear(6, 4))
+        nn.init.uniform_(self[0].bias, 0.1, 0.4)
+
+
+def train_binary(model, optimizer, step):
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(model, batch_of(number)))
+        for parameter in model.parameters():
+            if hasattr(parameter, "org"):
+                parameter.data.copy_(parameter.org)
+        optimizer.step()
+        for parameter in model.parameters():
+            if hasattr(parameter, "org"):
+                parameter.org.copy_(parameter.data.clamp_(-1, 1))
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def binary_net(num_stages):
+    smp.init({"microbatches": MICROBATCHES, "pipeline_parallel_degree": num_stages})
+    model = smp.DistributedModel(BinaryNet())
+    model.module[0].weight.of_user = "kept"
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    found = train_binary(
+        model, optimizer, lambda model, x: train_step(model, x).reduce_mean().item()
+    )
+    assert model.module[0].weight.of_user == "kept"
+    return found
+
+
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_attributes_of_parameters(num_stages):
+    def one_by_one(model, x):
+        total = 0.0
+        for part in x.chunk(MICROBATCHES):
+            loss = loss_of(model, part) / MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        return total
+
+    model = BinaryNet()
+    losses, state = train_binary(
+        model, torch.optim.Adam(model.parameters(), lr=0.1), one_by_one
+    )
+    for found, trained in run_ranks(binary_net, num_stages, num_stages):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
+        torch.testing.assert_close(trained, state)
+
+
+def computed_attribute(model, x):
+    model.first.weight.scale = model.first.weight.data.abs().mean()
+    return model.first(x)
+
+
+def early_view(model, x):
+    view = model.first.weight.t()
+    model.first.weight.data.mul_(0.5)
+    return x @ view
+
+
+def unknown_use(model, x):
+    y = x * torch.exp(model.first.weight).sum()
+    model.first.weight.data = model.first.weight.data.clamp(-0.1, 0.1)
+    return y
+
+
+def refuse(functions):
+    smp.init({"microbatches": MICROBATCHES})
+    texts = []
+    for function in functions:
+        model = smp.DistributedModel(Model(function))
+        with pytest.raises(smp.CaptureError) as error:
+            train_step(model, batch_of(0))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_refused():
+    ((attribute, view, use),) = run_ranks(
+        refuse, 1, [computed_attribute, early_view, unknown_use]
+    )
+    assert "gives the parameter weight of a Linear a tensor as its attribute scale" in attribute
+    assert "uses a view of a parameter that it has written to since it took the view at" in view
+    assert "which of the two PyTorch's derivative would read: aten::exp in" in use
+
+
+def refuse_divided():
+    config = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 4}
+    smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})
+    with pytest.raises(smp.MpxlaError) as error:
+        train_step(smp.DistributedModel(Model(max_norm)), batch_of(0))
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_divided_parameters_are_not_written_to():
+    for text in run_ranks(refuse_divided, 2):
+        assert "the step writes to first.weight, whose values are divided over ranks" in text
