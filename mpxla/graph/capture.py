@@ -219,7 +219,9 @@ class _StepModule(nn.Module):
         tape = None if self._values is None else Tape()
         semantics = StepSemantics(tape)
         contents = semantics.writes.contents
-        _recorder = recorder = BackwardRecorder(semantics.constants.is_known, contents.note_backward)
+        _recorder = recorder = BackwardRecorder(
+            semantics.constants.is_known, contents.note_backward
+        )
         if self._values is not None:
             semantics.constants.give_inputs(leaves, self._values)
         try:
@@ -240,7 +242,8 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(line, passed)
-            self.returned.written = self._names(contents.finish())
+            state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+            self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)

@@ -11,7 +11,7 @@ values results of the graph. Where a parameter is written to between its use and
 `later_values`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -59,16 +59,16 @@ class Contents:
 
     def give(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """`tensor.data = data`."""
-        (own, number), (other, count) = self.memory(tensor), self.memory(data)
-        if own is other and number == count:
+        if self.memory(tensor) is self.memory(data):
             return  # as by `tensor.data += x`
         self.begin(tensor)
         self._data[tensor] = data.detach()
+        self._memory[tensor] = self.memory(data)
         self._times_given[tensor] = self._times_given.get(tensor, 0) + 1
 
-    def memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Equal for tensors that share their memory by `tensor.data`."""
-        return self._memory.get(tensor, (tensor, self._times_given.get(tensor, 0)))
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor whose memory it was first; the same for those that share it by `.data`."""
+        return self._memory.get(tensor, tensor)
 
     def note_alias(self, alias: torch.Tensor, tensor: torch.Tensor) -> None:
         """`alias = tensor.data`."""
@@ -97,10 +97,10 @@ class Contents:
             value = data.detach() + (before - before.detach())
             self._note_read(tensor, value)
             return value
-        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
             self._note_read(tensor, tensor)
         base = tensor._base
-        if base is not None and base.is_leaf and tensor.requires_grad and base in self._data:
+        if base is not None and tensor.requires_grad and base.is_leaf and base in self._data:
             raise CaptureError(
                 f"The step function uses a view of a parameter that it has written to since it "
                 f"took the view{at_user_line()}. Take the view after the write."
@@ -126,17 +126,33 @@ class Contents:
                 value = self._data[tensor].detach().clone()
                 self._at_backward[tensor] = value, [*given, *others], len(given)
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self, state: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Writes to parameters and buffers what they hold.
 
+        Args:
+            state: all parameters and buffers, each once.
+
         Returns:
-            Those that need gradients.
+            Parameters that are trained and written to.
+
+        Raises:
+            CaptureError: two of them would share their memory from now on.
         """
-        held = [tensor for tensor in self._data if tensor.grad_fn is None]
+        held: dict[int, torch.Tensor] = {}
+        for tensor in state:
+            other = held.setdefault(id(self.memory(tensor)), tensor)
+            if other is not tensor:
+                raise CaptureError(
+                    f"The step function gives a parameter or buffer of shape {list(tensor.shape)} "
+                    f"the memory of another one (tensor.data = other.data), so that each change of "
+                    f"one would change both. Copy the values: tensor.data.copy_(other.data)."
+                )
+        written = [tensor for tensor in held.values() if tensor in self._data]
         with torch.no_grad():
-            for tensor in held:
-                value = self._data[tensor]
+            # Copies first: they may have exchanged their memory.
+            values = [self._data[tensor].clone() for tensor in written]
+            for tensor, value in zip(written, values, strict=True):
                 if tensor in self._at_backward:
                     value = LATER(value, *self._at_backward[tensor])
                 self._call(torch.Tensor.copy_, (tensor, value), {})
-        return [tensor for tensor in held if tensor.requires_grad]
+        return [tensor for tensor in written if tensor.requires_grad]

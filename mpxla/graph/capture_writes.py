@@ -44,6 +44,12 @@ class HiddenWrites:
         name = getattr(func, "__name__", "").removesuffix(".default")
         if func == _SET_DATA:
             return self._set_data(*args)
+        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
+            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+            return self._write(func, (kwargs["tensor"],), rest)
+        each = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+        if name.startswith("_foreach_") and name.endswith("_") and each is not None:
+            return self._write_each(each, args, kwargs)
         if func == _GET_DATA or name == "detach":
             found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
             self._origins[found] = args[0]
@@ -89,6 +95,15 @@ class HiddenWrites:
             new = owner.detach().clone()
             self._call(torch.Tensor.copy_, (owner, new + (before - before.detach())), {})
         return written
+
+    def _write_each(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Calls for every tensor of a list what `torch._foreach_add_` and others do with all."""
+        for place in range(len(args[0])):
+
+            def own(given: Any, place: int = place) -> Any:
+                return given[place] if isinstance(given, (list, tuple)) else given
+
+            self.call(func, tuple(map(own, args)), {k: own(v) for k, v in kwargs.items()})
 
     def _change(self, func: Any, written: torch.Tensor, rest: Any, kwargs: dict[str, Any]) -> None:
         # To a view: a region under `no_grad` detaches what it gives, and would give the tensor.

@@ -37,7 +37,6 @@ class Attribute:
         """The parameter."""
         return self.module._parameters[self.parameter]  # pyright: ignore[reportPrivateUsage]
 
-
     def start(self) -> None:
         """Gives the parameter the attribute, as a copy of itself."""
         own = self.owner.detach()

@@ -1,10 +1,10 @@
 """What a step writes to the tensors of models is theirs when it has run.
 
-    new values      of buffers and parameters: what the last microbatch has left
-    scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes the rows that
-                    any microbatch of any replica has read, as one process would that reads the
-                    whole batch. An evaluation step, which replicas need not call together, writes
-                    those of its own batch where there is one replica, and none where there are more
+new values      of buffers and parameters: what the last microbatch has left
+scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes the rows that
+                any microbatch of any replica has read, as one process would that reads the
+                whole batch. An evaluation step, which replicas need not call together, writes
+                those of its own batch where there is one replica, and none where there are more
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -44,6 +44,23 @@ def binary(model, x):
     return model.last(torch.tanh(mixed))
 
 
+def at_places(model, x):
+    """And by functions that take the tensor otherwise."""
+    model.first.weight.data[model.first.weight.data.abs() < 0.1] = 0
+    with torch.no_grad():
+        model.last.weight[0] = 0.5
+        model.last.bias[:2] += 0.1
+        nn.init.constant_(model.first.bias[2:], 0.3)
+        torch._foreach_mul_(list(model.last.parameters()), 0.9)
+    return model.last(torch.tanh(model.first(x)))
+
+
+def exchanged(model, x):
+    first = model.first.weight.data
+    model.first.weight.data, model.last.weight.data = model.last.weight.data, first
+    return model.last(torch.tanh(model.first(x)))
+
+
 def momentum(model, x):
     """A frozen copy follows a layer, as in MoCo."""
     with torch.no_grad():
@@ -109,7 +126,8 @@ def written_after(model, x):
 
 
 INSTEAD = {again: decayed}
-FUNCTIONS = [max_norm, normalized, decayed, binary, momentum, twice, again, own_backward]
+FUNCTIONS = [max_norm, normalized, decayed, binary, at_places, exchanged, momentum, twice]
+FUNCTIONS += [again, own_backward]
 BY_BATCH = [by_batch, written_after]
 QUICK = [max_norm, decayed, written_after]
 ALL = [*FUNCTIONS, restored, *BY_BATCH]
@@ -191,9 +209,7 @@ def train(config, functions):
 
 def train_one(function):
     model = smp.DistributedModel(Model(function))
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    )
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
     losses = []
     for number in range(STEPS):
         optimizer.zero_grad()
@@ -211,11 +227,15 @@ def check(found, functions, replicas=1):
     for function, results in zip(functions, zip(*found, strict=True), strict=True):
         losses, gradients, trained, evaluated = expected(function, replicas)
         mean = torch.tensor([one[0] for one in results]).mean(0)
-        torch.testing.assert_close(mean, torch.tensor(losses), msg=lambda m: function.__name__ + "\n" + m)
+        torch.testing.assert_close(
+            mean, torch.tensor(losses), msg=lambda m: function.__name__ + "\n" + m
+        )
         for _, own, *states in results:
             wanted = {name: gradients[name] for name in own}
             torch.testing.assert_close(own, wanted, msg=lambda m: function.__name__ + "\n" + m)
-            torch.testing.assert_close(states, [trained, evaluated], msg=lambda m: function.__name__ + "\n" + m)
+            torch.testing.assert_close(
+                states, [trained, evaluated], msg=lambda m: function.__name__ + "\n" + m
+            )
 
 
 def test_one_rank():
@@ -327,9 +347,7 @@ def test_attributes_of_parameters(num_stages):
         return total
 
     model = BinaryNet()
-    losses, state = train_binary(
-        model, torch.optim.Adam(model.parameters(), lr=0.1), one_by_one
-    )
+    losses, state = train_binary(model, torch.optim.Adam(model.parameters(), lr=0.1), one_by_one)
     for found, trained in run_ranks(binary_net, num_stages, num_stages):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
         torch.testing.assert_close(trained, state)
@@ -352,6 +370,11 @@ def unknown_use(model, x):
     return y
 
 
+def shared_memory(model, x):
+    model.last.weight.data = model.first.weight.data
+    return model.last(x)
+
+
 def refuse(functions):
     smp.init({"microbatches": MICROBATCHES})
     texts = []
@@ -364,12 +387,12 @@ def refuse(functions):
 
 
 def test_refused():
-    ((attribute, view, use),) = run_ranks(
-        refuse, 1, [computed_attribute, early_view, unknown_use]
-    )
+    functions = [computed_attribute, early_view, unknown_use, shared_memory]
+    ((attribute, view, use, shared),) = run_ranks(refuse, 1, functions)
     assert "gives the parameter weight of a Linear a tensor as its attribute scale" in attribute
     assert "uses a view of a parameter that it has written to since it took the view at" in view
     assert "which of the two PyTorch's derivative would read: aten::exp in" in use
+    assert "gives a parameter or buffer of shape [4, 4] the memory of another one" in shared
 
 
 def refuse_divided():
