@@ -12,7 +12,7 @@ values results of the graph. Where a parameter is written to between its use and
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -24,7 +24,7 @@ from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Contents"]
 
-_GIVE_VIEWS = [cast(Any, getattr(torch.Tensor, name)).__get__ for name in ("T", "mT", "H", "mH")]
+_GIVE_VIEWS = [getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
 
 
 class Contents:
@@ -89,18 +89,19 @@ class Contents:
         return pytree.tree_map_only(torch.Tensor, self._value, arguments)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        # In this order: `is_leaf` of a view that was made under `no_grad` may be an error.
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        if not needs_gradient:
+            return self._data.get(tensor, tensor)
         if tensor in self._data:
-            data = self._data[tensor]
-            if not (tensor.requires_grad and torch.is_grad_enabled()):
-                return data
             before = self._before[tensor]
-            value = data.detach() + (before - before.detach())
+            value = self._data[tensor].detach() + (before - before.detach())
             self._note_read(tensor, value)
             return value
-        if tensor.requires_grad and torch.is_grad_enabled() and tensor.is_leaf:
+        if tensor.is_leaf:
             self._note_read(tensor, tensor)
         base = tensor._base
-        if base is not None and tensor.requires_grad and base.is_leaf and base in self._data:
+        if base is not None and base.is_leaf and base in self._data:
             raise CaptureError(
                 f"The step function uses a view of a parameter that it has written to since it "
                 f"took the view{at_user_line()}. Take the view after the write."

@@ -19,7 +19,7 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.stepgraph import describe
-from mpxla.graph.typed import input_of
+from mpxla.graph.typed import arguments_of, input_of
 
 __all__ = ["LATER", "put_in_place", "reads_of", "settle_reads"]
 
@@ -48,7 +48,7 @@ _library.impl("later", _value, "CompositeExplicitAutograd")
 
 def reads_of(node: fx.Node) -> list[fx.Node]:
     """Those of an operator `later`, and views of them."""
-    found = list(node.args[2])  # type: ignore[arg-type]
+    found = list(arguments_of(node)[2])
     for read in found:  # grows
         found += [user for user in read.users if getattr(user.target, "is_view", False)]
     return found
@@ -60,9 +60,9 @@ def settle_reads(graph: fx.Graph) -> None:
     Raises:
         CaptureError: it is not known what autograd keeps of one.
     """
-    first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=LATER):
-        value, now, reads, num_given = node.args
+        value, now, reads, num_given = arguments_of(node)
         for copy in reads:
             if copy.target is _aten.clone.default and input_of(copy).op == "placeholder":
                 # What was read before any write reads the copy that was made before it.

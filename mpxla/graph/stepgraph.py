@@ -78,7 +78,7 @@ class OutputKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OutputRole:
-    """Role of one output: the `name` of what is changed, or the `index` of a result leaf or objective.
+    """Role of one output: the `name` of what is changed, or the `index` of a result or objective.
 
     A result with a name is what rows of a parameter have been scaled by (`graph/renorms.py`).
     """

@@ -138,6 +138,12 @@ class StageSpec:
         """Index of the first of `inputs` among the arguments of the forward."""
         return len(self.parameters) + len(self.buffers) + len(self.constants)
 
+    def is_of_microbatch(self, argument: int) -> bool:
+        """Whether an argument of the forward exists once per microbatch, by its index."""
+        held = (*self.parameters, *self.buffers)
+        is_changed = argument < len(held) and held[argument] in self.new_buffers
+        return is_changed or argument >= self.first_input
+
     @property
     def has_backward(self) -> bool:
         """Whether anything in this stage receives a gradient."""

@@ -225,17 +225,18 @@ def train_one(function):
 
 def check(found, functions, replicas=1):
     for function, results in zip(functions, zip(*found, strict=True), strict=True):
-        losses, gradients, trained, evaluated = expected(function, replicas)
-        mean = torch.tensor([one[0] for one in results]).mean(0)
-        torch.testing.assert_close(
-            mean, torch.tensor(losses), msg=lambda m: function.__name__ + "\n" + m
-        )
-        for _, own, *states in results:
-            wanted = {name: gradients[name] for name in own}
-            torch.testing.assert_close(own, wanted, msg=lambda m: function.__name__ + "\n" + m)
-            torch.testing.assert_close(
-                states, [trained, evaluated], msg=lambda m: function.__name__ + "\n" + m
-            )
+        check_one(function.__name__, expected(function, replicas), results)
+
+
+def check_one(name, wanted, results):
+    def close(one, other):
+        torch.testing.assert_close(one, other, msg=lambda text: f"{name}: {text}")
+
+    losses, gradients, *states = wanted
+    close(torch.tensor([one[0] for one in results]).mean(0), torch.tensor(losses))
+    for _, own, *rest in results:
+        close(own, {name: gradients[name] for name in own})
+        close(rest, states)
 
 
 def test_one_rank():
