@@ -37,6 +37,7 @@ from mpxla.graph.capture_modes import (
     fake_state,
     flexible_attention_by_scores,
     numbers_explained,
+    parameter_attributes_written,
     quiet_export,
     registration_hooks_kept,
     torchs_recurrences,
@@ -58,6 +59,7 @@ from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
+from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
@@ -137,11 +139,13 @@ class BackwardRecorder:
     then, with the user's line.
 
     Attributes:
-        is_trial: whether the step will not run, and may ask for gradients where there are none.
         is_constant: says whether a tensor is the same in every call.
+        note_backward: called when `model.backward` is.
+        is_trial: whether the step will not run, and may ask for gradients where there are none.
     """
 
     is_constant: Callable[[torch.Tensor], bool]
+    note_backward: Callable[[], None]
     is_trial: bool = False
     objectives: list[torch.Tensor] = field(default_factory=list)
     prints: list[tuple[str, torch.Tensor, Check | None]] = field(default_factory=list)
@@ -167,6 +171,7 @@ class BackwardRecorder:
 
         A non-scalar `tensor` with gradient `g` contributes `sum(tensor * g)`.
         """
+        self.note_backward()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
             grads = [grad_tensors] * len(tensors)
@@ -222,6 +227,8 @@ class _Returned:
     prints: tuple[Print, ...] = ()
     semantics: StepSemantics | None = None
     modules: list[nn.Module] = field(default_factory=list)
+    written: frozenset[str] = frozenset()
+    new: list[Attribute] = field(default_factory=list)
 
 
 class _StepModule(nn.Module):
@@ -245,6 +252,12 @@ class _StepModule(nn.Module):
         self._function = function
         self._known = known
         self.returned = _Returned()
+        self.attributes: list[Attribute] = []
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Those that the model has for some parameters."""
+        held, named = set(map(id, parameters)), self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if id(parameter) in held)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
@@ -252,8 +265,10 @@ class _StepModule(nn.Module):
         tape = None if known is None else Tape()
         semantics = StepSemantics(self._counts, tape)
         self._counts.known = semantics.constants.truth_of
-        is_known, is_trial = semantics.constants.is_known, self._counts.none_at is not None
-        _recorder = recorder = BackwardRecorder(is_known, is_trial)
+        contents = semantics.writes.contents
+        _recorder = recorder = BackwardRecorder(
+            semantics.constants.is_known, contents.note_backward, self._counts.none_at is not None
+        )
         if known is not None:
             semantics.constants.give_inputs(leaves, known.values, known.decide_sizes)
         try:
@@ -261,12 +276,15 @@ class _StepModule(nn.Module):
                 semantics,
                 self._counts.answering(),
                 masks_decided(semantics.constants),
-                own_backwards_captured(),
+                own_backwards_captured(contents.read),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 optimizers_refused(),
                 transforms_refused(),
                 assigned_buffers_written(self.model),
+                parameter_attributes_written(
+                    self.model, self.attributes, semantics.writes.is_copy
+                ) as self.returned.new,
             ):
                 returned = self._function(leaves)
                 semantics.selected.check()
@@ -274,8 +292,11 @@ class _StepModule(nn.Module):
                     recorder.check(Check.FINITE, line, passed)
                 for line, passed in self._counts.asked:
                     recorder.check(Check.ROWS, line, passed)
+            state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+            self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
+        returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
         results: list[Any] = []
@@ -339,6 +360,7 @@ def capture_step(
         kept: holds the graphs of earlier starts, by what was traced.
 
     Raises:
+        NewAttributesError: the function gives parameters attributes, which they are to have.
         ValueNeededError: Python needs the value of a tensor, and more of `known` may help.
         CaptureError: Python needs a value that does not follow from inputs; the function uses
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
@@ -391,7 +413,7 @@ def _captured(
     trainable = _trainable(model, canonical_names)
     with (
         attributes_kept(model),
-        fake_state(model, fake_mode),
+        fake_state(model, fake_mode) as attributes,
         host_autocast(),
         numbers_explained(),
         torch.compiler.set_stance("force_eager"),  # XLA compiles what torch.compile would
@@ -407,14 +429,19 @@ def _captured(
         counts.supposed(),
         static_transformers(),
     ):
+        wrapper.attributes = attributes
         with fake_mode:
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves)
         try:
             traced = torch.export.export(wrapper, inputs, strict=False)
+            if wrapper.returned.new:
+                raise NewAttributesError(wrapper.returned.new)
             keep_gradient_barriers(traced.graph_module)
             returned = wrapper.returned
             checks = tuple(p.result for p in returned.prints if p.check is Check.ROWS)
-            facts = canonical_names, trainable, returned.num_objectives, checks, none_at is not None
+            written = frozenset(canonical_names[name] for name in returned.written)
+            is_trial, num_objectives = none_at is not None, returned.num_objectives
+            facts = canonical_names, trainable, written, num_objectives, checks, is_trial
 
             def make() -> tuple[FunctionalStep, Constants]:
                 program = functionalize(traced)
@@ -422,6 +449,8 @@ def _captured(
                     return functional_step(program, *facts, fake_mode), constants_of(program)
 
             functional, constants = recall_step(kept, traced, facts, fake_mode, make)
+        except NewAttributesError:
+            raise
         except Exception as error:
             is_final = known is not None and known.decide_sizes
             explained = explain(error, is_final)

@@ -8,7 +8,7 @@ This module must not know how the step is captured or run.
 
 import contextlib
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -102,16 +102,20 @@ def optimizers_refused() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def own_backwards_captured() -> Generator[None]:
+def own_backwards_captured(read: Callable[[Any], Any]) -> Generator[None]:
     """Captures every `torch.autograd.Function` whose backward would count.
 
     A reentrant checkpoint is such a function as well: its body is a checkpointed region. Others of
     torch belong to operators that stay one node.
+
+    Args:
+        read: gives arguments with the values that tensors among them have now.
     """
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = read((args, kwargs))
         if cls is CheckpointFunction:
             body, _, *inputs = args
             return run_checkpointed(body, inputs)

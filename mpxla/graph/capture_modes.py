@@ -8,7 +8,7 @@ import contextlib
 import keyword
 import logging
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from mpxla.graph.fakes import fake_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
+from mpxla.graph.parameter_attributes import Attribute, attributes_of
 from mpxla.graph.user_code import at_user_line, is_called_by_user
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "fake_state",
     "flexible_attention_by_scores",
     "numbers_explained",
+    "parameter_attributes_written",
     "quiet_export",
     "registration_hooks_kept",
     "torchs_recurrences",
@@ -70,8 +72,8 @@ class StepSemantics(TorchFunctionMode):
         self._counts = counts
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
-        self._writes = HiddenWrites(self.constants.call)
-        self.selected = Selected(self._writes.call, self.constants.as_number)
+        self.writes = HiddenWrites(self.constants.call)
+        self.selected = Selected(self.writes.call, self.constants.as_number)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
@@ -119,8 +121,8 @@ class StepSemantics(TorchFunctionMode):
             return self._verdict(_VERDICTS[func], args, kwargs)
         func = CAPTURED_FUNCTIONS.get(func, func)
         if args and isinstance(args[0], torch.Tensor) and self.constants.has_value(args[0]):
-            return self._writes.call(func, args, kwargs)
-        return self._counts.call(self._writes.call, func, args, kwargs)
+            return self.writes.call(func, args, kwargs)
+        return self._counts.call(self.writes.call, func, args, kwargs)
 
     def _verdict(self, compare: Any, args: Any, kwargs: Any) -> bool:
         """Whether all elements pass a comparison, read as `bool(tensor)` reads it."""
@@ -209,8 +211,11 @@ def numbers_explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[None]:
-    """Puts fake host tensors in the place of all parameters and buffers; undone on exit."""
+def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
+    """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
+
+    Gives the attributes of parameters, which are buffers meanwhile.
+    """
     tables = [
         table
         for m in model.modules()
@@ -229,14 +234,20 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[None]:
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
 
+    attributes = [found for m in model.modules() for found in attributes_of(m)]
     try:
+        for found in attributes:
+            value = fake(vars(found.owner)[found.name])
+            found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
         for table, tensors in saved:
             for name, tensor in tensors.items():
                 table[name] = fake(tensor)
-        yield
+        yield attributes
     finally:
         for table, tensors in saved:
             table.update(tensors)
+        for found in attributes:
+            del found.module._buffers[found.key]  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
@@ -267,6 +278,47 @@ def assigned_buffers_written(model: nn.Module) -> Generator[None]:
                     f"that it keeps."
                 )
             old.copy_(new.detach())
+
+
+@contextlib.contextmanager
+def parameter_attributes_written(
+    model: nn.Module,
+    known: Sequence[Attribute],
+    is_copy: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> Generator[list[Attribute]]:
+    """Lets parameters have their attributes in a forward, and writes to these what it assigns.
+
+    Gives a list for new ones that are copies of their parameters.
+
+    Args:
+        model: whose parameters they are.
+        known: attributes that are buffers meanwhile.
+        is_copy: whether a tensor has the values that a parameter had when the step began.
+
+    Raises:
+        CaptureError: an attribute is new, and anything else.
+    """
+    new: list[Attribute] = []
+    for found in known:
+        setattr(found.owner, found.name, getattr(found.module, found.key))
+    try:
+        yield new
+        for found in [a for module in model.modules() for a in attributes_of(module)]:
+            value, old = getattr(found.owner, found.name), getattr(found.module, found.key, None)
+            if old is not None and old is not value:
+                old.copy_(value.detach())
+            elif old is None and is_copy(value, found.owner):
+                new.append(found)
+            elif old is None:
+                raise CaptureError(
+                    f"The step function gives the parameter {found.parameter} of a "
+                    f"{type(found.module).__name__} a tensor as its attribute {found.name}, which "
+                    f"the next microbatch or step could read. Assign it before the first step call "
+                    f"(parameter.{found.name} = parameter.data.clone()), or make it a buffer."
+                )
+    finally:
+        for found in [a for module in model.modules() for a in attributes_of(module)]:
+            delattr(found.owner, found.name)
 
 
 @contextlib.contextmanager

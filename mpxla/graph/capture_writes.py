@@ -2,7 +2,7 @@
 
 In PyTorch the value changes, and gradients go the way that they went before. The functional graph
 of a step has its derivatives from the operators in it: so the new value is written with what is
-zero and has the gradient of the old one. Parameters are not written to; see `functional_step`.
+zero and has the gradient of the old one. For parameters see `capture_contents`.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
+from mpxla.graph.capture_contents import Contents
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["HiddenWrites"]
@@ -27,20 +28,34 @@ class HiddenWrites:
 
     Args:
         call: calls a function of torch with arguments and keyword arguments.
+
+    Attributes:
+        contents: of tensors that hold something else now.
     """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
+        self.contents = Contents(call)
         self._origins: Any = WeakTensorKeyDictionary()
+        self._copied: Any = WeakTensorKeyDictionary()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given."""
         name = getattr(func, "__name__", "").removesuffix(".default")
         if func == _SET_DATA:
             return self._set_data(*args)
+        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
+            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+            return self._write(func, (kwargs["tensor"],), rest)
+        each = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+        if name.startswith("_foreach_") and name.endswith("_") and each is not None:
+            return self._write_each(each, args, kwargs)
         if func == _GET_DATA or name == "detach":
-            found = self._call(torch.Tensor.detach, args[:1], {})
+            found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
             self._origins[found] = args[0]
+            self.contents.note_alias(found, args[0])
+            if args[0] in self._copied:
+                self._copied[found] = self._copied[args[0]]
             return found
         if name == "detach_" and args[0].requires_grad and not args[0].is_leaf:
             with torch.enable_grad():  # what is written has no gradient
@@ -48,22 +63,51 @@ class HiddenWrites:
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if is_write and name not in _NO_WRITES and args and isinstance(args[0], torch.Tensor):
             return self._write(func, args, kwargs)
-        return self._call(func, args, kwargs)
+        if isinstance(out := kwargs.get("out"), torch.Tensor) and self._owner(out).requires_grad:
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+            return self._write(torch.Tensor.copy_, (out, self.call(func, args, kwargs)), {})
+        args, kwargs = self.contents.read((args, kwargs), func)
+        found = self._call(func, args, kwargs)
+        if name == "clone" and self._owner(args[0]) not in self.contents:
+            self._copied[found] = self._owner(args[0])
+        return found
+
+    def is_copy(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+        """Whether a tensor has the values that a parameter had when the step began."""
+        return self._copied.get(tensor) is parameter and tensor._version == 0
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner = self._owner(args[0])
-        is_seen = torch.is_grad_enabled() and (args[0].requires_grad or owner is args[0])
-        if is_seen or owner.is_leaf or not owner.requires_grad:
-            return self._call(func, args, kwargs)
+        written, owner = args[0], self._owner(args[0])
+        rest, kwargs = self.contents.read((args[1:], kwargs), func)
+        is_seen = torch.is_grad_enabled() and (written.requires_grad or owner is written)
+        if is_seen and owner.requires_grad:
+            self.contents.settle(owner)
+        if is_seen or not owner.requires_grad:
+            return self._call(func, (self.contents.data(written), *rest), kwargs)
+        if owner.is_leaf or owner in self.contents:
+            self.contents.begin(owner)
+            self._change(func, self.contents.data(written), rest, kwargs)
+            return written
         with torch.enable_grad():
             before = owner.clone()
-        # To a view: a region under `no_grad` detaches what it gives, and would give the tensor.
-        view = args[0].view_as(args[0])
-        self._call(func, (view, *args[1:]), kwargs)
+        self._change(func, written, rest, kwargs)
         with torch.enable_grad():
             new = owner.detach().clone()
             self._call(torch.Tensor.copy_, (owner, new + (before - before.detach())), {})
-        return args[0]
+        return written
+
+    def _write_each(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Calls for every tensor of a list what `torch._foreach_add_` and others do with all."""
+        for place in range(len(args[0])):
+
+            def own(given: Any, place: int = place) -> Any:
+                return given[place] if isinstance(given, (list, tuple)) else given
+
+            self.call(func, tuple(map(own, args)), {k: own(v) for k, v in kwargs.items()})
+
+    def _change(self, func: Any, written: torch.Tensor, rest: Any, kwargs: dict[str, Any]) -> None:
+        # To a view: a region under `no_grad` detaches what it gives, and would give the tensor.
+        self._call(func, (written.view_as(written), *rest), kwargs)
 
     def _owner(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor with a gradient whose memory a view or a detached tensor shares."""
@@ -75,14 +119,16 @@ class HiddenWrites:
             tensor = found
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        if is_parameter or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            what = "a parameter" if is_parameter else "a tensor of another shape or dtype"
+        value = self.contents.data(value)
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise CaptureError(
-                f"The step function gives {what} other data{at_user_line()}. A captured step "
-                f"reads parameters, and writes to tensors of their shape: compute with a tensor of "
-                f"its own (weight = f(self.weight), and a functional call), or change the "
-                f"parameter between step calls."
+                f"The step function gives a tensor data of another shape or dtype"
+                f"{at_user_line()}: {_described(value)} in place of {_described(tensor)}. A "
+                f"captured step writes to tensors of their shape: compute with a tensor of its own "
+                f"(weight = f(self.weight), and a functional call)."
             )
-        with torch.no_grad():
-            self.call(torch.Tensor.copy_, (tensor, value), {})
+        self.contents.give(tensor, value)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

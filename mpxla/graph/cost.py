@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from mpxla.graph.later_values import LATER, reads_of
 from mpxla.graph.partition import GraphNode, NodeCost, NodeKind, SavedTensor
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.stepgraph import (
@@ -130,6 +131,8 @@ def build_problem(
         for node, role in zip(step.output_nodes, step.outputs, strict=True)
         if role.kind is OutputKind.BUFFER
     }
+    later = step.graph.find_nodes(op="call_function", target=LATER)
+    stuck = {read for node in later for read in reads_of(node)}
     units: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
     for node in step.graph.nodes:
@@ -142,7 +145,9 @@ def build_problem(
             units[node] = len(members)
             members.append([node])
     kept = saved or {}
-    nodes = tuple(_unit(group, units, roles, owned, new_buffers, times, kept) for group in members)
+    nodes = tuple(
+        _unit(group, units, roles, owned, new_buffers, times, kept, stuck) for group in members
+    )
     held = {role.name: node for node, role in roles.items() if role.name in owned}
     weight_bytes = {name: _num_bytes(node) for name, node in held.items()}
     parameter_bytes = {
@@ -170,13 +175,16 @@ def _unit(
     new_buffers: Mapping[fx.Node, str],
     times: "_Times",
     saved: Mapping[str, Collection[SavedTensor]],
+    stuck: Collection[fx.Node],
 ) -> GraphNode:
     head = group[0]
     sources = [s for s in head.all_input_nodes]
     held = [roles[s] for s in sources if s not in units]
+    mutates = tuple(new_buffers[n] for n in group if n in new_buffers)
+    used = [*(role.name for role in held), *mutates]
     is_input = head in roles
     values = [n for n in group if isinstance(n.meta["val"], torch.Tensor)]
-    output_bytes = sum(_num_bytes(n) for n in values)
+    output_bytes = sum(_num_bytes(n) for n in values if n not in stuck)
     needs_grad = any(n.meta["val"].requires_grad for n in values)
     forward_s = times.forward_s(group, roles)
     backward_s = times.backward_s(group, roles) if needs_grad else 0.0
@@ -187,9 +195,9 @@ def _unit(
     return GraphNode(
         name=head.name,
         inputs=tuple(dict.fromkeys(units[s] for s in sources if s in units)),
-        parameters=tuple(dict.fromkeys(r.name for r in held if r.name in owned)),
+        parameters=tuple(dict.fromkeys(name for name in used if name in owned)),
         buffers=tuple(dict.fromkeys(r.name for r in held if r.name not in owned)),
-        mutates=tuple(new_buffers[n] for n in group if n in new_buffers),
+        mutates=mutates,
         module_path=module_path(head),
         kind=kind,
         cost=NodeCost(

@@ -24,6 +24,7 @@ from mpxla.graph.capture_counts import check_counts
 from mpxla.graph.chosen import fix_sizes
 from mpxla.graph.chosen_rules import rule_of
 from mpxla.graph.gradients import expand_gradients
+from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import (
     collapse_detaches,
     densify_gradients,
@@ -57,6 +58,7 @@ def functional_step(
     program: ExportedProgram,
     canonical_names: Mapping[str, str],
     trainable: Collection[str],
+    written: Collection[str],
     num_objectives: int,
     checks: Collection[int],
     is_trial: bool,
@@ -68,6 +70,7 @@ def functional_step(
         program: of a step; its graph is changed in place.
         canonical_names: any name of a parameter or buffer -> the one name used for it.
         trainable: parameters, by those names.
+        written: those of them whose new values are known to have their gradients.
         num_objectives: the first results are what is differentiated, so many of them.
         checks: results, counted after those, that tell whether a mask is true anywhere.
         is_trial: the step will not run, and may ask for gradients where there are none.
@@ -79,7 +82,9 @@ def functional_step(
     graph = program.graph_module.graph
     inputs = _input_roles(program, canonical_names)
     scaled = replace_renorms(graph)
-    outputs = _output_roles(program, canonical_names, num_objectives, scaled)
+    settle_reads(graph)
+    unknown = set(trainable) - set(written)
+    outputs = _output_roles(program, canonical_names, unknown, num_objectives, scaled)
     is_check = [r.kind is OutputKind.RESULT and not r.name and r.index in checks for r in outputs]
     masks = [input_of(n) for n, is_one in zip(outputs_of(graph), is_check, strict=True) if is_one]
     refuse_collectives(graph)
@@ -145,29 +150,34 @@ def _input_roles(program: ExportedProgram, canonical_names: Mapping[str, str]) -
 def _output_roles(
     program: ExportedProgram,
     canonical_names: Mapping[str, str],
+    unknown: Container[str],
     num_objectives: int,
     scaled: Container[int],
 ) -> list[OutputRole]:
-    """Roles by place; results that are for the runtime come after those of the user."""
+    """Roles by place; results that are for the runtime come after those of the user.
+
+    Parameters are `unknown` where gradients would not go by what was written to them.
+    """
     roles: list[OutputRole] = []
     specs = program.graph_signature.output_specs
     num_values, num_scaled = 0, 0
     num_results = sum(s.kind is ExportOutput.USER_OUTPUT for s in specs) - num_objectives
     for place, spec in enumerate(specs):
+        name = canonical_names.get(_name(spec.target), "")
         if place in scaled:
-            name = canonical_names[_name(spec.target)]
             index, num_scaled = num_results + num_scaled, num_scaled + 1
             roles.append(OutputRole(OutputKind.RESULT, name, index))
-        elif spec.kind is ExportOutput.BUFFER_MUTATION:
-            roles.append(OutputRole(OutputKind.BUFFER, name=canonical_names[_name(spec.target)]))
+        elif spec.kind is ExportOutput.BUFFER_MUTATION or _is_written(spec.kind, name, unknown):
+            roles.append(OutputRole(OutputKind.BUFFER, name))
         elif spec.kind is ExportOutput.USER_INPUT_MUTATION:
             raise _changed_argument(program, spec.target or "")
         elif spec.kind is not ExportOutput.USER_OUTPUT:
             raise CaptureError(
                 f"The step function changes the parameter or constant {_name(spec.target)} in place"
-                f"{_line_of_change(program, spec.target)}, which one step only reads. Change "
-                f"parameters between step calls, under torch.no_grad(); make it a buffer of the "
-                f"model if it is no parameter."
+                f"{_line_of_change(program, spec.target)}, by a function that a captured step "
+                f"does not know to write to it. Write param.data.copy_(new) or, under "
+                f"torch.no_grad(), param.copy_(new); make it a buffer of the model if it is no "
+                f"parameter."
             )
         else:
             index, num_values = num_values, num_values + 1
@@ -176,6 +186,11 @@ def _output_roles(
             else:
                 roles.append(OutputRole(OutputKind.RESULT, index=index - num_objectives))
     return roles
+
+
+def _is_written(kind: ExportOutput, name: str, unknown: Container[str]) -> bool:
+    # Torch 2.9 does not list this kind.
+    return kind.name == "PARAMETER_MUTATION" and name not in unknown
 
 
 def _check_objectives(graph: fx.Graph, outputs: Sequence[OutputRole]) -> None:

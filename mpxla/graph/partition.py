@@ -65,11 +65,11 @@ class GraphNode:
     inputs: tuple[int, ...] = ()
     """Indices of earlier nodes."""
     parameters: tuple[str, ...] = ()
-    """Trainable parameters read directly; a tied parameter has one canonical name."""
+    """Parameters read directly or updated; a tied parameter has one canonical name."""
     buffers: tuple[str, ...] = ()
     """Non-trainable tensors read directly; they can be held by several ranks."""
     mutates: tuple[str, ...] = ()
-    """Buffers this node updates."""
+    """Buffers and parameters this node updates."""
     module_path: str = ""
     """Such as ``model.blocks.3.mlp.up``; empty for the user's own function."""
     kind: NodeKind = NodeKind.COMPUTE

@@ -154,7 +154,7 @@ def _too_many_stages(flow: Flow, pieces: Pieces, num_stages: int) -> str:
     text = (
         f"Cannot cut the step into {num_stages} stages: at most {most} "
         f"{'is' if most == 1 else 'are'} possible. It has {len(flow.order)} operations that depend "
-        "on parameters, random numbers or updated buffers"
+        "on parameters, random numbers or what it updates"
     )
     largest = max(pieces, key=len, default=())
     if len(largest) > 1:

@@ -45,8 +45,7 @@ class Group:
     members: tuple[int, ...]
     """At least two nodes, ascending."""
     reason: str
-    """A clause for error texts, such as ``they use the buffer 'bn.mean', which the step updates``.
-    """
+    """A clause for error texts, such as ``they use 'bn.mean', which the step updates``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Flow:
     right before their first reader."""
     movable: frozenset[int]
     """Spine nodes that depend on no input and may therefore run late: work on parameters alone
-    sits with its consumer. Members of groups are not moved, so that groups stay close together."""
+    sits with its consumer, and a new value of a parameter with what else uses that."""
     groups: tuple[Group, ...]
 
 
@@ -76,20 +75,21 @@ def analyse(nodes: Sequence[GraphNode], link: float) -> Flow:
     for index, node in enumerate(nodes):
         for source in dict.fromkeys(node.inputs):
             consumers[source].append(index)
-    groups = _groups(nodes, consumers, in_spine, updated)
-    grouped = {member for group in groups for member in group.members}
+    updates = _of_updates(nodes, updated)
+    stuck = _of_stuck_values(nodes, consumers, in_spine)
+    fixed = {member for group in stuck for member in group.members}
     movable = frozenset(
         index
         for index in range(len(nodes))
-        if in_spine[index] and not from_input[index] and index not in grouped
+        if in_spine[index] and not from_input[index] and index not in fixed
     )
     return Flow(
         tuple(nodes),
         _roles(nodes, from_input, in_spine, link),
         tuple(map(tuple, consumers)),
-        _cutting_order(consumers, in_spine, movable),
+        _cutting_order(nodes, consumers, in_spine, movable, updates),
         movable,
-        groups,
+        (*updates, *stuck),
     )
 
 
@@ -154,39 +154,50 @@ def _dependences(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[list[bo
     return from_input, in_spine
 
 
-def _groups(
-    nodes: Sequence[GraphNode],
-    consumers: Sequence[Sequence[int]],
-    in_spine: Sequence[bool],
-    updated: set[str],
-) -> tuple[Group, ...]:
-    """Users of an updated buffer, and values that cannot travel with their readers."""
+def _of_updates(nodes: Sequence[GraphNode], updated: set[str]) -> tuple[Group, ...]:
+    """Users of what the step updates."""
     users: dict[str, list[int]] = {name: [] for name in sorted(updated)}
     for index, node in enumerate(nodes):
-        for name in updated.intersection((*node.buffers, *node.mutates)):
+        for name in updated.intersection((*node.buffers, *node.parameters, *node.mutates)):
             users[name].append(index)
-    groups = [
-        Group(tuple(members), f"they use the buffer {name!r}, which the step updates")
+    return tuple(
+        Group(tuple(members), f"they use {name!r}, which the step updates")
         for name, members in users.items()
         if len(members) > 1
-    ]
-    for index, node in enumerate(nodes):
-        stuck = in_spine[index] and node.cost.output_bytes == 0
-        if stuck and consumers[index]:
-            reason = f"the value of {node.name!r} cannot travel between stages"
-            groups.append(Group((index, *consumers[index]), reason))
-    return tuple(groups)
+    )
+
+
+def _of_stuck_values(
+    nodes: Sequence[GraphNode], consumers: Sequence[Sequence[int]], in_spine: Sequence[bool]
+) -> tuple[Group, ...]:
+    """Values that cannot travel, with their readers."""
+    return tuple(
+        Group((i, *readers), f"the value of {node.name!r} cannot travel between stages")
+        for i, (node, readers) in enumerate(zip(nodes, consumers, strict=True))
+        if in_spine[i] and node.cost.output_bytes == 0 and readers
+    )
 
 
 def _cutting_order(
-    consumers: Sequence[Sequence[int]], in_spine: Sequence[bool], movable: frozenset[int]
+    nodes: Sequence[GraphNode],
+    consumers: Sequence[Sequence[int]],
+    in_spine: Sequence[bool],
+    movable: frozenset[int],
+    updates: Sequence[Group],
 ) -> tuple[int, ...]:
     """The spine's nodes, sorted by the node before which they are wanted."""
-    wanted = list(range(len(in_spine)))
-    for index in reversed(range(len(in_spine))):
-        if index in movable and consumers[index]:
-            wanted[index] = min(wanted[consumer] for consumer in consumers[index])
-    spine = [index for index in range(len(in_spine)) if in_spine[index]]
+    wanted: list[int | None] = [*range(len(nodes))]
+    for index in reversed(range(len(nodes))):
+        if index in movable and (consumers[index] or nodes[index].mutates):
+            # A new value that nothing reads is wanted by the others of its group.
+            places = [p for consumer in consumers[index] if (p := wanted[consumer]) is not None]
+            wanted[index] = min(places, default=None)
+    others = {index: group.members for group in updates for index in group.members}
+    for index, node in enumerate(nodes):
+        if wanted[index] is None:
+            near = (wanted[other] for other in (*node.inputs, *others.get(index, ())))
+            wanted[index] = max((place for place in near if place is not None), default=index)
+    spine = [index for index in range(len(nodes)) if in_spine[index]]
     return tuple(sorted(spine, key=lambda index: (wanted[index], index)))
 
 

@@ -70,7 +70,7 @@ class OutputKind(enum.Enum):
     """What an output of the graph is for."""
 
     BUFFER = "buffer"
-    """New value of a buffer that the step changes."""
+    """New value of a buffer or parameter that the step changes."""
     OBJECTIVE = "objective"
     """A scalar that the step differentiates (one per `model.backward` call and tensor)."""
     RESULT = "result"
@@ -79,7 +79,7 @@ class OutputKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OutputRole:
-    """Role of one output: the buffer's `name`, or the `index` of a result leaf or objective.
+    """Role of one output: the `name` of what is changed, or the `index` of a result or objective.
 
     A result with a name is what rows of a parameter have been scaled by (`graph/renorms.py`).
     """
@@ -159,7 +159,12 @@ class StepGraph:
         inputs = zip(self.placeholders, self.inputs, strict=True)
         held = (InputKind.PARAMETER, InputKind.BUFFER)
         read = {role.name for node, role in inputs if node.users and role.kind in held}
-        return read | {role.name for role in self.outputs if role.kind is OutputKind.BUFFER}
+        return read | self.changed
+
+    @property
+    def changed(self) -> set[str]:
+        """Buffers and parameters that get new values."""
+        return {role.name for role in self.outputs if role.kind is OutputKind.BUFFER}
 
     @property
     def scaled_tables(self) -> dict[str, int]:

@@ -118,7 +118,7 @@ def _check_outputs(step: StepGraph, varying: Collection[fx.Node]) -> None:
     for node, role in zip(step.output_nodes, step.outputs, strict=True):
         if node in varying:
             what = {
-                OutputKind.BUFFER: f"The new value of the buffer {role.name}",
+                OutputKind.BUFFER: f"The new value of {role.name}, which the step changes,",
                 OutputKind.OBJECTIVE: "A value that model.backward is called with",
                 OutputKind.RESULT: "A value that the step function returns",
             }[role.kind]

@@ -44,7 +44,7 @@ class GradientFlow:
         sources: this rank's: name -> (stage, place among its accumulators).
         trained: parameters that get a gradient on any pipeline rank.
         shared: those of them that this and other pipeline ranks hold, by the ranks.
-        changed: buffers that this rank's stages change.
+        changed: buffers and parameters that this rank's stages change.
     """
 
     sources: Mapping[str, Sequence[tuple[int, int]]]
@@ -203,12 +203,10 @@ class BucketedReduction:
             Collective("all_reduce", (bucket.num_elements,), dtype or bucket.dtype)
             for bucket in self._buckets
         ]
-        buffers = self._replica.state.buffers
-        if self._broadcasts_buffers:
-            outline += [
-                Collective("broadcast", tuple(buffers[name].shape), buffers[name].dtype)
-                for name in self._flow.changed
-            ]
+        outline += [
+            Collective("broadcast", tuple(tensor.shape), tensor.dtype)
+            for tensor in self._following().values()
+        ]
         return outline
 
     def start(self, stage: int, gradients: Accumulators) -> None:
@@ -222,7 +220,10 @@ class BucketedReduction:
                     self._launch(index, gradients)
 
     def finish(self, gradients: Accumulators) -> None:
-        """Leaves all gradients with the store, and the first replica's buffers everywhere."""
+        """Leaves all gradients with the store, and what follows the first replica.
+
+        That are buffers and parameters that the step has changed.
+        """
         if not self._reduces:
             self._accumulate(list(self._sources), self._sums(self._sources, gradients))
             self._reducer.unreduced |= {n for n in self._sources if self._transfers(n)}
@@ -231,7 +232,7 @@ class BucketedReduction:
             if index not in self._under_way:
                 self._launch(index, gradients)
         self._reducer.rounds.check_accord()
-        buffers = self._start_buffers()
+        following = self._start_following()
         direct = self._sums(self._direct, gradients, earlier=True)
         self._accumulate(self._direct, direct, is_total=True)
         # In the order of the list, which pipeline ranks have in common for what they share.
@@ -245,7 +246,7 @@ class BucketedReduction:
             parts = self._programs.parts(flat, bucket.cuts, bucket.dtype)
             self._accumulate(bucket.names, parts, is_total=True)
         self._under_way.clear()
-        for name, handle in buffers.items():
+        for name, handle in following.items():
             value = self._reducer.rounds.wait(handle)
             self._store.write([name], [value])
 
@@ -321,19 +322,20 @@ class BucketedReduction:
             self._store.take_gradients(names)
         self._store.add_gradients(names, values)
 
-    @property
-    def _broadcasts_buffers(self) -> bool:
-        return self._replica.count > 1 and self._reducer.options.broadcasts_buffers
-
-    def _start_buffers(self) -> dict[str, Handle[torch.Tensor]]:
-        replica = self._replica
-        if not self._broadcasts_buffers:
+    def _following(self) -> dict[str, torch.Tensor]:
+        """What all replicas have as the first one has it, after a step that changes it."""
+        state = self._replica.state
+        if self._replica.count == 1:
             return {}
-        buffers = replica.state.buffers
-        source = replica.group[self.source]
+        parameters = {n: state.parameters[n] for n in self._flow.changed if n in state.parameters}
+        buffers = state.buffers if self._reducer.options.broadcasts_buffers else {}
+        return {**parameters, **{n: buffers[n] for n in self._flow.changed if n in buffers}}
+
+    def _start_following(self) -> dict[str, Handle[torch.Tensor]]:
+        transport, group = self._replica.transport, self._replica.group
         return {
-            name: replica.transport.broadcast(buffers[name], source, replica.group)
-            for name in self._flow.changed
+            name: transport.broadcast(tensor.detach(), group[self.source], group)
+            for name, tensor in self._following().items()
         }
 
 

@@ -39,11 +39,11 @@ from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.reduction import Reducers
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.runtime.scheduling import schedule_step
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
+from mpxla.runtime.step_writes import StepWrites
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly
@@ -315,10 +315,10 @@ class StepEngine:
         states, link, models = self._states, self._link, tuple(used)
         replicas = self._session.topology.rdp_group(self._session.rank)
         objects = self._session.objects
-        scaled_rows = ScaledRows(cut.step, states, backend, objects, replicas)
+        writes = StepWrites(cut.step, states, backend, objects, replicas)
         runner = PlanRunner(
             *(plan, states, link, self._pp_rank, backend, reduction, models, checks),
-            scaled_rows,
+            writes,
             gathering,
         )
         self.meter.note_compilation(time.perf_counter() - started)

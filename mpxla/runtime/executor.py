@@ -49,7 +49,8 @@ class CompiledStage(PlannedStage):
         0 for those that do not exist once per microbatch: parameters, and the objectives' seed.
         """
         lowered = self.lowered
-        owns = [s.argument is None or s.argument >= lowered.spec.first_input for s in lowered.saved]
+        spec = lowered.spec
+        owns = [s.argument is None or spec.is_of_microbatch(s.argument) for s in lowered.saved]
         specs = lowered.backward_inputs[lowered.num_accumulators :]
         owns += [True] * len(lowered.grad_ports) + [False]
         return tuple(s.num_bytes if own else 0 for s, own in zip(specs, owns, strict=True))

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_modules
 
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.capture_hooks import has_gradient_hook
+from mpxla.graph.parameter_attributes import held_tensors
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
 
@@ -127,8 +128,7 @@ class ModelWatch:
         buffers = tuple(
             (index, name)
             for index, module in enumerate(modules)
-            for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
-            if buffer is not None
+            for name, *_ in held_tensors(module)
         )
         return ModelView(modes, trainable, modules, parameters, tuple(hooks), buffers)
 

@@ -153,7 +153,7 @@ class Placement:
                 held.update(self._states.to_own_names(placed, {name: self.ranks[name]}))
 
     def note_changes(self, cut: CutStep) -> None:
-        """Remembers which buffers steps change.
+        """Remembers which buffers and parameters steps change.
 
         Raises:
             StepError: one of them is on several ranks.
@@ -162,7 +162,7 @@ class Placement:
         for name in sorted(changed):
             if len(self.ranks[name]) > 1:
                 raise StepError(
-                    f"this step function changes the buffer {name}, which several pipeline ranks "
+                    f"this step function changes {name}, which several pipeline ranks "
                     f"{list(self.ranks[name])} hold since an earlier step function. "
                     f"Call the function that changes it (the training step) first."
                 )

@@ -3,7 +3,7 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
-from mpxla.runtime.scaled_rows import ScaledRows
 from mpxla.runtime.states import ModelStates
+from mpxla.runtime.step_writes import StepWrites
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner"]
@@ -39,7 +39,7 @@ class PlanRunner:
         reduction: of the gradients over replicas; None for an evaluation step.
         models: labels of the models that the step uses.
         checks: of the indices in the step.
-        scaled_rows: what the step writes to parameters.
+        writes: what the step writes to parameters and buffers.
         gathering: makes divided parameters whole for a step; None where programs take parts.
     """
 
@@ -53,13 +53,13 @@ class PlanRunner:
         reduction: StepReduction | None,
         models: tuple[str, ...],
         checks: IndexChecks,
-        scaled_rows: ScaledRows,
+        writes: StepWrites,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
         self.models = models
         self.checks = checks
-        self._scaled_rows = scaled_rows
+        self._writes = writes
         self._gathering = gathering
         self._fetch: Callable[[int], list[torch.Tensor]] | None = None
         self._states = states
@@ -107,8 +107,9 @@ class PlanRunner:
         """
         cut = self.plan.cut
         self._link.set_placement(cut.placement)
+        given = self._tensors()
         run = StepRun(
-            tensors=self._tensors(),
+            tensors=dict(given),
             inputs=self._upload_inputs(tensors),
             seeds=self._seeds(num_microbatches, seed),
             objective_seeds=self._seeds_of_objectives(),
@@ -119,19 +120,18 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.begin()
         self._executor.run(self.plan.schedule[self._pp_rank], run)
-        self._copy_parameters_in(run)
+        stages = self.plan.programs.values()
+        changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
+        self._copy_parameters_in(run, given, changed)
         self._fetch = fetch = exchange_results(
             cut, run.results, num_microbatches, self._pp_rank, self._link
         )
         show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
-        for program in self.plan.programs.values():
-            for name in program.lowered.spec.new_buffers:
-                (value,) = self._backend.publish([run.tensors[name]])
-                self._states.set_buffer(name, value)
+        self._writes.keep(changed, given, run.tensors)
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
-        self._scaled_rows.write(fetch)
+        self._writes.scale_rows(fetch)
         backend, count = self._backend, len(range(num_microbatches)[own])
         leaves, structure = cut.step.result_leaves, cut.step.result_spec
         returned = build_outputs(
@@ -143,11 +143,15 @@ class PlanRunner:
         )
         return returned, run
 
-    def _copy_parameters_in(self, run: StepRun) -> None:
-        """Copies parameters that are results, whose memory the next update would take."""
-        if not self._backend.donates:
-            return
-        held = set(map(id, run.tensors.values()))
+    def _copy_parameters_in(
+        self, run: StepRun, given: Mapping[str, torch.Tensor], changed: Sequence[str]
+    ) -> None:
+        """Copies parameters that are results, whose memory the next update would take.
+
+        Or that this step has given new values, which the results are not to have.
+        """
+        lost = [given[name] for name in changed if name in given]
+        held = set(map(id, lost + [*run.tensors.values()] * self._backend.donates))
         for key, value in run.results.items():
             if id(value) in held:
                 (run.results[key],) = self._backend.put(self._backend.get([value]))

@@ -114,7 +114,7 @@ def _input_bytes(lowered: LoweredStage) -> int:
 
 def _is_activation(lowered: LoweredStage, argument: int) -> bool:
     """Whether an argument of the forward exists once per microbatch."""
-    return argument >= lowered.spec.first_input
+    return lowered.spec.is_of_microbatch(argument)
 
 
 # --- windows -------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _saved_by(lowered: LoweredStage) -> Iterator[_Saved]:
             value = saved_values[saved.output]
             size = lowered.saved_specs[saved.output].num_bytes
             yield _Saved(size, readers[saved], None, outputs.get(_unviewed(value)), number)
-        elif saved.argument is not None and _is_activation(lowered, saved.argument):
+        elif saved.argument is not None and saved.argument >= first_input:
             size = lowered.forward_inputs[saved.argument].num_bytes
             yield _Saved(size, readers[saved], saved.argument - first_input, None, number)
 

@@ -18,6 +18,7 @@ from mpxla.comm.packing import describe
 from mpxla.delayed import forget, is_delayed, materialize
 from mpxla.errors import MpxlaError
 from mpxla.graph.capture_hooks import refuse_gradient_hooks
+from mpxla.graph.parameter_attributes import held_tensors
 from mpxla.runtime.divided import DividedParameter
 from mpxla.runtime.valueless import AbsentParameter
 from mpxla.stage.flat import FlatShard
@@ -46,7 +47,7 @@ class ModelState:
     def __init__(self, module: nn.Module):
         self.module = module
         self.parameters: dict[str, nn.Parameter] = {}
-        self._buffer_owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._buffer_owners: dict[str, list[tuple[nn.Module | nn.Parameter, str]]] = {}
         self._placed: set[str] = set()
         self._dividing: tuple[int, int, int, bool] | None = None
         self.local_names: frozenset[str] | None = None
@@ -72,10 +73,10 @@ class ModelState:
         owned = self._owned()
         known |= {id(buffer): name for name, buffer in self.buffers.items()}
         for path, owner in self.module.named_modules():
-            for key, buffer in _buffers_of(owner).items():
-                if buffer is not None and (id(owner), key) not in owned:
-                    own = known.setdefault(id(buffer), self._free(_joined(path, key)))
-                    self._buffer_owners.setdefault(own, []).append((owner, key))
+            for name, holder, key, buffer in held_tensors(owner):
+                if (id(holder), key) not in owned:
+                    own = known.setdefault(id(buffer), self._free(_joined(path, name)))
+                    self._buffer_owners.setdefault(own, []).append((holder, key))
         if self._dividing is not None:
             self._divide(new)
 
@@ -99,9 +100,8 @@ class ModelState:
         names = {name: known[id(parameter)] for name, parameter in named}
         owned = self._owned()
         for path, owner in self.module.named_modules():
-            for key, buffer in _buffers_of(owner).items():
-                if buffer is not None:
-                    names[_joined(path, key)] = owned[id(owner), key]
+            for name, holder, key, _ in held_tensors(owner):
+                names[_joined(path, name)] = owned[id(holder), key]
         return names
 
     @property
@@ -224,7 +224,7 @@ class ModelState:
             return
         with _without_weak_references(self.module):
             moved = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, moved)
+            _swap(parameter, moved)
 
     def place(self, local_names: Iterable[str], device: torch.device) -> None:
         """Moves local parameters and buffers to the device, and frees others; placed ones stay.
@@ -291,7 +291,7 @@ class ModelState:
                     continue  # the model has it no more
                 value = full[now] if (now := names[name]) in full else parameter.detach().cpu()
                 moved = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)
+                _swap(parameter, moved)
         for name in buffers.keys() & names.keys():
             value = full[now].clone() if (now := names[name]) in full else buffers[name].cpu()
             self.set_buffer(name, value)
@@ -350,8 +350,13 @@ def load_into(module: nn.Module, values: Mapping[str, Any], strict: bool) -> Any
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def _buffers_of(owner: nn.Module) -> dict[str, Any]:
-    """The table of a module's own buffers; torch has no public way to exchange one in it."""
+def _buffers_of(owner: nn.Module | nn.Parameter) -> dict[str, Any]:
+    """The table of a module's own buffers; torch has no public way to exchange one in it.
+
+    Or that of a parameter's attributes.
+    """
+    if isinstance(owner, nn.Parameter):
+        return vars(owner)
     return owner._buffers  # pyright: ignore[reportPrivateUsage]
 
 
@@ -366,6 +371,13 @@ def _without_weak_references(module: nn.Module) -> Generator[None]:
     finally:
         for layer in recurrent:
             layer._init_flat_weights()
+
+
+def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
+    """Makes a parameter another tensor, with the attributes that users have given it."""
+    own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
+    vars(moved).update(own)
+    torch.utils.swap_tensors(parameter, moved)
 
 
 def _exchange(
@@ -383,7 +395,7 @@ def _exchange(
     if gradient is not None and device.type != "meta":
         moved.grad = gradient.to(device)
     try:
-        torch.utils.swap_tensors(parameter, moved)
+        _swap(parameter, moved)
     except RuntimeError as error:
         raise MpxlaError(
             f"parameter {name} cannot move to {device}: {error}. Something still refers to it from "

@@ -18,6 +18,7 @@ from mpxla.graph.capture_sources import (
     iterators_refused,
     random_numbers_noted,
 )
+from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
@@ -98,13 +99,21 @@ def _trace(
         args, kwargs = fill(signature, leaves, given)
         return function(*args, **kwargs)
 
+    def capture() -> StepGraph:
+        names = states.current_names()
+        try:
+            return capture_step(run, model, signature.tensor_leaves, names, known, graphs)
+        except NewAttributesError as error:
+            for found in error.attributes:
+                found.start()
+        return capture()
+
     with (
         torch.set_grad_enabled(signature.grad_enabled),
         iterators_refused(function, model),
         random_numbers_noted(function, model),
         attributes_noted(model, others, outer.texts) as log,
     ):
-        names = states.current_names()
-        step = capture_step(run, model, signature.tensor_leaves, names, known, graphs)
+        step = capture()
     reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
     return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

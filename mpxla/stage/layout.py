@@ -37,18 +37,21 @@ def transposed(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.shape[::-1], spec.dtype)
 
 
-def transpose_weights(forward: fx.GraphModule, num_parameters: int) -> tuple[int, ...]:
+def transpose_weights(forward: fx.GraphModule, weights: Sequence[int]) -> tuple[int, ...]:
     """Gives a forward graph the transposes of weights as arguments of their own.
 
-    Its first arguments are the parameters.
+    Args:
+        forward: the graph.
+        weights: those of its arguments that are the same for all microbatches.
 
     Returns:
-        Which parameters; their transposes follow the other arguments, in this order.
+        Which weights; their transposes follow the other arguments, in this order.
     """
     placeholders = [n for n in forward.graph.nodes if n.op == "placeholder"]
     found: list[int] = []
     last = placeholders[-1] if placeholders else None
-    for index, holder in enumerate(placeholders[:num_parameters]):
+    for index in weights:
+        holder = placeholders[index]
         products = [
             (view, user)
             for view in holder.users

@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph import collectives
 from mpxla.graph.functions import applied
+from mpxla.graph.later_values import LATER, put_in_place
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import outputs_of, target_of
 from mpxla.graph.varying import VARYING, draws_for_part
@@ -40,6 +41,7 @@ from mpxla.stage.parts import drawing_own_part
 from mpxla.stage.recompute import partition_joint
 from mpxla.stage.saved_values import (
     SavedValue,
+    drop_unread,
     rebuild_views,
     route_saved,
     set_outputs,
@@ -155,8 +157,13 @@ class _Tracing(fx.Interpreter):
         super().__init__(module)
         self.extra_traceback = False
         self._index = index
+        self.later: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is LATER:
+            _, now, reads, _ = self.fetch_args_kwargs_from_env(n)[0]
+            is_here = [read.op != "placeholder" for read in cast(Any, n.args[2])]
+            self.later.append((now, [r for r, here in zip(reads, is_here, strict=True) if here]))
         try:
             return super().run_node(n)
         except (MpxlaError, AssertionError):
@@ -188,12 +195,15 @@ def _stage_function(spec: StageSpec, lowering: Lowering) -> Callable[..., list[t
 
     def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
         # Node by node: what the lowered graph says about module paths is taken from here.
-        outputs = _Tracing(spec.index, module).run(*arguments)
+        tracing = _Tracing(spec.index, module)
+        outputs = tracing.run(*arguments)
         # Results must not be arguments, nor share memory with each other.
-        return [
+        results = [
             (value if keep else value.detach()).clone()
             for value, keep in zip(outputs, attached, strict=True)
         ]
+        put_in_place(tracing.later)
+        return results
 
     return run
 
@@ -244,12 +254,14 @@ def _lower_joint(
     forward, backward = cut(num_plain + spec.num_objectives)
     lowering.expand(forward)
     lowering.expand(backward)
+    drop_unread(forward, backward, num_plain + spec.num_objectives)
     rebuild_views(forward, backward, num_plain + spec.num_objectives)
     saved, saved_nodes = route_saved(forward, num_plain, spec.num_objectives)
     weights: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     if for_speed and lowering.lays_out_weights:
-        weights = transpose_weights(forward, len(spec.parameters))
+        fixed = [i for i, name in enumerate(spec.parameters) if name not in spec.new_buffers]
+        weights = transpose_weights(forward, fixed)
         gradients = transpose_gradients(backward, differentiated[: len(spec.trained)])
     lowered = _assemble(
         spec, inputs, forward, backward, saved, saved_nodes, differentiated, lowering.disguises_sums

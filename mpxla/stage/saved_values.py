@@ -14,7 +14,7 @@ from torch import fx
 from mpxla.graph.typed import input_of, outputs_of
 from mpxla.stage.cleanup import is_view
 
-__all__ = ["SavedValue", "rebuild_views", "route_saved", "set_outputs"]
+__all__ = ["SavedValue", "drop_unread", "rebuild_views", "route_saved", "set_outputs"]
 
 
 _T = TypeVar("_T")
@@ -45,6 +45,23 @@ def set_outputs(module: fx.GraphModule, values: Sequence[fx.Node]) -> None:
     module.graph.output_node().args = (tuple(values),)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def drop_unread(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Saves nothing that the backward does not read.
+
+    The derivative of a convolution by its weight alone does not read the weight, and says so only
+    when it is written with other operators.
+    """
+    values = outputs_of(forward.graph)
+    saved = values[num_outputs:]
+    holders = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    read = [node for node, holder in zip(saved, holders, strict=True) if holder.users]
+    for holder in holders:
+        if not holder.users:
+            backward.graph.erase_node(holder)
+    set_outputs(forward, [*values[:num_outputs], *read])
+    backward.recompile()
 
 
 def rebuild_views(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:

@@ -116,7 +116,7 @@ class StageSpec:
         outputs: values it gives to later stages.
         results: indices of the step's results that it computes.
         result_specs: their shapes and dtypes.
-        new_buffers: names of the buffers that it changes.
+        new_buffers: names of the buffers and parameters that it changes.
         num_objectives: how many scalars it differentiates.
     """
 
@@ -137,6 +137,12 @@ class StageSpec:
     def first_input(self) -> int:
         """Index of the first of `inputs` among the arguments of the forward."""
         return len(self.parameters) + len(self.buffers) + len(self.constants)
+
+    def is_of_microbatch(self, argument: int) -> bool:
+        """Whether an argument of the forward exists once per microbatch, by its index."""
+        held = (*self.parameters, *self.buffers)
+        is_changed = argument < len(held) and held[argument] in self.new_buffers
+        return is_changed or argument >= self.first_input
 
     @property
     def has_backward(self) -> bool:

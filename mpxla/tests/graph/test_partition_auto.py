@@ -266,7 +266,7 @@ def test_readers_of_an_updated_buffer_share_a_stage():
     with pytest.raises(
         PartitionError,
         match=r"into 4 stages: at most 3 are possible.* 4 cannot be separated, from 'node_2' "
-        r"\(module 'model.1'\) to 'node_5' \(module 'model.4'\): they use the buffer 'mean'",
+        r"\(module 'model.1'\) to 'node_5' \(module 'model.4'\): they use 'mean'",
     ):
         partition(program, 4)
 

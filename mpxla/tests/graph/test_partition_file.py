@@ -82,7 +82,7 @@ def test_file_of_a_longer_graph(data):
         (lambda data: data["nodes"][0].update(stages=[1]), "'node_0' is on .* inputs are on stage"),
         (lambda data: data["nodes"][1].update(stages=[1]), "'node_2' is on stage 0, before its in"),
         (lambda data: data["nodes"][7].update(stages=[0]), "'node_7' is on stage 0, before its in"),
-        (lambda data: move(data, {2: 0, 3: 1, 4: 1}), "'node_2' and 'node_3' are .* buffer 'mean'"),
+        (lambda data: move(data, {2: 0, 3: 1, 4: 1}), "'node_2' and 'node_3' are .* use 'mean'"),
         (lambda data: move(data, dict.fromkeys(range(2, 7), 0)), "input 'node_6' cannot travel"),
     ],
 )

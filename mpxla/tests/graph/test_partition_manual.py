@@ -189,7 +189,7 @@ def test_updated_buffer_on_two_ranks_is_refused():
     with pytest.raises(
         PartitionError,
         match=r"'node_3' \(module 'model.a.norm'\) is on partition 0 and 'node_4' "
-        r"\(module 'model.b.norm'\) on partition 1, .*buffer 'mean', which the step updates. Put",
+        r"\(module 'model.b.norm'\) on partition 1, .*use 'mean', which the step updates. Put",
     ):
         partition(program, 2, {1: 0, 2: 0, one: 0, other: 1})
 

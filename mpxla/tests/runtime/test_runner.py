@@ -6,7 +6,7 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.scaled_rows import ScaledRows
+from mpxla.runtime.step_writes import StepWrites
 from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
 
@@ -53,8 +53,8 @@ def runner_of(is_training):
     checks = IndexChecks("off", plan.cut.step, backend)
     states = States()
     backend.calls.clear()
-    rows = ScaledRows(plan.cut.step, states, backend, None, (0,))
-    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks, rows)
+    writes = StepWrites(plan.cut.step, states, backend, None, (0,))
+    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks, writes)
     return backend, runner, reduction
 
 

@@ -42,7 +42,7 @@ def test_weights_of_products_become_arguments():
     values = [torch.randn(5, 3), torch.randn(5), torch.randn(2, 5), torch.randn(4, 3)]
     module = graph_of(linear_layers, *values)
     expected = module(*values)
-    assert transpose_weights(module, num_parameters=3) == (0, 2)
+    assert transpose_weights(module, weights=range(3)) == (0, 2)
     turned = transpose(values[0], values[2])
     assert all(value.is_contiguous() for value in turned)
     for a, b in zip(module(*values, *turned), expected, strict=True):
@@ -55,8 +55,8 @@ def test_weights_of_products_become_arguments():
 
 def test_only_parameters_are_prepared():
     values = [torch.randn(5, 3), torch.randn(5), torch.randn(2, 5), torch.randn(4, 3)]
-    assert transpose_weights(graph_of(linear_layers, *values), num_parameters=2) == (0,)
-    assert transpose_weights(graph_of(lambda call, x: [x], values[0]), num_parameters=1) == ()
+    assert transpose_weights(graph_of(linear_layers, *values), weights=range(2)) == (0,)
+    assert transpose_weights(graph_of(lambda call, x: [x], values[0]), weights=range(1)) == ()
 
 
 def gradients(call, dy, x):

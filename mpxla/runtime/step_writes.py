@@ -1,0 +1,115 @@
+"""What a step writes to the tensors of models is theirs when it has run.
+
+new values      of buffers and parameters: what the last microbatch has left
+scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes the rows that
+                any microbatch of any replica has read, as one process would that reads the
+                whole batch. An evaluation step, which replicas need not call together, writes
+                those of its own batch where there is one replica, and none where there are more
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from mpxla.comm.objects import Objects
+from mpxla.comm.transport import Group
+from mpxla.device.backend import Backend, Buffer
+from mpxla.errors import CaptureError
+from mpxla.graph.stepgraph import StepGraph
+from mpxla.log import warn_once
+from mpxla.runtime.states import ModelStates
+
+__all__ = ["StepWrites"]
+
+
+class StepWrites:
+    """Those of one captured step.
+
+    Args:
+        step: the step.
+        states: parameters of all models.
+        backend: gives values on the host.
+        objects: between replicas.
+        replicas: ranks that have the same parameters.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        states: ModelStates,
+        backend: Backend,
+        objects: Objects,
+        replicas: Group,
+    ):
+        self._results = step.scaled_tables
+        self._states, self._backend = states, backend
+        self._objects, self._replicas = objects, replicas
+        self._writes = step.is_training or len(replicas) == 1
+        written = {*self._results, *step.changed}
+        for name in sorted(written & states.shards.keys() if written else ()):
+            is_scaled = name in self._results
+            what = "scales rows of" if is_scaled else "writes to"
+            how = " in place (nn.Embedding(max_norm=...))" if is_scaled else ""
+            remedy = "Leave max_norm out" if is_scaled else "Write to it between step calls"
+            raise CaptureError(
+                f"the step {what} {name}{how}, whose values are divided over ranks "
+                f"(sharded_data_parallel_degree). {remedy}, or keep it whole: a larger "
+                f"sdp_param_persistence_threshold."
+            )
+        for name in self._results:
+            warn_once(
+                f"max_norm of {name}",
+                f"{name} has a max_norm: every step call waits for its programs, to write the rows "
+                f"that it has scaled.",
+            )
+
+    def keep(
+        self, names: Iterable[str], given: Mapping[str, Buffer], values: Mapping[str, Buffer]
+    ) -> None:
+        """Gives buffers and parameters on this rank their new values, after the last action.
+
+        Args:
+            names: of those that the step changes.
+            given: what the step was given.
+            values: what it has left.
+        """
+        # A program may give an argument as its result: that stays the memory of its own tensor.
+        held = set(map(id, given.values()))
+        new = {n: values[n] for n in names if values[n] is not given.get(n)}
+        for name, value in new.items():
+            if id(value) in held:
+                (new[name],) = self._backend.put(self._backend.get([value]))
+        tensors = {name: self._states.tensor(name) for name in new}
+        parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        if parameters:
+            self._backend.assign(list(parameters.values()), [new[name] for name in parameters])
+        buffers = [name for name in tensors if name not in parameters]
+        if not buffers:
+            return
+        published = self._backend.publish([new[name] for name in buffers])
+        for name, value in zip(buffers, published, strict=True):
+            self._states.set_buffer(name, value)
+
+    def scale_rows(self, fetch: Callable[[int], list[torch.Tensor]]) -> None:
+        """Scales the rows on this rank; all ranks call it after the step, training or not.
+
+        Args:
+            fetch: result index -> its tensors, one per microbatch.
+        """
+        if not (self._results and self._writes):
+            return
+        found = {
+            name: torch.stack([self._backend.view(t) for t in fetch(index)]).amin(0)
+            for name, index in self._results.items()
+        }
+        everyone = [found]
+        if len(self._replicas) > 1:
+            everyone = self._objects.allgather(found, self._replicas)
+        for name in found:
+            scale = torch.stack([one[name] for one in everyone]).amin(0)
+            label, own = self._states.own_name(name)
+            parameter = self._states[label].parameters[own]
+            if not parameter.is_meta and bool((scale < 1).any()):
+                with torch.no_grad():
+                    parameter.mul_(scale.to(parameter.device))
