@@ -30,6 +30,7 @@ __all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "refused"]
 
 _aten = torch.ops.aten
 _HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
+_NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool
 _KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
@@ -89,6 +90,10 @@ def fix_sizes(
             raise refused(node, "is a result of the step: return values of a fixed size")
     output.args = (tuple(walk.as_number(v, output) for v in outputs_of(graph)),)
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), _NUMBERS):
+            user = next(iter(node.users))
+            raise refused(user, "decides a size, or another number that it takes")
     for line, size in walk.chosen.items():
         warn_once(
             f"rows chosen{line}",
@@ -126,7 +131,7 @@ def _symbols(node: fx.Node) -> set[sympy.Symbol]:
     for value in pytree.tree_leaves(node.meta.get("val")):
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         for size in sizes:
-            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if isinstance(size, _NUMBERS):
                 found |= size.node.expr.free_symbols
     return found
 
@@ -161,7 +166,7 @@ class Walk:
     def visit(self, node: fx.Node, rule_of: Callable[[fx.Node], Rule | None]) -> None:
         """Puts values of fixed size in the place of what a node gives."""
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, _NUMBERS):
             return  # numbers are computed where they are used
         has_rows = any(self._dims.get(n) is not None for n in node.all_input_nodes)
         if not (_symbols(node) or has_rows or any(map(_symbols, node.all_input_nodes))):
@@ -372,6 +377,17 @@ class Walk:
             return mean
         some = self.call(_aten.any.default, rows.mask)
         return self.call(_aten.where.self, some, mean, self.call(_aten.zeros_like.default, mean))
+
+    def marked(self, value: fx.Node, rows: Rows, dtype: torch.dtype) -> fx.Node:
+        """A row, which is there only if there are rows: else NaN, or a place beyond all tables, of
+        which programs make NaN; PyTorch raises.
+        """
+        if dtype is torch.bool:
+            return value
+        is_float = dtype.is_floating_point or dtype.is_complex
+        mark = math.nan if is_float else torch.iinfo(dtype).max
+        none = self.call(_aten.logical_not.default, self.call(_aten.any.default, rows.mask))
+        return self.call(_aten.masked_fill.Scalar, value, none, mark)
 
     # --- numbers ------------------------------------------------------------------------------
 

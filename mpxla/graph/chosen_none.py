@@ -98,7 +98,7 @@ class _Book:
     true nowhere.
     """
 
-    terms: dict[Any, int] = field(default_factory=dict)
+    terms: dict[Any, str] = field(default_factory=dict)
     empty: set[Any] = field(default_factory=set)
 
 
@@ -138,8 +138,8 @@ class _Terms:
             found = self._interned(str(node.target), repr(arguments))
         return found
 
-    def _interned(self, *parts: Any) -> int:
-        return self._book.terms.setdefault(parts, len(self._book.terms))
+    def _interned(self, *parts: Any) -> str:
+        return self._book.terms.setdefault(parts, f"term {len(self._book.terms)}")
 
     def kept(self, node: fx.Node, source: Any) -> Any:
         """The term of an operand that a node hands on, if it has its shape."""

@@ -16,11 +16,12 @@ from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
 from mpxla.graph.operand_dims import combined, is_elementwise
 from mpxla.graph.stepgraph import CASTS
-from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
+from mpxla.graph.typed import arguments_of, input_of, named_arguments, schema_of, target_of
 
 __all__ = ["rule_of"]
 
 _aten = torch.ops.aten
+_NUMBERS = torch.SymInt, torch.SymFloat
 
 
 def _changed(node: fx.Node, **arguments: Any) -> fx.Node:
@@ -53,6 +54,11 @@ def _elementwise(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         wide = value.dtype if is_small else torch.promote_types(value.dtype, torch.float32)
         return walk.call(_aten.to.dtype, number, wide)
 
+    for argument in schema_of(node).arguments:
+        given = named_arguments(node)[argument.name]
+        is_number = isinstance(given, fx.Node) and isinstance(given.meta["val"], _NUMBERS)
+        if is_number and not isinstance(argument.type, torch.TensorType):
+            raise refused(node, f"is counted for an argument ({argument.name}) that is no tensor")
     node.args = fx.map_arg(node.args, as_number)
     node.kwargs = fx.map_arg(node.kwargs, as_number)
     return node, dims

@@ -61,6 +61,8 @@ def _viewed(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         _regroup(walk, node, (before, dims, range(start, stop)), (after, found, range(end, until)))
         start, end = stop, until
     sizes = [_size_of(walk, s, r) for s, r in zip(after, found, strict=True)]
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        raise refused(node, "gets another shape")
     if source in walk.places and len(after) == 1:
         walk.places[node] = (*walk.places[source][:2], walk.places[source][2] or 0)
     return _replaced(walk, node, _aten.reshape.default, source, sizes), tuple(found)
@@ -171,7 +173,8 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     if target is _aten.select.int:
         if rows is not None and arguments["index"] == 0:
             first = walk.call(_aten.index_select.default, source, dim, walk.first(rows))
-            return _replaced(walk, node, _aten.squeeze.dim, first, dim), rest
+            first = walk.call(_aten.squeeze.dim, first, dim)
+            return walk.marked(first, rows, node.meta["val"].dtype), rest
         if source in walk.places and walk.places[source][2] is None:
             walk.places[node] = (*walk.places[source][:2], arguments["index"])
     if rows is not None:
@@ -180,7 +183,6 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
         if not is_all or not (end is None or end == walk.sizes(source)[dim] or end > 2**40):
             raise refused(node, "is divided")
         return source, dims
-    _with_sizes(walk, node)
     if target is _aten.unbind.int:
         if source in walk.places:
             walk.places[node] = walk.places[source]

@@ -125,6 +125,10 @@ def places(m, h, y):
     )
 
 
+def first_rows(m, h, y):
+    return h[y > 3][0].square().sum() + h.view(-1, 8)[(y.flatten() > 3).nonzero()[0, 0]].sum()
+
+
 def other_dims(m, h, y):
     columns = y[0] > 3
     v = h[:, columns]
@@ -291,7 +295,19 @@ def classes_in_turn(m, h, y):
 
 FUNCTIONS = [labels_chosen_twice, places, writes, experts_by_masks, asked]
 MORE = [
-    *(losses, sums, extremes, spreads, counts, other_dims, shapes, products, batches, chosen_again),
+    *(
+        first_rows,
+        losses,
+        sums,
+        extremes,
+        spreads,
+        counts,
+        other_dims,
+        shapes,
+        products,
+        batches,
+        chosen_again,
+    ),
     *(of_none_is_nothing, boxes, experts_by_places, experts_by_one_hot, experts_by_counts),
     classes_in_turn,
 ]
@@ -453,6 +469,8 @@ REFUSED = {
     "is read at places": lambda m, h, y: h[h > 0][y[0]].sum(),
     "is attended to": lambda m, h, y: F.scaled_dot_product_attention(*[h[:, h[0, :, 0] > 0]] * 3),
     "is divided": lambda m, h, y: h[h > 0][1:].sum(),
+    "decides a size in a way": lambda m, h, y: torch.zeros(h[h > 0].shape[0] // 2).sum() + h.sum(),
+    "is counted for an argument": lambda m, h, y: h.sum().clamp(max=h[h > 0].shape[0]),
     "depends on values": lambda m, h, y: h.unique().sum(),
 }
 
