@@ -26,7 +26,7 @@ demo: $(INSTALLED_DEMO) ## train an MLP on handwritten digits, split over two pr
 test: $(INSTALLED) ## run the test suite
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not device" $(ARGS)
 
-# A part of the slow tests, another one every day: make test-slow PART=3. A test stays in its part.
+# A part of the slow tests, another one every day: make test-slow PART=1. A test stays in its part.
 # What takes long, and full products, are left to `test-all`.
 PARTS ?= 2
 PART ?= $(shell date +%-j)
