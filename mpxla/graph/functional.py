@@ -34,20 +34,21 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
-    _read_tied_tables_once(program)
+    _read_tied_once(program)
     found = _composites(program.graph_module)
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
     with limited, _regions_with_origin():
         return program.run_decompositions({})
 
 
-def _read_tied_tables_once(program: torch.export.ExportedProgram) -> None:
-    """Lets a tied embedding that scales its rows (`max_norm`) be read by its first name, in place.
+def _read_tied_once(program: torch.export.ExportedProgram) -> None:
+    """Lets tied parameters be read by their first names, in place, where a program writes.
 
     Torch refuses a tensor that is an input twice and written to; what is read by no other name may
     be another tensor there.
     """
-    if torch.ops.aten.embedding_renorm_.default not in _targets(program.graph_module):
+    targets = _targets(program.graph_module)
+    if not any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets):
         return
     state: dict[str, Any] = program.state_dict
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
