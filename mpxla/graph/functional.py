@@ -18,6 +18,7 @@ from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnable
 from torch._ops import OpOverload
 
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.normalize import has_writes
 
 __all__ = ["functionalize"]
 
@@ -47,8 +48,8 @@ def _read_tied_once(program: torch.export.ExportedProgram) -> None:
     Torch refuses a tensor that is an input twice and written to; what is read by no other name may
     be another tensor there.
     """
-    targets = _targets(program.graph_module)
-    if not any(isinstance(t, OpOverload) and t._schema.is_mutable for t in targets):
+    parts = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    if not any(has_writes(part.graph) for part in parts):
         return
     state: dict[str, Any] = program.state_dict
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}

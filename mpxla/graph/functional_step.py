@@ -75,9 +75,10 @@ def functional_step(
     graph = program.graph_module.graph
     inputs = _input_roles(program, canonical_names)
     scaled = replace_renorms(graph)
-    settle_reads(graph)
     unknown = set(trainable) - set(written)
     outputs = _output_roles(program, canonical_names, unknown, num_objectives, scaled)
+    ends = zip(outputs_of(graph), outputs, strict=True)
+    settle_reads(graph, [node for node, role in ends if role.kind is OutputKind.OBJECTIVE])
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
