@@ -47,9 +47,10 @@ class HiddenWrites:
         if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
             rest = {key: value for key, value in kwargs.items() if key != "tensor"}
             return self._write(func, (kwargs["tensor"],), rest)
-        each = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
-        if name.startswith("_foreach_") and name.endswith("_") and each is not None:
-            return self._write_each(each, args, kwargs)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            each = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+            if each is not None:
+                return self._write_each(each, args, kwargs)
         if func == _GET_DATA or name == "detach":
             found = self._call(torch.Tensor.detach, (self.contents.data(args[0]),), {})
             self._origins[found] = args[0]

@@ -18,6 +18,7 @@ from torch._higher_order_ops.wrap import WrapWithAutocast, WrapWithSetGradEnable
 from torch._ops import OpOverload
 
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.normalize import has_writes
 
 __all__ = ["functionalize"]
 
@@ -34,20 +35,21 @@ def functionalize(program: torch.export.ExportedProgram) -> torch.export.Exporte
     Returns:
         The program without writes into tensors, except as outputs of its signature.
     """
-    _read_tied_tables_once(program)
+    _read_tied_once(program)
     found = _composites(program.graph_module)
     limited = exchanged(exported_program, _collect_all_valid_cia_ops=lambda: found)
     with limited, _regions_with_origin():
         return program.run_decompositions({})
 
 
-def _read_tied_tables_once(program: torch.export.ExportedProgram) -> None:
-    """Lets a tied embedding that scales its rows (`max_norm`) be read by its first name, in place.
+def _read_tied_once(program: torch.export.ExportedProgram) -> None:
+    """Lets tied parameters be read by their first names, in place, where a program writes.
 
     Torch refuses a tensor that is an input twice and written to; what is read by no other name may
     be another tensor there.
     """
-    if torch.ops.aten.embedding_renorm_.default not in _targets(program.graph_module):
+    parts = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    if not any(has_writes(part.graph) for part in parts):
         return
     state: dict[str, Any] = program.state_dict
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}

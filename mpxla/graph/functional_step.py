@@ -82,11 +82,12 @@ def functional_step(
     graph = program.graph_module.graph
     inputs = _input_roles(program, canonical_names)
     scaled = replace_renorms(graph)
-    settle_reads(graph)
     unknown = set(trainable) - set(written)
     outputs = _output_roles(program, canonical_names, unknown, num_objectives, scaled)
     is_check = [r.kind is OutputKind.RESULT and not r.name and r.index in checks for r in outputs]
     masks = [input_of(n) for n, is_one in zip(outputs_of(graph), is_check, strict=True) if is_one]
+    ends = zip(outputs_of(graph), outputs, strict=True)
+    settle_reads(graph, [node for node, role in ends if role.kind is OutputKind.OBJECTIVE])
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)

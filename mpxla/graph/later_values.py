@@ -54,16 +54,20 @@ def reads_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def settle_reads(graph: fx.Graph) -> None:
+def settle_reads(graph: fx.Graph, objectives: Sequence[fx.Node]) -> None:
     """Makes the reads of operators `later` tensors of their own, in place.
+
+    Args:
+        graph: of a functional step.
+        objectives: what it differentiates.
 
     Raises:
         CaptureError: it is not known what autograd keeps of one.
     """
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in graph.find_nodes(op="call_function", target=LATER):
-        value, now, reads, num_given = arguments_of(node)
-        for copy in reads:
+    laters = graph.find_nodes(op="call_function", target=LATER)
+    for node in laters:
+        for copy in arguments_of(node)[2]:
             if copy.target is _aten.clone.default and input_of(copy).op == "placeholder":
                 # What was read before any write reads the copy that was made before it.
                 first.prepend(copy)
@@ -71,12 +75,28 @@ def settle_reads(graph: fx.Graph) -> None:
                     copy,
                     lambda n, c=copy: n is not c and n.target is not _aten.detach.default,
                 )
-        given = [_kept(graph, read) for read in reads[:num_given]]
-        reads = [*(read for read in given if read is not None), *reads[num_given:]]
+    derived = _differentiated(objectives) if laters else set[fx.Node]()
+    for node in laters:
+        value, now, reads, num_given = arguments_of(node)
+        given = [_kept(graph, read) for read in reads[:num_given] if read in derived]
+        reads = [read for read in reads[num_given:] if read in derived]
+        reads += [read for read in given if read is not None]
         node.args = (value, now, reads, 0)
         if not reads:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
+
+
+def _differentiated(objectives: Sequence[fx.Node]) -> set[fx.Node]:
+    """What gradients of objectives flow to, and more."""
+    found = dict.fromkeys(objectives)
+    waiting = list(found)
+    for node in waiting:  # grows
+        if node.target is not _aten.detach.default:
+            new = [source for source in node.all_input_nodes if source not in found]
+            found.update(dict.fromkeys(new))
+            waiting += new
+    return set(found)
 
 
 def _kept(graph: fx.Graph, read: fx.Node) -> fx.Node | None:
