@@ -260,7 +260,7 @@ def change_argument(leaves, model):
 
 def change_parameter(leaves, model):
     with torch.no_grad():
-        torch._foreach_mul_([model.weight], 0.5)
+        torch.ops.aten.mul_.Scalar(model.weight, 0.5)
     return model(leaves[0])
 
 
@@ -290,7 +290,7 @@ def hidden_tensor(leaves, model):
         (change_argument, r"arguments in place .*, the tensor float32\[4, 6\] .*x\.clone"),
         (
             change_parameter,
-            r"constant weight in place at .*: torch._foreach_mul_\(.*Write param\.data\.copy_",
+            r"constant weight in place at .*: torch.ops.aten.mul_.*Write param\.data\.copy_",
         ),
         (hidden_tensor, r"object of type Holder that holds tensors \(tensor\)"),
     ],
