@@ -142,8 +142,8 @@ def test_a_turn_is_a_block_and_waits_for_the_one_before_the_last(max_live):
     block = sum(s.num_elements for n, s in shards.items() if n.startswith("blocks.0"))
     embedding = shards["embedding.weight"].num_elements
     back = 2 if max_live > 1 else 1
-    forward = [embedding, *[block + 1] * 4, embedding]  # the bias of 25 travels as 26 elements
-    for plan, num_turns in zip(pieces_of(lowered), (6, None), strict=True):
+    forward = [embedding, *[block + 1] * 3, embedding]  # the bias of 25 travels as 26 elements
+    for plan, num_turns in zip(pieces_of(lowered), (5, None), strict=True):
         turns = [gathered_by(piece) for piece in plan.pieces]
         assert all(len(turn) <= 1 for turn in turns)
         sizes = [size for turn in turns for size in turn.values()]
