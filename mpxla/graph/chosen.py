@@ -312,7 +312,8 @@ class Walk:
         """int64 [size], the number of each row among those that count."""
         if "numbers" not in rows.made:
             sums = self.call(_aten.cumsum.default, rows.mask, 0)
-            rows.made["numbers"] = self.call(_aten.sub.Tensor, sums, 1)
+            numbers = self.call(_aten.sub.Tensor, sums, 1)
+            rows.made["numbers"] = self.call(_aten.clamp_min.default, numbers, 0)
         return rows.made["numbers"]
 
     def safe_places(self, rows: Rows) -> fx.Node:
@@ -363,6 +364,17 @@ class Walk:
                 absent = self.along(self.absent(rows), dim, len(dims))
                 value = self.call(_aten.masked_fill.Scalar, value, absent, fill)
         return value
+
+    def chosen_from(self, value: fx.Node, rows: Rows, node: fx.Node) -> fx.Node:
+        """The rows of a value that a node reads, along the first dim."""
+        num_dims, dtype = node.meta["val"].dim(), node.meta["val"].dtype
+        made = self.covered(value, rows, 0, num_dims)
+        if not dtype.is_floating_point:
+            return made
+        # Where no row counts, the first row may be one that the code after this is not made for
+        # (a logarithm, say); zero times NaN would be the gradient of a weight.
+        some = self.call(_aten.any.default, rows.mask)
+        return self.call(_aten.where.self, some, made, self.call(_aten.ones_like.default, made))
 
     def covered(self, value: fx.Node, rows: Rows, dim: int, num_dims: int) -> fx.Node:
         """A value with the first row that counts in the place of those that do not."""

@@ -53,7 +53,7 @@ def _masked(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     wide = walk.call(_aten.reshape.default, wide, [-1])
     rows = walk.rows_of(mask)
     walk.note(node.meta["val"].shape[0], rows)
-    return walk.covered(wide, rows, 0, 1), (rows,)
+    return walk.chosen_from(wide, rows, node), (rows,)
 
 
 # --- indices ------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _read(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         rows, count = index.own
         flat = _flattened(walk, value, walk.sizes(value), count)
         rest = dims[count:]
-        return walk.covered(flat, rows, 0, 1 + len(rest)), (rows, *rest)
+        return walk.chosen_from(flat, rows, node), (rows, *rest)
     used = [place for place, part in enumerate(index.parts) if part is not None]
     others = [dims[d] for d in range(len(dims)) if d not in used]
     is_together = used == list(range(used[0], used[-1] + 1))

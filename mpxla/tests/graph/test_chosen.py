@@ -184,6 +184,7 @@ def products(m, h, y):
         + v.softmax(0).square().sum()
         + F.layer_norm(v, (8,)).square().sum()
         + v[torch.arange(v.shape[0]), y[y > 3] - 3].sum()
+        + m.head(F.embedding(torch.arange(v.shape[0]), m.first.weight.repeat(2, 1)) * v).sum()
     )
 
 
@@ -204,8 +205,9 @@ def chosen_again(m, h, y):
 
 def of_none_is_nothing(m, h, y):
     """What is not finite stays where it is not seen."""
-    positive = h[h > 0.1]
-    return positive.log().sum() + (h[y > 3].abs() + 1e-3).sqrt().sum()
+    positive, large = h[h > 0.1], h[h > 9]
+    rows = m.head((h[y > 3] - h[y > 3].detach() + 1).log())
+    return positive.log().sum() + (m.gate.bias.sum() * large.log()).sum() + rows.sum()
 
 
 def boxes(m, h, y):
