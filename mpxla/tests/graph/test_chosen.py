@@ -179,7 +179,7 @@ def products(m, h, y):
         + near.softmax(-1).square().sum()
         + near.diagonal().sum()
         + near.logsumexp(1).sum()
-        + torch.einsum("nd,ne->de", v, v.sin()).mean()
+        + torch.einsum("nk,nl->kl", v, v.sin()).mean()
         + (v.cumsum(0) * v).sum()
         + v.softmax(0).square().sum()
         + F.layer_norm(v, (8,)).square().sum()
