@@ -375,7 +375,8 @@ def check_run(output: str, expected: list[tuple[float, float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_data_parallel_workers_learn_the_digits(tmp_path: Path):
+def test_data_parallel_workers_learn_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MPXLA_DEVICE", "torch_xla")  # whose loader the script has
     path = tmp_path / "weights.pt"
     output = run_ranks_script(2, "--checkpoint", str(path), script="train_torchrun.py")
     assert len(epoch_losses(output)) == 20

@@ -53,7 +53,7 @@ def batch(number):
 
 def expected(function):
     module = Trained(function)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.002)
     losses = []
     for number in range(3):
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def train(num_stages, functions):
     found = []
     for function in functions:
         model = smp.DistributedModel(Trained(function))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.002))
         losses = []
         for number in range(3):
             optimizer.zero_grad()
