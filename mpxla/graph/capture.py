@@ -264,7 +264,6 @@ class _StepModule(nn.Module):
         known = self._known
         tape = None if known is None else Tape()
         semantics = StepSemantics(self._counts, tape)
-        self._counts.known = semantics.constants.truth_of
         contents = semantics.writes.contents
         _recorder = recorder = BackwardRecorder(
             semantics.constants.is_known, contents.note_backward, self._counts.none_at is not None
@@ -274,7 +273,7 @@ class _StepModule(nn.Module):
         try:
             with (
                 semantics,
-                self._counts.answering(),
+                self._counts.answering(semantics.constants.truth_of),
                 masks_decided(semantics.constants),
                 own_backwards_captured(contents.read),
                 checkpoints_noted(),

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NeedsValueError
+from mpxla.graph.typed import symbolic_numbers
 from mpxla.graph.user_code import at_user_line, is_called_by_user
 
 __all__ = ["Counts", "check_counts"]
@@ -56,13 +57,12 @@ class Counts:
 
     Attributes:
         asked: where the user's code asks whether there are rows, and the mask, in order.
-        known: whether a mask is true anywhere, where its value is known; else None.
     """
 
     def __init__(self, none_at: str | None = None) -> None:
         self.asked: list[tuple[str, torch.Tensor]] = []
         self.none_at = none_at
-        self.known: Callable[[torch.Tensor], bool | None] = lambda mask: None
+        self._truth_of: Callable[[torch.Tensor], bool | None] = lambda mask: None
         self._masks: dict[sympy.Symbol, torch.Tensor] = {}
         # What a tensor says of a mask.
         self._said: Any = WeakTensorKeyDictionary()
@@ -98,9 +98,14 @@ class Counts:
             rules[_nonzero] = original
 
     @contextlib.contextmanager
-    def answering(self) -> Generator[None]:
-        """Answers the user's questions about symbols while the step function runs."""
+    def answering(self, truth_of: Callable[[torch.Tensor], bool | None]) -> Generator[None]:
+        """Answers the user's questions about symbols while the step function runs.
+
+        Args:
+            truth_of: whether a mask is true anywhere, if its value is known; else None.
+        """
         self.asked.clear()
+        self._truth_of = truth_of
         truth: Any = torch.SymBool.__bool__
         index: Any = torch.SymInt.__index__
         length = builtins.len
@@ -143,7 +148,7 @@ class Counts:
 
     def _ask(self, mask: torch.Tensor) -> bool:
         """Notes a question about a mask; whether the answer is that it is true nowhere."""
-        known = self.known(mask)
+        known = self._truth_of(mask)
         if known is not None:
             return not known
         line = at_user_line()
@@ -204,22 +209,14 @@ def check_counts(graph: fx.Graph) -> None:
     Raises:
         NeedsValueError: it did.
     """
-    for env in {id(e): e for e in map(_env_of, graph.nodes) if e is not None}.values():
+    numbers = [number for node in graph.nodes for number in symbolic_numbers(node)]
+    for env in {id(n.node.shape_env): n.node.shape_env for n in numbers}.values():
         known = env.deferred_runtime_asserts.values()
         concluded = [made.expr for several in known for made in several]
         replaced = [sympy.Eq(*pair) for pair in env.replacements.items()]
         for expr in (*concluded, *replaced):
             if not _holds(expr):
                 raise NeedsValueError(f"how many rows a mask chooses: {expr}")
-
-
-def _env_of(node: fx.Node) -> Any:
-    values: Any = node.meta.get("val")
-    for value in values if isinstance(values, (list, tuple)) else [values]:
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                return size.node.shape_env
-    return None
 
 
 def _holds(expr: Any) -> bool:

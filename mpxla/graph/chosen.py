@@ -10,27 +10,26 @@ out. `chosen_rules.py` and `chosen_places.py` say how for each operator; others 
 This module must not know how a step is traced.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.graph.stepgraph import VIEWS, describe, is_random
-from mpxla.graph.typed import outputs_of
+from mpxla.graph.typed import SYMBOLIC, outputs_of, symbolic_numbers
 from mpxla.graph.user_code import ValueNeededError, line_of
 from mpxla.log import warn_once
 
-__all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "refused"]
+__all__ = ["Dims", "Rows", "Rule", "Walk", "aligned", "fix_sizes", "met", "refused"]
 
 _aten = torch.ops.aten
 _HERE: Mapping[str, Any] = {"device": torch.device("cpu")}
-_NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool
 _KEPT_META = ("nn_module_stack", "stack_trace", "custom")
 
 
@@ -77,8 +76,7 @@ def fix_sizes(
     Raises:
         ValueNeededError: something would need the number of rows, or their order.
     """
-    symbols = {s for node in graph.nodes for s in _symbols(node)}
-    if not symbols:
+    if not any(map(symbolic_numbers, graph.nodes)):
         return
     walk = Walk(graph, asked, fake_mode)
     for node in list(graph.nodes):
@@ -91,7 +89,7 @@ def fix_sizes(
     output.args = (tuple(walk.as_number(v, output) for v in outputs_of(graph)),)
     graph.eliminate_dead_code()
     for node in graph.nodes:
-        if isinstance(node.meta.get("val"), _NUMBERS):
+        if isinstance(node.meta.get("val"), SYMBOLIC):
             user = next(iter(node.users))
             raise refused(user, "decides a size, or another number that it takes")
     for line, size in walk.chosen.items():
@@ -105,9 +103,13 @@ def fix_sizes(
 
 def aligned(walk: "Walk", node: fx.Node, values: Sequence[Any], num_dims: int) -> Dims:
     """What is known of the dims of values that meet element by element."""
+    return met(node, map(walk.dims_of, values), num_dims)
+
+
+def met(node: fx.Node, several: Iterable[Dims], num_dims: int) -> Dims:
+    """What is known of dims that meet, from the last."""
     found: list[Rows | None] = [None] * num_dims
-    for value in values:
-        dims = walk.dims_of(value)
+    for dims in several:
         for place, rows in enumerate(dims, num_dims - len(dims)):
             if rows is not None and found[place] not in (None, rows):
                 raise refused(node, "meets what another mask has as many rows of")
@@ -126,14 +128,16 @@ def refused(node: fx.Node, what: str = "") -> ValueNeededError:
     )
 
 
-def _symbols(node: fx.Node) -> set[sympy.Symbol]:
-    found: set[sympy.Symbol] = set()
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for size in sizes:
-            if isinstance(size, _NUMBERS):
-                found |= size.node.expr.free_symbols
-    return found
+def _once(method: Callable[["Walk", Rows], fx.Node]) -> Callable[["Walk", Rows], fx.Node]:
+    """Keeps with the rows what has been computed from their mask."""
+
+    @functools.wraps(method)
+    def call(self: "Walk", rows: Rows) -> fx.Node:
+        if method.__name__ not in rows.made:
+            rows.made[method.__name__] = method(self, rows)
+        return rows.made[method.__name__]
+
+    return call
 
 
 class Walk:
@@ -166,10 +170,10 @@ class Walk:
     def visit(self, node: fx.Node, rule_of: Callable[[fx.Node], Rule | None]) -> None:
         """Puts values of fixed size in the place of what a node gives."""
         value = node.meta.get("val")
-        if isinstance(value, _NUMBERS):
+        if isinstance(value, SYMBOLIC):
             return  # numbers are computed where they are used
         has_rows = any(self._dims.get(n) is not None for n in node.all_input_nodes)
-        if not (_symbols(node) or has_rows or any(map(_symbols, node.all_input_nodes))):
+        if not (has_rows or any(map(symbolic_numbers, (node, *node.all_input_nodes)))):
             return
         self._now = node
         rule = rule_of(node)
@@ -284,44 +288,42 @@ class Walk:
             raise refused(node, "decides a size in a way that is not known here")
         return found
 
+    @_once
     def absent(self, rows: Rows) -> fx.Node:
         """bool [size], true for rows that do not count."""
-        if "absent" not in rows.made:
-            rows.made["absent"] = self.call(_aten.logical_not.default, rows.mask)
-        return rows.made["absent"]
+        return self.call(_aten.logical_not.default, rows.mask)
 
+    @_once
+    def some(self, rows: Rows) -> fx.Node:
+        """bool [], whether a row counts."""
+        return self.call(_aten.any.default, rows.mask)
+
+    @_once
     def first(self, rows: Rows) -> fx.Node:
         """int64 [1], the first row that counts; the first one where none does."""
-        if "first" not in rows.made:
-            numbers = self.call(_aten.to.dtype, rows.mask, torch.int32)
-            found = self.call(_aten.argmax.default, numbers)
-            rows.made["first"] = self.call(_aten.reshape.default, found, [1])
-        return rows.made["first"]
+        numbers = self.call(_aten.to.dtype, rows.mask, torch.int32)
+        return self.call(_aten.reshape.default, self.call(_aten.argmax.default, numbers), [1])
 
+    @_once
     def count(self, rows: Rows) -> fx.Node:
         """int64 [], how many rows count; one for none, if the step has another way with none."""
-        if "count" not in rows.made:
-            made = self.call(_aten.sum.default, rows.mask)
-            if rows.is_asked:
-                made = self.call(_aten.clamp_min.default, made, 1)
-            made.meta["val"] = self._scalar(torch.int64)
-            rows.made["count"] = made
-        return rows.made["count"]
+        made = self.call(_aten.sum.default, rows.mask)
+        if rows.is_asked:
+            made = self.call(_aten.clamp_min.default, made, 1)
+        made.meta["val"] = self._scalar(torch.int64)
+        return made
 
+    @_once
     def number_rows(self, rows: Rows) -> fx.Node:
         """int64 [size], the number of each row among those that count."""
-        if "numbers" not in rows.made:
-            sums = self.call(_aten.cumsum.default, rows.mask, 0)
-            numbers = self.call(_aten.sub.Tensor, sums, 1)
-            rows.made["numbers"] = self.call(_aten.clamp_min.default, numbers, 0)
-        return rows.made["numbers"]
+        sums = self.call(_aten.cumsum.default, rows.mask, 0)
+        return self.call(_aten.clamp_min.default, self.call(_aten.sub.Tensor, sums, 1), 0)
 
+    @_once
     def safe_places(self, rows: Rows) -> fx.Node:
         """int64 [size], each row's own place, and the first one's for those that do not count."""
-        if "places" not in rows.made:
-            own = self.call(_aten.arange.default, rows.size, **_HERE)
-            rows.made["places"] = self.call(_aten.where.self, rows.mask, own, self.first(rows))
-        return rows.made["places"]
+        own = self.call(_aten.arange.default, rows.size, **_HERE)
+        return self.call(_aten.where.self, rows.mask, own, self.first(rows))
 
     def columns(self, rows: Rows, shape: Sequence[int]) -> list[fx.Node]:
         """The places of rows in a mask of a shape that chooses them, along each of its dims."""
@@ -357,10 +359,12 @@ class Walk:
         ones = num_dims - dim % num_dims - 1
         return self.call(_aten.reshape.default, mask, [-1, *[1] * ones]) if ones else mask
 
-    def filled(self, value: fx.Node, dims: Dims, fill: float | bool) -> fx.Node:
-        """A value with a number in the rows that do not count."""
+    def filled(
+        self, value: fx.Node, dims: Dims, fill: float | bool, along: Container[int] | None = None
+    ) -> fx.Node:
+        """A value with a number in the rows that do not count, of all dims or of some."""
         for dim, rows in enumerate(dims):
-            if rows is not None:
+            if rows is not None and (along is None or dim in along):
                 absent = self.along(self.absent(rows), dim, len(dims))
                 value = self.call(_aten.masked_fill.Scalar, value, absent, fill)
         return value
@@ -373,8 +377,8 @@ class Walk:
             return made
         # Where no row counts, the first row may be one that the code after this is not made for
         # (a logarithm, say); zero times NaN would be the gradient of a weight.
-        some = self.call(_aten.any.default, rows.mask)
-        return self.call(_aten.where.self, some, made, self.call(_aten.ones_like.default, made))
+        ones = self.call(_aten.ones_like.default, made)
+        return self.call(_aten.where.self, self.some(rows), made, ones)
 
     def covered(self, value: fx.Node, rows: Rows, dim: int, num_dims: int) -> fx.Node:
         """A value with the first row that counts in the place of those that do not."""
@@ -387,8 +391,8 @@ class Walk:
         """A mean over rows; of none it is zero, not NaN, if the step has another way with none."""
         if not rows.is_asked:
             return mean
-        some = self.call(_aten.any.default, rows.mask)
-        return self.call(_aten.where.self, some, mean, self.call(_aten.zeros_like.default, mean))
+        zero = self.call(_aten.zeros_like.default, mean)
+        return self.call(_aten.where.self, self.some(rows), mean, zero)
 
     def marked(self, value: fx.Node, rows: Rows, dtype: torch.dtype) -> fx.Node:
         """A row, which is there only if there are rows: else NaN, or a place beyond all tables, of
@@ -398,25 +402,15 @@ class Walk:
             return value
         is_float = dtype.is_floating_point or dtype.is_complex
         mark = math.nan if is_float else torch.iinfo(dtype).max
-        none = self.call(_aten.logical_not.default, self.call(_aten.any.default, rows.mask))
+        none = self.call(_aten.logical_not.default, self.some(rows))
         return self.call(_aten.masked_fill.Scalar, value, none, mark)
 
     # --- numbers ------------------------------------------------------------------------------
 
     def as_size(self, value: Any) -> Any:
         """The fixed size in the place of a number that depends on values."""
-        if not _is_number(value):
-            return value
-        expr = value.meta["val"].node.expr
-        if expr in self._of_symbol:
-            found = self._of_symbol[expr]
-            if found is not None:
-                return found.size
-        known = {s: r.size for s, r in self._of_symbol.items() if r is not None and s.is_Symbol}
-        found = expr.xreplace(known)
-        if not found.is_Integer:
-            raise refused(value, "decides a size in a way that is not known here")
-        return int(found)
+        rows = self.rows_of_size(value, value.meta["val"]) if _is_number(value) else None
+        return value if rows is None else rows.size
 
     def as_number(self, value: Any, node: fx.Node) -> Any:
         """The tensor in the place of a number that depends on values."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["RULES_OF_PLACES"]
@@ -102,14 +102,8 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
         parts.append(part)
     used = [p for p in parts if p is not None]
     num_dims = max(len(walk.dims_of(p)) or p.meta["val"].dim() for p in used)
-    dims: list[Rows | None] = [None] * num_dims
-    for part in used:
-        known = walk.dims_of(part)
-        for place, rows in enumerate(known, num_dims - len(known)):
-            if rows is not None and dims[place] not in (None, rows):
-                raise refused(node, "meets what another mask has as many rows of")
-            dims[place] = rows or dims[place]
-    return _Index(tuple(parts), tuple(dims), _own_rows(walk, value, parts, own))
+    dims = aligned(walk, node, used, num_dims)
+    return _Index(tuple(parts), dims, _own_rows(walk, value, parts, own))
 
 
 def _check_read(walk: Walk, node: fx.Node, value: fx.Node, dim: int, rows: Rows | None) -> None:
@@ -217,8 +211,7 @@ def _of_first(walk: Walk, part: fx.Node, rows: Rows) -> fx.Node:
 
 
 def _unless_empty(walk: Walk, made: fx.Node, value: fx.Node, rows: Rows) -> fx.Node:
-    some = walk.call(_aten.any.default, rows.mask)
-    return walk.call(_aten.where.self, some, made, value)
+    return walk.call(_aten.where.self, walk.some(rows), made, value)
 
 
 def _check_meets(node: fx.Node, dims: Dims, known: Dims) -> None:
@@ -252,7 +245,7 @@ def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     is_own = found is not None and found[1] == (walk.sizes(value)[dim],)
     _check_meets(node, (*dims[:dim], rows, *dims[dim + 1 :]), known)
     if adds:
-        new = walk.filled(new, tuple(rows if d == dim else None for d in range(len(dims))), 0)
+        new = walk.filled(new, known, 0, (dim,))
         if is_own:
             return walk.call(_aten.add.Tensor, value, new, alpha=scale), dims
         return walk.call(target_of(node), value, dim, index, new, alpha=scale), dims
@@ -278,8 +271,7 @@ def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         return node, dims
     if target_of(node) is not _aten.scatter_add.default or walk.dims_of(new) != known:
         raise refused(node, "is written at places")
-    inner = tuple(rows if d == dim else None for d in range(len(dims)))
-    node.args = (value, dim, index, walk.filled(new, inner, 0))
+    node.args = (value, dim, index, walk.filled(new, known, 0, (dim,)))
     return node, dims
 
 

@@ -6,7 +6,7 @@ Operators that no table names are refused.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -14,14 +14,20 @@ from torch import fx
 from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
-from mpxla.graph.operand_dims import combined, is_elementwise
+from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
 from mpxla.graph.stepgraph import CASTS
-from mpxla.graph.typed import arguments_of, input_of, named_arguments, schema_of, target_of
+from mpxla.graph.typed import (
+    SYMBOLIC,
+    arguments_of,
+    input_of,
+    named_arguments,
+    schema_of,
+    target_of,
+)
 
 __all__ = ["rule_of"]
 
 _aten = torch.ops.aten
-_NUMBERS = torch.SymInt, torch.SymFloat
 
 
 def _changed(node: fx.Node, **arguments: Any) -> fx.Node:
@@ -56,7 +62,7 @@ def _elementwise(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
     for argument in schema_of(node).arguments:
         given = named_arguments(node)[argument.name]
-        is_number = isinstance(given, fx.Node) and isinstance(given.meta["val"], _NUMBERS)
+        is_number = isinstance(given, fx.Node) and isinstance(given.meta["val"], SYMBOLIC)
         if is_number and not isinstance(argument.type, torch.TensorType):
             raise refused(node, f"is counted for an argument ({argument.name}) that is no tensor")
     node.args = fx.map_arg(node.args, as_number)
@@ -77,8 +83,8 @@ def _combined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     filled: dict[fx.Node, fx.Node] = {}
     for value, spelled in letters.operands:
         dims = walk.dims_of(value)
-        inner = tuple(r if s in summed else None for r, s in zip(dims, spelled, strict=True))
-        filled[value] = walk.filled(value, inner, 0)
+        along = [dim for dim, letter in enumerate(spelled) if letter in summed]
+        filled[value] = walk.filled(value, dims, 0, along)
     node.args = fx.map_arg(node.args, lambda n: filled.get(n, n))
     return node, tuple(known.get(letter) for letter in letters.result)
 
@@ -97,21 +103,10 @@ def _kept(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 # --- along dims ---------------------------------------------------------------------------------
 
 
-def _dims_along(node: fx.Node, num_dims: int) -> set[int]:
-    """Dims that an operator works along; all of them, where none is given."""
-    arguments = named_arguments(node)
-    if "normalized_shape" in arguments:
-        return set(range(num_dims - len(arguments["normalized_shape"]), num_dims))
-    given = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
-    if given is None or given == []:
-        return set(range(num_dims))
-    return {d % num_dims for d in ([given] if isinstance(given, int) else given)}
-
-
 def _along_dims(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
     """Of the same shape, or another along the same dims."""
     dims = walk.dims_of(input_of(node))
-    along = _dims_along(node, len(dims))
+    along = dims_along(node, len(dims))
     if any(dims[d] for d in along):
         raise refused(node, "is put in order, or taken together")
     value = node.meta["val"]
@@ -121,51 +116,63 @@ def _along_dims(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
 def _softmax(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     source = input_of(node)
     dims = walk.dims_of(source)
-    (dim,) = _dims_along(node, len(dims))
+    (dim,) = along = dims_along(node, len(dims))
     rows = dims[dim]
     if rows is None:
         return node, dims
-    inner = tuple(rows if d == dim else None for d in range(len(dims)))
-    made = walk.call(
-        target_of(node), walk.filled(source, inner, -math.inf), *arguments_of(node)[1:]
-    )
+    filled = walk.filled(source, dims, -math.inf, along)
+    made = walk.call(target_of(node), filled, *arguments_of(node)[1:])
     return walk.covered(made, rows, dim, len(dims)), dims
 
 
 def _cumulated(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     source = input_of(node)
     dims = walk.dims_of(source)
-    (dim,) = _dims_along(node, len(dims))
-    inner = tuple(rows if d == dim else None for d, rows in enumerate(dims))
-    return _changed(node, self=walk.filled(source, inner, 0)), dims
+    return _changed(node, self=walk.filled(source, dims, 0, dims_along(node, len(dims)))), dims
 
 
-def _after(dims: Dims, along: set[int], keepdim: bool) -> Dims:
-    if keepdim:
-        return tuple(None if d in along else rows for d, rows in enumerate(dims))
-    return tuple(rows for d, rows in enumerate(dims) if d not in along)
+class _Reduction(NamedTuple):
+    """What a reduction takes together: dims of a value.
+
+    Attributes:
+        dims: what is known of those of the value, and of the result.
+        along: those that are taken together.
+        meets_rows: whether one of them has rows that do not count.
+    """
+
+    source: fx.Node
+    dims: Dims
+    along: set[int]
+    keepdim: bool
+    result: Dims
+    meets_rows: bool
+
+    @classmethod
+    def of(cls, walk: Walk, node: fx.Node) -> "_Reduction":
+        source = input_of(node)
+        dims, keepdim = walk.dims_of(source), bool(named_arguments(node).get("keepdim"))
+        along = dims_along(node, len(dims))
+        kept = tuple(None if d in along else rows for d, rows in enumerate(dims))
+        result = kept if keepdim else tuple(r for d, r in enumerate(kept) if d not in along)
+        return cls(source, dims, along, keepdim, result, any(dims[d] for d in along))
 
 
 def _reduced(fill: Any) -> Rule:
     """A reduction to which a number adds nothing."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
-        source, arguments = input_of(node), named_arguments(node)
+        arguments, value = named_arguments(node), node.meta["val"]
         if "other" in arguments:  # of two values, element by element
             return _elementwise(walk, node)
-        dims = walk.dims_of(source)
-        along = _dims_along(node, len(dims))
-        inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
-        rest = _after(dims, along, bool(arguments.get("keepdim")))
-        value = node.meta["val"]
-        if any(inner):
+        source, dims, along, _, result, meets_rows = _Reduction.of(walk, node)
+        if meets_rows:
             if isinstance(value, (list, tuple)):
                 raise refused(node, "is put in order")
             number = fill(source.meta["val"].dtype, arguments)
             if number is None:
                 raise refused(node, "is taken together")
-            node.args = (walk.filled(source, inner, number), *node.args[1:])
-        return node, [rest] * len(value) if isinstance(value, (list, tuple)) else rest
+            node.args = (walk.filled(source, dims, number, along), *node.args[1:])
+        return node, [result] * len(value) if isinstance(value, (list, tuple)) else result
 
     return rule
 
@@ -208,46 +215,37 @@ def _elements(walk: Walk, source: fx.Node, along: set[int]) -> Any:
 
 
 def _mean(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    source, arguments = input_of(node), named_arguments(node)
-    dims = walk.dims_of(source)
-    along = _dims_along(node, len(dims))
-    keepdim = bool(arguments.get("keepdim"))
-    rest = _after(dims, along, keepdim)
-    if not any(dims[d] for d in along):
-        return node, rest
-    return _divided_sum(walk, source, along, keepdim, arguments.get("dtype")), rest
+    source, _, along, keepdim, result, meets_rows = _Reduction.of(walk, node)
+    if not meets_rows:
+        return node, result
+    dtype = named_arguments(node).get("dtype")
+    return _divided_sum(walk, source, along, keepdim, dtype), result
 
 
 def _divided_sum(
     walk: Walk, source: fx.Node, along: set[int], keepdim: bool, dtype: Any = None
 ) -> fx.Node:
-    dims = walk.dims_of(source)
-    inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
-    filled = walk.filled(source, inner, 0)
+    filled = walk.filled(source, walk.dims_of(source), 0, along)
     total = walk.call(_aten.sum.dim_IntList, filled, sorted(along), keepdim, dtype=dtype)
     return walk.call(_aten.div.Tensor, total, _elements(walk, source, along))
 
 
 def _variance(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """`var` and `std`."""
-    source, arguments = input_of(node), named_arguments(node)
-    dims = walk.dims_of(source)
-    along = _dims_along(node, len(dims))
-    keepdim = bool(arguments.get("keepdim"))
-    rest = _after(dims, along, keepdim)
-    inner = tuple(rows if d in along else None for d, rows in enumerate(dims))
-    if not any(inner):
-        return node, rest
+    source, dims, along, keepdim, result, meets_rows = _Reduction.of(walk, node)
+    if not meets_rows:
+        return node, result
+    arguments = named_arguments(node)
     correction = arguments.get("correction", int(arguments.get("unbiased", True)))
     correction = 1 if correction is None else correction
     mean = _divided_sum(walk, source, along, keepdim=True)
-    apart = walk.filled(walk.call(_aten.sub.Tensor, source, mean), inner, 0)
+    apart = walk.filled(walk.call(_aten.sub.Tensor, source, mean), dims, 0, along)
     squares = walk.call(_aten.mul.Tensor, apart, apart)
     total = walk.call(_aten.sum.dim_IntList, squares, sorted(along), keepdim)
     count = walk.call(_aten.sub.Tensor, _elements(walk, source, along), correction)
     found = walk.call(_aten.div.Tensor, total, walk.call(_aten.clamp_min.default, count, 0))
     is_root = target_of(node)._schema.name == "aten::std"
-    return walk.call(_aten.sqrt.default, found) if is_root else found, rest
+    return walk.call(_aten.sqrt.default, found) if is_root else found, result
 
 
 # --- layers and losses --------------------------------------------------------------------------
@@ -289,10 +287,9 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     if walk.dims_of(scores)[0] is not dims[0]:
         raise refused(node, "meets what another mask has as many rows of")
     filled = walk.filled(target, dims, arguments["ignore_index"])
-    name = next(a.name for a in target_of(node)._schema.arguments[1:2])
+    loss = _changed(node, target=filled)
     if arguments["reduction"] == 0:
-        return _changed(node, **{name: filled}), dims
-    loss = _changed(node, **{name: filled})
+        return loss, dims
     if arguments["reduction"] == 1 and dims[0].is_asked:
         loss = walk.call(target_of(node), *loss.args, **loss.kwargs)
         loss = walk.settled(loss, dims[0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
 from mpxla.graph.positions import TRANSPOSED, permutation
 from mpxla.graph.stepgraph import VIEWS
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
@@ -204,12 +204,7 @@ def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         return node, tuple(dims)
     parts = [walk.dims_of(value) for value in values]
     others = [(*known[:dim], None, *known[dim + 1 :]) for known in parts]
-    dims: list[Rows | None] = [None] * num_dims
-    for known in others:
-        for place, rows in enumerate(known):
-            if rows is not None and dims[place] not in (None, rows):
-                raise refused(node, "meets what another mask has as many rows of")
-            dims[place] = rows or dims[place]
+    dims = list(met(node, others, num_dims))
     if any(known[dim] for known in parts):
         pieces = [
             known[dim] or value.meta["val"].shape[dim]

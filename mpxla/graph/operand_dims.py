@@ -14,7 +14,7 @@ from torch import fx
 
 from mpxla.graph.typed import arguments_of, named_arguments, target_of
 
-__all__ = ["Combined", "combined", "is_elementwise"]
+__all__ = ["Combined", "combined", "dims_along", "is_elementwise"]
 
 _aten = torch.ops.aten
 
@@ -76,6 +76,17 @@ def combined(node: fx.Node) -> Combined | None:
         [(n, _spelled(term, n.meta["val"].dim())) for n, term in pairs if isinstance(n, fx.Node)],
         _spelled(after, result.dim()),
     )
+
+
+def dims_along(node: fx.Node, num_dims: int) -> set[int]:
+    """Dims that an operator works along, of a value with so many; all, where it is told none."""
+    arguments = named_arguments(node)
+    if "normalized_shape" in arguments:
+        return set(range(num_dims - len(arguments["normalized_shape"]), num_dims))
+    given = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
+    if given is None or given == []:
+        return set(range(num_dims))
+    return {d % num_dims for d in ([given] if isinstance(given, int) else given)}
 
 
 def is_elementwise(node: fx.Node) -> bool:

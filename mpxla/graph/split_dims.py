@@ -26,7 +26,7 @@ from torch import fx
 
 from mpxla.errors import CaptureError
 from mpxla.graph.collectives import CROSS_ENTROPY, GATHER, SUM, VARY
-from mpxla.graph.operand_dims import Combined, combined
+from mpxla.graph.operand_dims import Combined, combined, dims_along
 from mpxla.graph.partial_sums import CURVED_ALONG_DIMS, PartialSums
 from mpxla.graph.positions import TRANSPOSED, dims_with_positions, is_uniform, permutation
 from mpxla.graph.stepgraph import CASTS, VIEWS, InputKind, StepGraph, describe
@@ -248,13 +248,7 @@ def _reduced(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:
 def _dims_of(node: fx.Node, source: fx.Node) -> set[int]:
     """Dims that an operator works along, counted from the last."""
     count = source.meta["val"].dim()
-    arguments = named_arguments(node)
-    if "normalized_shape" in arguments:
-        return set(range(-len(arguments["normalized_shape"]), 0))
-    given = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
-    if given is None or given == []:
-        return set(range(-count, 0))
-    return {d % count - count for d in ([given] if isinstance(given, int) else given)}
+    return {dim - count for dim in dims_along(node, count)}
 
 
 def _piece(node: fx.Node, source: fx.Node, along: _Along) -> _Along | None:

@@ -7,9 +7,11 @@ In a graph of ATen operators the schema of the operator says more than that, whi
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 __all__ = [
+    "SYMBOLIC",
     "Function",
     "arguments_of",
     "computed_results",
@@ -17,6 +19,7 @@ __all__ = [
     "named_arguments",
     "outputs_of",
     "schema_of",
+    "symbolic_numbers",
     "target_of",
 ]
 
@@ -67,6 +70,20 @@ def computed_results(graph: fx.Graph) -> tuple[list[fx.Node], list[int | tuple[i
 def schema_of(node: fx.Node) -> torch.FunctionSchema:
     """The schema of the operator that a node calls."""
     return target_of(node)._schema
+
+
+SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
+"""Types of numbers that depend on values while a step is captured."""
+
+
+def symbolic_numbers(node: fx.Node) -> list[Any]:
+    """What depends on values among the sizes of a node's values, or a number that it gives."""
+    return [
+        size
+        for value in pytree.tree_leaves(node.meta.get("val"))
+        for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
+        if isinstance(size, SYMBOLIC)
+    ]
 
 
 def target_of(node: fx.Node) -> Any:

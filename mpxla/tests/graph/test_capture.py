@@ -29,7 +29,13 @@ def backward(tensors, grads=None):
 
 
 def run(step, model, inputs):
-    """Results of the captured graph on real values."""
+    """Results of the captured graph on real values, without gradients."""
+    with torch.no_grad():
+        return outputs_of(step, model, inputs)
+
+
+def outputs_of(step, model, inputs):
+    """Outputs of the captured graph on real values."""
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     arguments = [
         inputs[role.index]
@@ -39,8 +45,7 @@ def run(step, model, inputs):
         else values[role.name]
         for role in step.inputs
     ]
-    with torch.no_grad():
-        return torch.fx.GraphModule(nn.Module(), step.graph)(*arguments)
+    return torch.fx.GraphModule(nn.Module(), step.graph)(*arguments)
 
 
 def targets(step):

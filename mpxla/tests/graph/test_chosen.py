@@ -19,8 +19,9 @@ from mpxla.graph.capture import (
     current_recorder,
     with_values_if_needed,
 )
-from mpxla.graph.stepgraph import Check, InputKind
+from mpxla.graph.stepgraph import Check
 from mpxla.runtime.state import ModelState
+from mpxla.tests.graph.test_capture import outputs_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:(var|std).*degrees of freedom")]
 
@@ -346,7 +347,7 @@ def plain(function, model):
 
 
 def captured(model, step):
-    return lambda x, y: run(model, step, x, y)[0]
+    return lambda x, y: outputs_of(step, model, (x, y))[0]
 
 
 def numbers(model, compute, given):
@@ -356,19 +357,6 @@ def numbers(model, compute, given):
     if value.requires_grad:
         value.backward()
     return [value.detach(), *(p.grad for p in model.parameters())]
-
-
-def run(model, step, x, y):
-    state = dict(model.named_parameters())
-    arguments = [
-        (x, y)[role.index]
-        if role.kind is InputKind.STEP_INPUT
-        else step.constants[role.name]
-        if role.kind is InputKind.CONSTANT
-        else state[role.name]
-        for role in step.inputs
-    ]
-    return torch.fx.GraphModule(nn.Module(), step.graph)(*arguments)
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *slow(MORE)], ids=lambda f: f.__name__)
@@ -434,7 +422,7 @@ def test_as_few_values_as_will_do(function):
 def re_captured(function, labels, x, y):
     model, step, _ = capture(function, labels)
     expected = function(model, model.first(x), y)
-    torch.testing.assert_close(run(model, step, x, y)[0], expected)
+    torch.testing.assert_close(outputs_of(step, model, (x, y))[0], expected)
     return True
 
 
@@ -456,11 +444,11 @@ def test_what_a_branch_decides_otherwise_is_looked_at():
     with torch.no_grad():
         model.gate.weight.zero_(), model.gate.bias.zero_()  # rows choose by their first elements
         model.gate.weight[:, :3] = torch.eye(3)
-        value, _, *passed = run(model, step, x, y)
+        value, _, *passed = outputs_of(step, model, (x, y))
         assert all(passed)
         torch.testing.assert_close(value, experts_counted(model, model.first(x), y))
         model.gate.bias[1] = -math.inf
-        assert [bool(p) for p in run(model, step, x, y)[2:]] == [True, False, True]
+        assert [bool(p) for p in outputs_of(step, model, (x, y))[2:]] == [True, False, True]
 
 
 # --- what is refused ------------------------------------------------------------------------------
