@@ -21,7 +21,7 @@ from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
 from mpxla.runtime.reduction import StepReduction
 from mpxla.runtime.states import ModelStates
-from mpxla.runtime.step_writes import StepWrites
+from mpxla.runtime.step_writes import StepWrites, copy_held
 from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner"]
@@ -151,10 +151,8 @@ class PlanRunner:
         Or that this step has given new values, which the results are not to have.
         """
         lost = [given[name] for name in changed if name in given]
-        held = set(map(id, lost + [*run.tensors.values()] * self._backend.donates))
-        for key, value in run.results.items():
-            if id(value) in held:
-                (run.results[key],) = self._backend.put(self._backend.get([value]))
+        held = lost + [*run.tensors.values()] * self._backend.donates
+        copy_held(run.results, held, self._backend)
 
     def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
         """What is wrong with values that the last run made; every rank of the pipeline."""

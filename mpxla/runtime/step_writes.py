@@ -8,6 +8,7 @@ scaled rows     of embeddings (`max_norm`): Every rank that holds a table writes
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,15 @@ from mpxla.graph.stepgraph import StepGraph
 from mpxla.log import warn_once
 from mpxla.runtime.states import ModelStates
 
-__all__ = ["StepWrites"]
+__all__ = ["StepWrites", "copy_held"]
+
+
+def copy_held(values: dict[Any, Buffer], held: Iterable[Buffer], backend: Backend) -> None:
+    """Puts copies in the place of values that are held by others as well."""
+    ids = set(map(id, held))
+    for key, value in values.items():
+        if id(value) in ids:
+            (values[key],) = backend.put(backend.get([value]))
 
 
 class StepWrites:
@@ -75,11 +84,8 @@ class StepWrites:
             values: what it has left.
         """
         # A program may give an argument as its result: that stays the memory of its own tensor.
-        held = set(map(id, given.values()))
         new = {n: values[n] for n in names if values[n] is not given.get(n)}
-        for name, value in new.items():
-            if id(value) in held:
-                (new[name],) = self._backend.put(self._backend.get([value]))
+        copy_held(new, given.values(), self._backend)
         tensors = {name: self._states.tensor(name) for name in new}
         parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
         if parameters:
