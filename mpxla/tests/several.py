@@ -112,7 +112,9 @@ class RankLab(PlainLab):
         if self.smp.state.cfg.shard_optimizer_state:
             return  # they are in pieces on their owners
         found = dict(model.local_named_parameters()) if model.partitioned else {}
-        self.seen[key] = {n: p.grad if p.grad is None else p.grad.cpu() for n, p in found.items()}
+        self.seen[key] = {
+            n: p.grad if p.grad is None else p.grad.cpu().clone() for n, p in found.items()
+        }
 
     def note_state(self, key: str, model: Any, optimizer: Any = None) -> None:
         super().note_state(key, model, optimizer)
