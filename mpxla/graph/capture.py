@@ -55,6 +55,7 @@ from mpxla.graph.functional_step import (
     constants_of,
     functional_step,
 )
+from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
 from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
@@ -229,6 +230,7 @@ class _Returned:
     modules: list[nn.Module] = field(default_factory=list)
     written: frozenset[str] = frozenset()
     new: list[Attribute] = field(default_factory=list)
+    looking: list[tuple[str, Hook]] = field(default_factory=list)
 
 
 class _StepModule(nn.Module):
@@ -253,11 +255,19 @@ class _StepModule(nn.Module):
         self._known = known
         self.returned = _Returned()
         self.attributes: list[Attribute] = []
+        self.hooks: dict[str, list[Hook]] = {}
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> frozenset[str]:
         """Those that the model has for some parameters."""
         held, named = set(map(id, parameters)), self.model.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in named if id(parameter) in held)
+
+    def _hook_parameters(self) -> None:
+        for name, hooks in self.hooks.items():
+            parameter = self.model.get_parameter(name)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                looking = hook_parameter(parameter, hooks)
+                self.returned.looking += [(name, hook) for hook in looking]
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         global _recorder
@@ -278,6 +288,7 @@ class _StepModule(nn.Module):
                 own_backwards_captured(contents.read),
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
+                module_hooks_captured(),
                 optimizers_refused(),
                 transforms_refused(),
                 assigned_buffers_written(self.model),
@@ -285,6 +296,7 @@ class _StepModule(nn.Module):
                     self.model, self.attributes, semantics.writes.is_copy
                 ) as self.returned.new,
             ):
+                self._hook_parameters()
                 returned = self._function(leaves)
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
@@ -410,6 +422,7 @@ def _captured(
     counts = Counts(none_at)
     wrapper = _StepModule(model, function, known, counts)
     trainable = _trainable(model, canonical_names)
+    wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     with (
         attributes_kept(model),
         fake_state(model, fake_mode) as attributes,
@@ -476,6 +489,7 @@ def _captured(
         prints=returned.prints,
         reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
         modules=tuple(returned.modules),
+        looking=tuple((canonical_names[name], hook) for name, hook in returned.looking),
     )
 
 

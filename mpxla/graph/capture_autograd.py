@@ -16,10 +16,12 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, overrides
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
@@ -110,11 +112,13 @@ class _Traced:
         self.has_gradient = [r.is_floating_point() and id(r) not in fixed for r in results]
         tracer = cast(Any, get_proxy_mode()).tracer
         self._forward_names = {node.name for node in tracer.graph.nodes}
-        # Each is one node, which becomes an argument of the backward.
-        given = [
-            torch.empty(r.shape, dtype=r.dtype) if has_gradient else None
-            for r, has_gradient in zip(results, self.has_gradient, strict=True)
-        ]
+        # Each is one node, which becomes an argument of the backward. The modes of mpxla, which do
+        # not see it, would take it for a constant, and decide `if gradient.norm() > 1` by that.
+        with DisableTorchFunction():
+            given = [
+                torch.empty(r.shape, dtype=r.dtype) if has_gradient else None
+                for r, has_gradient in zip(results, self.has_gradient, strict=True)
+            ]
         filled = iter(
             torch.zeros(r.shape, dtype=r.dtype) if g is None else g
             for r, g in zip(results, given, strict=True)
@@ -259,10 +263,13 @@ def _lifted(module: fx.GraphModule, forward_names: set[str]) -> list[torch.Tenso
     return list(found.values())
 
 
-def apply_captured(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def apply_captured(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_kept: bool = False
+) -> Any:
     """What `function.apply(*args, **kwargs)` returns, as one operator of the captured step.
 
-    The backward of the class `function` counts; tensors among the arguments have no values.
+    The backward of the class `function` counts; tensors among the arguments have no values. The
+    operator stays in the graph if nothing reads its results, if it is to be kept.
 
     Raises:
         CaptureError: it changes an argument in place.
@@ -273,6 +280,8 @@ def apply_captured(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         args = bound.args
     traced = _Traced(function, args)
     operator = cast(Any, operator_of(traced.divided()))
+    if is_kept:
+        has_side_effect(operator)
     found = iter(operator([*traced.tensors, *traced.outside]))
     if isinstance(traced.results, torch.Tensor):
         return next(found)

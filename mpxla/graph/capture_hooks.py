@@ -1,7 +1,7 @@
 """What a step function may do besides computing, and a captured step cannot keep.
 
-Hooks on gradients and the use of gradients or optimizers would be left out of the graph without a
-word: they are refused. Backwards that the user wrote (`torch.autograd.Function`) are captured.
+The use of gradients or optimizers, and some hooks, would be left out of the graph without a word:
+they are refused. Backwards that the user wrote (`torch.autograd.Function`) are captured.
 Tensors that `forward` keeps as attributes are those of the capture: they are taken away again.
 This module must not know how the step is captured or run.
 """
@@ -22,42 +22,31 @@ from mpxla.errors import CaptureError
 from mpxla.graph.capture_autograd import apply_captured
 from mpxla.graph.capture_checkpoints import run_checkpointed
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
 __all__ = [
     "FREEZES",
     "attributes_kept",
-    "has_gradient_hook",
     "optimizers_refused",
     "own_backwards_captured",
     "refuse_gradient_hooks",
     "refuse_gradients",
 ]
 
-_ADDS_HOOK = (
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-)
+_WANTS_GRADIENT = (torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _gradient = cast(Any, torch.Tensor.grad)
 _USES_GRADIENT = (_gradient.__get__, _gradient.__set__)
 FREEZES = (torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__)
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_HOOKS_OF_MODULES = ("_backward_hooks", "_backward_pre_hooks")
 _STATE = ("_parameters", "_buffers", "_modules")
-_INSTEAD_OF_HOOKS = (
-    "Change param.grad between the step call and optimizer.step(), or write what is to happen to "
-    "the gradient with ordinary operators in the step function."
-)
 
 
 def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
     """Checks a call of torch in a step function, as `__torch_function__` is given it.
 
     Raises:
-        CaptureError: it reads or changes the gradient of a tensor, hooks into autograd, or freezes
-            a parameter.
+        CaptureError: it reads or changes the gradient of a tensor, or freezes a parameter.
     """
     if func in FREEZES and isinstance(args[0], nn.Parameter):
         raise CaptureError(
@@ -65,10 +54,11 @@ def refuse_gradients(func: Any, args: Sequence[Any]) -> None:
             f"captured with what it is before. Change it between step calls, which compiles once "
             f"for each setting; or detach what the parameters are not to learn from."
         )
-    if func in _ADDS_HOOK:
+    if func in _WANTS_GRADIENT:
         raise CaptureError(
-            f"{func.__name__}() was called in a step function{at_user_line()}; gradients come out "
-            f"of compiled programs, which call no hooks. {_INSTEAD_OF_HOOKS}"
+            f"{func.__name__}() was called in a step function{at_user_line()}, where gradients "
+            f"stay inside of compiled programs. Return the gradient from the step function: "
+            f"(g,) = torch.autograd.grad(loss, x, retain_graph=True)."
         )
     if func in _USES_GRADIENT:
         raise CaptureError(
@@ -130,33 +120,35 @@ def own_backwards_captured(read: Callable[[Any], Any]) -> Generator[None]:
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Checks that no parameter and no module has hooks that autograd would call.
+    """Checks that there are no hooks that a captured step cannot call.
 
     Raises:
-        CaptureError: one has.
+        CaptureError: there is one: on what a parameter's gradient has become, or of the form of
+            `register_backward_hook`, which torch has given up.
     """
-    found = [f"module {n or 'model'}" for n, m in model.named_modules() if _has_hooks(m)]
-    found += [f"parameter {n}" for n, p in model.named_parameters() if has_gradient_hook(p)]
-    if any(getattr(torch_modules, f"_global{key}", None) for key in _HOOKS_OF_MODULES):
+    for name, parameter in model.named_parameters():
+        if hooks_of(parameter, "_post_accumulate_grad_hooks"):
+            raise CaptureError(
+                f"parameter {name} has a hook by register_post_accumulate_grad_hook, which a step "
+                f"of several microbatches would call for each of them. Do what it does between the "
+                f"step call and optimizer.step(), where gradients are complete; a hook by "
+                f"register_hook may change the gradient before it is added."
+            )
+    modules = model.named_modules()
+    found = [f"module {n or 'model'}" for n, m in modules if _has_former_hooks(m, "_")]
+    if _has_former_hooks(torch_modules, "_global_"):
         found.append("every module")
     if found:
         raise CaptureError(
-            f"{found[0]} has a hook on its gradient; gradients come out of compiled programs, "
-            f"which call no hooks. {_INSTEAD_OF_HOOKS}"
+            f"{found[0]} has a hook by register_backward_hook, which PyTorch calls with gradients "
+            f"of single operators. Use register_full_backward_hook."
         )
 
 
-def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Whether somebody else than torch wants to see or change the gradient of a parameter."""
-    for key in _HOOKS_OF_TENSORS:
-        table = getattr(parameter, key, None)
-        if table and not all(getattr(hook, "is_internal", False) for hook in table.values()):
-            return True
-    return False
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, key, None) for key in _HOOKS_OF_MODULES)
+def _has_former_hooks(owner: Any, prefix: str) -> bool:
+    """Whether backward hooks are of the form that torch has given up."""
+    hooks = getattr(owner, f"{prefix}backward_hooks", None)
+    return bool(hooks) and getattr(owner, f"{prefix}is_full_backward_hook") is not True
 
 
 @contextlib.contextmanager

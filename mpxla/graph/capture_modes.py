@@ -35,6 +35,7 @@ from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.fakes import fake_tensor
+from mpxla.graph.gradient_hooks import hook_tensor
 from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
@@ -101,6 +102,8 @@ class StepSemantics(TorchFunctionMode):
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
+        if func is torch.Tensor.register_hook and not self.of_function[0]:
+            return hook_tensor(*args, **(kwargs or {}))
         if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
             self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":

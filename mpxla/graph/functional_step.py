@@ -24,6 +24,7 @@ from mpxla.graph.capture_counts import check_counts
 from mpxla.graph.chosen import fix_sizes
 from mpxla.graph.chosen_rules import rule_of
 from mpxla.graph.gradients import expand_gradients
+from mpxla.graph.hooked import place_hooks
 from mpxla.graph.later_values import settle_reads
 from mpxla.graph.normalize import (
     collapse_detaches,
@@ -91,6 +92,7 @@ def functional_step(
     refuse_collectives(graph)
     refuse_hidden_updates(graph)
     drop_runtime_checks(graph)
+    place_hooks(graph, inputs)
     check_counts(graph)
     fix_sizes(graph, rule_of, masks, fake_mode)
     resolve_numbers(graph)

@@ -19,7 +19,7 @@ from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[re
 
 from mpxla.graph.typed import Function
 
-__all__ = ["TracedFunction", "applied", "operator_of"]
+__all__ = ["TracedFunction", "applied", "operator_of", "traced_function"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class TracedFunction:
 _library = torch.library.Library("mpxla_functions", "DEF")
 _functions: dict[Any, TracedFunction] = {}
 """By operator; operators live as long as the process, as all of torch's do."""
+
+
+def traced_function(target: Any) -> TracedFunction | None:
+    """The function whose operator a node calls; None for other operators."""
+    return _functions.get(target)
 
 
 def _spec(node: fx.Node) -> tuple[Any, ...]:
@@ -118,7 +123,7 @@ def applied(
 
     `prepared` makes the function's graphs fit for the device.
     """
-    function = _functions.get(target)
+    function = traced_function(target)
     if function is None:
         return None
     # Without `fx.Interpreter`: what is traced belongs to the node of the operator.

@@ -33,7 +33,7 @@ from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
 from mpxla.graph.user_code import at_user_line, line_of
 
-__all__ = ["Gradients", "expand_gradients", "transforms_refused"]
+__all__ = ["Gradients", "expand_gradients", "is_differentiated_by", "transforms_refused"]
 
 _aten = torch.ops.aten
 _library = torch.library.Library("mpxla_gradients", "DEF")
@@ -146,6 +146,11 @@ def transforms_refused() -> Generator[None]:
 
     with exchanged(eager_transforms, grad_increment_nesting=refuse, jvp_increment_nesting=refuse):
         yield
+
+
+def is_differentiated_by(node: fx.Node, tensor: fx.Node) -> bool:
+    """Whether a node is a call of `torch.autograd.grad` that asks for the gradient of a tensor."""
+    return node.target is _OF and tensor in arguments_of(node)[1]
 
 
 def expand_gradients(graph: fx.Graph) -> None:

@@ -5,7 +5,7 @@ knows how it was captured or how it will be cut.
 """
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,6 +140,7 @@ class StepGraph:
         prints: results that are for `smp.debug_print`, after those that the step returns.
         reads: the user's own tensors whose values Python has read, with the user's lines.
         modules: those that the step uses and no distributed model holds.
+        looking: parameters with hooks that are called with the gradient when the step has run.
     """
 
     graph: fx.Graph
@@ -153,6 +154,7 @@ class StepGraph:
     prints: tuple[Print, ...] = ()
     reads: tuple[tuple[torch.Tensor, str], ...] = ()
     modules: tuple[nn.Module, ...] = ()
+    looking: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = ()
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""

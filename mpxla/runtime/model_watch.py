@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from mpxla.graph.capture_attributes import Read
-from mpxla.graph.capture_hooks import has_gradient_hook
+from mpxla.graph.gradient_hooks import hooks_of
 from mpxla.graph.parameter_attributes import held_tensors
 from mpxla.graph.regions import CHECKPOINTED
 from mpxla.runtime.identity import Identities
@@ -123,8 +123,10 @@ class ModelWatch:
                 if "forward" in own:
                     hooks.append((index, "forward", self._number(own["forward"])))
         for place, parameter in enumerate(parameters):
-            if has_gradient_hook(parameter):
-                hooks.append((-1, "gradient", place))  # which a capture refuses
+            if parameter._backward_hooks:
+                hooks += [
+                    (-1, f"gradient {place}", self._number(hook)) for hook in hooks_of(parameter)
+                ]
         buffers = tuple(
             (index, name)
             for index, module in enumerate(modules)

@@ -14,6 +14,7 @@ from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gathering import Gathering
+from mpxla.runtime.gradient_looks import show_gradients
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
 from mpxla.runtime.outputs import build_outputs
@@ -131,6 +132,7 @@ class PlanRunner:
         if self._reduction is not None:
             self._reduction.finish(run.accumulators)
         run.release()
+        show_gradients(cut.step.looking, self._states)
         self._writes.scale_rows(fetch)
         backend, count = self._backend, len(range(num_microbatches)[own])
         leaves, structure = cut.step.result_leaves, cut.step.result_spec

@@ -378,6 +378,9 @@ def _swap(parameter: nn.Parameter, moved: nn.Parameter) -> None:
     own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
     vars(moved).update(own)
     torch.utils.swap_tensors(parameter, moved)
+    hooks = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    if hooks:  # autograd calls those of the other tensor otherwise
+        parameter._backward_hooks = hooks  # pyright: ignore[reportPrivateUsage]
 
 
 def _exchange(
