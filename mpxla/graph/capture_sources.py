@@ -1,8 +1,9 @@
 """What Python code in a step takes from outside that is another thing every time.
 
-A step function is captured once, so a random number of Python or NumPy stays the one of the
-capture, and an iterator or a DataLoader gives the first batch for ever. The first is warned of; the
-second is an error. This module must not know how a step is captured.
+A step function is captured once, so a random number of Python or NumPy would stay the one of the
+capture, and an iterator or a DataLoader would give the first batch for ever. The first becomes an
+input of the step (`draws.py`), or is warned of; the second is an error. This module must not know
+how a step is captured.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import current_recorder
+from mpxla.graph.draws import Draws
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.reach import places
 from mpxla.graph.user_code import at_user_line
@@ -28,20 +30,23 @@ __all__ = ["argument_without_iterator", "iterators_refused", "random_numbers_not
 
 _DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
 """Modules whose functions draw, by name."""
-_NOT_DRAWING = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
+_NOT_DRAWING = ("getstate", "get_state", "default_rng")
+_SEEDING = ("seed", "setstate", "set_state")
 _LOADERS = "torch_xla.distributed.parallel_loader"
 
 
 @contextlib.contextmanager
-def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Generator[None]:
-    """Warns of random numbers of Python and NumPy that a step function draws, with the line.
+def random_numbers_noted(
+    function: Callable[..., Any], model: nn.Module, draws: Draws | None
+) -> Generator[None]:
+    """Makes random numbers of Python and NumPy inputs of a step, or warns of them, with the line.
 
     Generators that the step function reaches are looked at.
     """
     reached = [(place.name, place.value) for place in places(function, model)]
     own = [(n, v) for n, v in reached if isinstance(v, (random.Random, np.random.Generator))]
     before, around = [_state(generator) for _, generator in own], _global_state()
-    with _functions_noted() as (found, elsewhere):
+    with _functions_replaced(draws) as (found, elsewhere):
         yield
     if not (found or elsewhere) and around != _global_state():
         found.append("a function of random or numpy.random")
@@ -57,25 +62,38 @@ def random_numbers_noted(function: Callable[..., Any], model: nn.Module) -> Gene
 
 
 @contextlib.contextmanager
-def _functions_noted() -> Generator[tuple[list[str], list[str]]]:
-    """Collects the calls of functions that draw; those imported by name are not seen.
+def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[str]]]:
+    """Gives calls of functions that draw to `draws`; those imported by name are not seen.
 
-    Those of other threads, which load data meanwhile, go to the second list.
+    Collects those that stay what they are. Those of other threads, which load data meanwhile, go to
+    the second list.
     """
     found: list[str] = []
     elsewhere: list[str] = []
     own = threading.get_ident()
 
-    def note(name: str) -> None:
-        if threading.get_ident() != own:
-            elsewhere.append(name)
-        elif current_recorder() is not None:
-            found.append(f"{name}{at_user_line()}")
+    def replaced(module: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != own:
+                elsewhere.append(key)
+            elif current_recorder() is not None and key in _SEEDING:
+                if draws is not None:
+                    draws.seeded()
+            elif current_recorder() is not None:
+                given = NotImplemented
+                if draws is not None:
+                    given = draws.give(module, key, args, kwargs)
+                if given is not NotImplemented:
+                    return given
+                found.append(f"{module}.{key}{at_user_line()}")
+            return function(*args, **kwargs)
+
+        return call
 
     with contextlib.ExitStack() as stack:
         for name, module in _DRAWING.items():
             drawing = {
-                key: _noting(f"{name}.{key}", function, note)
+                key: replaced(name, key, function)
                 for key in module.__all__
                 if callable(function := getattr(module, key))
                 and not isinstance(function, type)
@@ -83,16 +101,6 @@ def _functions_noted() -> Generator[tuple[list[str], list[str]]]:
             }
             stack.enter_context(exchanged(module, **drawing))
         yield found, elsewhere
-
-
-def _noting(
-    name: str, function: Callable[..., Any], note: Callable[[str], None]
-) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note(name)
-        return function(*args, **kwargs)
-
-    return noted
 
 
 def _state(generator: Any) -> str:

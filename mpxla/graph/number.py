@@ -100,6 +100,11 @@ class NumberRead(Number):
     def _refuse(self, by: str) -> Any:
         raise self.needed(by)
 
+    def value(self, by: str) -> Any:
+        """The value, for code that needs it in Python, where that of the tensor is known."""
+        found = self.tensor.item()
+        return self._refuse(by) if is_number(found) else found
+
     def __repr__(self) -> str:
         return NO_VALUE.format("number")
 
@@ -214,6 +219,13 @@ def _needs_value(name: str) -> Callable[..., Any]:
     return method
 
 
+def _of_value(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def method(self: NumberRead) -> Any:
+        return function(self.value(name))
+
+    return method
+
+
 _OF_INTEGERS = ("floordiv", "mod", "pow")
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _COUNTING = (
@@ -231,5 +243,7 @@ for _name in (
     *("lt", "le", "gt", "ge", "eq", "ne", "str", "format"),
 ):
     setattr(Number, f"__{_name}__", _needs_value(f"__{_name}__"))
+for _name, _function in {"float": float, "int": int, "complex": complex, "hash": hash}.items():
+    setattr(NumberRead, f"__{_name}__", _of_value(f"__{_name}__", _function))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(NumberRead, f"__{_name}__", _comparison(_name))

@@ -15,6 +15,7 @@ from torch import nn
 
 from mpxla.errors import MpxlaError, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
+from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.user_code import at_user_line
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.identity import Identities
@@ -54,6 +55,7 @@ class Call:
         objects: this rank's own objects among the arguments, by path; only a capture reads them.
         plan: what runs it; None until it is captured.
         seed: from which the seeds of random programs are drawn.
+        drawer: what a capture draws by, where random numbers of Python are inputs.
     """
 
     signature: Signature
@@ -61,6 +63,7 @@ class Call:
     objects: dict[str, Any]
     plan: Plan | None
     seed: int = 0
+    drawer: Drawer | None = None
 
 
 class AnnouncedError(MpxlaError):
@@ -96,6 +99,9 @@ class Calls:
         self._functions: dict[str, Identities] = {}
         self._model_counts: dict[str, int] = {}
         self._objects = Identities()
+        # What a function may draw, by its title; the last that was drawn comes first.
+        self._draws: dict[str, list[tuple[Draw, ...]]] = {}
+        self._shares = len(sharing) > 1
 
     def meet(self, what: str, line: str) -> None:
         """Before something that the ranks of a pipeline do together outside of steps.
@@ -154,7 +160,9 @@ class Calls:
         shared = call.tensors if self._sharing.is_prescaled else ()
         self._compare(name, call.plan, shared, portable(call.signature))
         if call.plan is None:
-            self.control.announce(("new", name, portable(call.signature)))
+            state = None if self._shares else Drawer.state_of_process()
+            self.control.announce(("new", name, portable(call.signature), state))
+            call.drawer = None if self._shares else Drawer()
             return call
         problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
         if problem is not None:
@@ -222,11 +230,29 @@ class Calls:
             signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
             if not self._sharing.is_prescaled:
                 signature, tensors = self._gather(signature, tensors)
-            return Call(signature, tensors, objects, self.plans.find(signature, view, tensors))
+            return self._planned(Call(signature, tensors, objects, None), view)
 
         call = described()
         if call.plan is None and self._numbers.learn(call.signature, self._known()):
             call = described()
+        return call
+
+    def _planned(self, call: Call, view: ModelView) -> Call:
+        """The call with its plan, if there is one, and with what the function draws in it.
+
+        It would draw what a plan says if it came to decide as it did in the plan's capture.
+        """
+        known = self._draws.get(call.signature.function, [])
+        for draws in [*known, ()]:
+            drawer = Drawer() if draws else None
+            given = call if drawer is None else _with_draws(call, draws, drawer)
+            plan = self.plans.find(given.signature, view, given.tensors)
+            if plan is None:
+                continue
+            if drawer is not None:
+                drawer.commit()
+                known.insert(0, known.pop(known.index(draws)))
+            return replace(given, plan=plan)
         return call
 
     def _known(self) -> list[Signature]:
@@ -269,8 +295,10 @@ class Calls:
                 f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
             )
         if plan is not None:
+            _draw_along(signature.draws)
             return Call(signature, [], {}, plan, rest[1])
-        return Call(signature, [], local_objects(args, kwargs), None)
+        drawer = None if rest[1] is None else Drawer(rest[1])
+        return Call(signature, [], local_objects(args, kwargs), None, drawer=drawer)
 
     def _draw_seed(self, plan: StepPlan) -> int:
         """A seed for the random operators of one call; 0 where there are none."""
@@ -286,6 +314,7 @@ class Calls:
         """
         constants = set(call.signature.numbers) - set(plan.signature.numbers)
         _, call.tensors = with_constants(call.signature, call.tensors, constants)
+        _draw_along(plan.signature.draws, call)
         if constants and self._pp_rank == 0:
             self._numbers.keep_constant(call.signature.function, constants)
         checks, step_plan = plan.runner.checks, plan.runner.plan
@@ -321,6 +350,9 @@ class Calls:
         view = self._watch.look().captured(self._model(), reads)
         decisions = runner.plan.cut.step.decisions
         plan = self.plans.add(signature, view, runner, decisions, exchanges)
+        if signature.draws:
+            known = self._draws.setdefault(signature.function, [])
+            known[:] = [signature.draws, *(d for d in known if d != signature.draws)]
         self._forget_unused()
         return plan
 
@@ -354,7 +386,32 @@ class Calls:
             return change
         if self._pp_rank == 0:
             self._numbers.count(signature, self._known())
+        if any(s.draws and replace(s, draws=()).key == signature.key for s in self._known()):
+            return "by random numbers, Python decides otherwise"
         return describe_change(signature, self._known())
+
+
+def _with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
+    """A call with random numbers among its inputs, the same for all microbatches."""
+    values = [drawer.draw(draw) for draw in draws]
+    tensors = [[*leaves, *values] for leaves in call.tensors]
+    return replace(call, signature=replace(call.signature, draws=draws), tensors=tensors)
+
+
+def _draw_along(draws: tuple[Draw, ...], call: Call | None = None) -> None:
+    """Draws as the function would, so that all ranks go on with other numbers.
+
+    A call of a new plan is given those.
+    """
+    if not draws:
+        return
+    drawer = Drawer()
+    if call is None:
+        for draw in draws:
+            drawer.draw(draw)
+    else:
+        call.tensors = _with_draws(call, draws, drawer).tensors
+    drawer.commit()
 
 
 def _apart_in_microbatches(plan: Plan, tensors: Sequence[Sequence[torch.Tensor]]) -> str | None:

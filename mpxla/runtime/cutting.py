@@ -123,6 +123,7 @@ class StepCutter:
                 self._states,
                 lambda: self._values(call),
                 self._session.kept,
+                call.drawer,
             )
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
             if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):

@@ -23,6 +23,7 @@ from mpxla.comm.packing import describe
 from mpxla.errors import RankMismatch
 from mpxla.graph.capture import NumberLeaf, TensorLeaf
 from mpxla.graph.casts import active_autocast
+from mpxla.graph.draws import Draw
 from mpxla.graph.number import Number
 from mpxla.runtime.containers import flatten_opened, open_containers
 from mpxla.runtime.identity import Identities
@@ -45,6 +46,7 @@ __all__ = [
 _PLAIN = (str, bytes, numbers.Number, type(None), Enum, np.generic, torch.dtype, torch.device)
 register(TensorLeaf)
 register(NumberLeaf)
+register(Draw)
 
 
 @register
@@ -103,6 +105,7 @@ class Signature:
         trainable: digest of the `requires_grad` flags of the model's parameters.
         grad_enabled: whether gradients are enabled around the call.
         autocast: (enabled, dtype) of the active autocast regions.
+        draws: random numbers that Python draws, which are inputs after those of the arguments.
     """
 
     function: str
@@ -114,6 +117,7 @@ class Signature:
     trainable: str
     grad_enabled: bool
     autocast: tuple[Any, ...]
+    draws: tuple[Draw, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -127,13 +131,15 @@ class Signature:
             self.trainable,
             self.grad_enabled,
             self.autocast,
+            self.draws,
         )
 
     @property
     def tensor_paths(self) -> list[str]:
         """Readable path of every tensor leaf."""
         pairs = zip(self.paths, self.leaves, strict=True)
-        return [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
+        own = [path for path, leaf in pairs if isinstance(leaf, TensorLeaf)]
+        return [*own, *map(str, self.draws)]
 
     @property
     def objects(self) -> list[int]:
@@ -149,7 +155,8 @@ class Signature:
     @property
     def tensor_leaves(self) -> list[TensorLeaf]:
         """The tensor leaves, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+        own = [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+        return [*own, *(TensorLeaf(draw.shape, draw.dtype) for draw in self.draws)]
 
 
 def sign(

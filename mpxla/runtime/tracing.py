@@ -6,6 +6,7 @@ This module must not know how ranks agree on a call.
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mpxla.graph.capture_sources import (
     iterators_refused,
     random_numbers_noted,
 )
+from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.kept import Kept
@@ -37,6 +39,7 @@ def trace(
     states: ModelStates,
     values: Callable[[], Sequence[torch.Tensor]],
     graphs: Kept,
+    drawer: Drawer | None,
 ) -> Traced:
     """Captures a step with as many of its floats as inputs as Python lets it.
 
@@ -47,15 +50,18 @@ def trace(
         states: parameters and buffers of all models.
         values: gives the tensor leaves of one microbatch, where Python needs them.
         graphs: those of earlier starts.
+        drawer: draws random numbers of Python; None if they are to stay as they are.
 
     Returns:
-        The signature has constants in the places of floats whose value Python needs.
+        The signature has constants in the places of floats whose value Python needs, and what the
+        function draws.
 
     Raises:
         CaptureError: the function cannot be captured.
     """
 
     values = functools.cache(values)
+    draws = None if drawer is None else Draws(drawer)
 
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
@@ -65,7 +71,15 @@ def trace(
             return found
 
         def attempt(known: Known | None) -> Traced:
-            return _trace(chosen, function, objects, states, known, graphs)
+            if draws is None:
+                return _trace(chosen, function, objects, states, known, graphs, None)
+            while True:  # once more if it has drawn
+                asked, given = replace(chosen, draws=tuple(draw for draw, _ in draws.known)), known
+                if given is not None:
+                    given = replace(given, values=(*given.values, *draws.values()))
+                found = _trace(asked, function, objects, states, given, graphs, draws)
+                if draws.is_complete:
+                    return found
 
         return with_values_if_needed(attempt, given)
 
@@ -89,6 +103,7 @@ def _trace(
     states: ModelStates,
     known: Known | None,
     graphs: Kept,
+    draws: Draws | None,
 ) -> Traced:
     given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
     model = states.module
@@ -96,6 +111,8 @@ def _trace(
     others = [*outer.objects, *((f"argument {path}", value) for path, value in objects.items())]
 
     def run(leaves: Sequence[torch.Tensor]) -> Any:
+        if draws is not None:
+            draws.begin(leaves[len(leaves) - len(signature.draws) :])
         args, kwargs = fill(signature, leaves, given)
         return function(*args, **kwargs)
 
@@ -111,7 +128,7 @@ def _trace(
     with (
         torch.set_grad_enabled(signature.grad_enabled),
         iterators_refused(function, model),
-        random_numbers_noted(function, model),
+        random_numbers_noted(function, model, draws),
         attributes_noted(model, others, outer.texts) as log,
     ):
         step = capture()
