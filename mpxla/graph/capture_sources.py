@@ -31,6 +31,7 @@ __all__ = ["argument_without_iterator", "iterators_refused", "random_numbers_not
 _DRAWING: dict[str, Any] = {"random": random, "numpy.random": np.random}
 """Modules whose functions draw, by name."""
 _NOT_DRAWING = ("getstate", "get_state", "default_rng")
+_SCALARS = ("rand", "randn", "randint")
 _SEEDING = ("seed", "setstate", "set_state")
 _LOADERS = "torch_xla.distributed.parallel_loader"
 
@@ -85,7 +86,8 @@ def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[
                     given = draws.give(module, key, args, kwargs)
                 if given is not NotImplemented:
                     return given
-                found.append(f"{module}.{key}{at_user_line()}")
+                if module != "torch":
+                    found.append(f"{module}.{key}{at_user_line()}")
             return function(*args, **kwargs)
 
         return call
@@ -100,6 +102,9 @@ def _functions_replaced(draws: Draws | None) -> Generator[tuple[list[str], list[
                 and key not in _NOT_DRAWING
             }
             stack.enter_context(exchanged(module, **drawing))
+        if draws is not None:
+            scalars = {key: replaced("torch", key, getattr(torch, key)) for key in _SCALARS}
+            stack.enter_context(exchanged(torch, **scalars))
         yield found, elsewhere
 
 

@@ -1,5 +1,7 @@
 """Random numbers that Python code in a step draws, by the modules `random` and `numpy.random`.
 
+So are single numbers of PyTorch, `torch.rand(1)`, where Python decides by them.
+
 A step function is captured once, and draws in every call. So what it draws is an input of the step:
 each call draws as the function would, with the same generators, before the step runs. All of its
 microbatches are given the same numbers, as the batch would be in one piece. What Python decides by
@@ -9,7 +11,6 @@ runs another program.
 This module must not know how a step is captured or run.
 """
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
+from torch._C import DisableTorchFunction
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from mpxla.errors import CaptureError
 from mpxla.graph.number import NumberRead, is_number
@@ -25,6 +29,7 @@ from mpxla.graph.user_code import at_user_line
 __all__ = ["Draw", "Drawer", "Draws"]
 
 State = tuple[Any, ...]
+_PLAIN = (bool, int, float, torch.dtype)
 _MOST_ARGUMENTS = 64
 """Elements of arguments, such as probabilities; what has more is not an input."""
 
@@ -34,7 +39,7 @@ class Draw:
     """A call of a function that draws.
 
     Attributes:
-        module: "random" or "numpy.random".
+        module: "random", "numpy.random" or "torch".
         name: of the function.
         args: its arguments, of plain data.
         kwargs: pairs of names and values.
@@ -61,19 +66,26 @@ class Draw:
 
 
 class Drawer:
-    """Generators in the states of those of Python and NumPy, or in given ones."""
+    """Generators in the states of those of Python, NumPy and PyTorch, or in given ones."""
 
     def __init__(self, state: State | None = None):
         self._python, self._numpy = random.Random(), np.random.RandomState()
-        python, numpy = state or self.state_of_process()
+        self._torch = torch.Generator()
+        self._began = python, numpy, of_torch = state or self.state_of_process()
         self._python.setstate((python[0], tuple(python[1]), python[2]))
         self._numpy.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
+        self._torch.set_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
     @staticmethod
     def state_of_process() -> State:
         """The states of the global generators, as plain data."""
         kind, keys, *rest = np.random.get_state()
-        return random.getstate(), (kind, np.asarray(keys).tolist(), *rest)
+        numpy = (kind, np.asarray(keys).tolist(), *rest)
+        return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+
+    def again(self) -> "Drawer":
+        """Another one in the states in which this one began."""
+        return Drawer(self._began)
 
     def draw(self, draw: Draw) -> torch.Tensor:
         """What a call returns this time."""
@@ -81,8 +93,11 @@ class Drawer:
 
     def call(self, draw: Draw) -> Any:
         """The same in Python's form; places in order, for functions that choose of a list."""
-        owner: Any = self._python if draw.module == "random" else self._numpy
         args, kwargs = draw.args, dict(draw.kwargs)
+        if draw.module == "torch":
+            with _disable_current_modes(), DisableTorchFunction():
+                return getattr(torch, draw.name)(*args, **kwargs, generator=self._torch)
+        owner: Any = self._python if draw.module == "random" else self._numpy
         if draw.name == "shuffle":
             order = np.arange(args[0]) if owner is self._numpy else list(range(args[0]))
             owner.shuffle(order)
@@ -96,6 +111,7 @@ class Drawer:
         """Puts the global generators into the states of these."""
         random.setstate(self._python.getstate())
         np.random.set_state(self._numpy.get_state())
+        torch.set_rng_state(self._torch.get_state())
 
 
 class Draws:
@@ -104,10 +120,12 @@ class Draws:
     Attributes:
         known: what it drew, in order, with what was returned.
         is_complete: whether the last run was given inputs for all that it drew.
+        has_scalars: whether PyTorch has drawn single numbers, which are inputs if they are to be.
     """
 
-    def __init__(self, drawer: Drawer):
-        self._drawer = drawer
+    def __init__(self, drawer: Drawer, with_scalars: bool = False):
+        self._drawer, self._with_scalars = drawer, with_scalars
+        self.has_scalars = False
         self._leaves: Sequence[torch.Tensor] = ()
         self._position = 0
         self._is_seeded = False
@@ -131,6 +149,11 @@ class Draws:
         """What a function that draws returns; NotImplemented for what cannot be an input."""
         if self._is_seeded or name in _NOT_AS_INPUTS:
             return NotImplemented
+        if module == "torch":
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+            self.has_scalars = self.has_scalars or _is_scalar(name, args, kwargs)
+            if not (self._with_scalars and _is_scalar(name, args, kwargs)):
+                return NotImplemented
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             own = "randrange" if (module, name) == ("random", "choice") else name
@@ -147,8 +170,9 @@ class Draws:
         place, self._position = self._position, self._position + 1
         if place == len(self.known):
             value = self._drawer.call(asked)
-            dtype = getattr(torch, str(np.asarray(value).dtype))
-            kind = tuple(np.shape(value)), dtype, isinstance(value, np.ndarray)
+            is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
+            dtype = value.dtype if is_tensor else getattr(torch, str(np.asarray(value).dtype))
+            kind = tuple(value.shape if is_tensor else np.shape(value)), dtype, is_array
             self.known.append((Draw(module, name, plain, named, *kind), value))
         draw, value = self.known[place]
         if draw.request != asked.request:
@@ -158,7 +182,7 @@ class Draws:
             )
         if place >= len(self._leaves):
             self.is_complete = False
-            return copy.copy(value)
+            return value.copy() if draw.is_array else value
         return _in_python(draw, self._leaves[place])
 
 
@@ -203,8 +227,17 @@ _OF_LISTS: dict[tuple[str, str], Callable[..., Any]] = {
 """Functions that choose of what they are given; the places are what is drawn."""
 
 
+def _is_scalar(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `torch.rand` and its like make one element."""
+    size = kwargs.get("size", args[-1:] if name == "randint" else args)
+    dims = list(pytree.tree_leaves(size))
+    return all(type(dim) is int and dim == 1 for dim in dims)
+
+
 def _in_python(draw: Draw, leaf: torch.Tensor) -> Any:
     """An input as what Python goes on with; the value of what is no float is read."""
+    if draw.module == "torch":
+        return leaf
     is_float = draw.dtype is torch.float64
     if is_float and not draw.is_array:
         return NumberRead(leaf)
@@ -216,6 +249,8 @@ def _in_python(draw: Draw, leaf: torch.Tensor) -> Any:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
     return torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
 
 
@@ -228,4 +263,4 @@ def _plain(value: Any) -> Any:
         return NotImplemented if NotImplemented in parts else tuple(parts)
     if is_number(value):
         return float(value)
-    return value if value is None or type(value) in (bool, int, float) else NotImplemented
+    return value if value is None or type(value) in _PLAIN else NotImplemented

@@ -17,6 +17,7 @@ from mpxla.errors import MpxlaError, RankMismatch, StepError
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.user_code import at_user_line
+from mpxla.log import warn_once
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.microbatch import SplitRule, split_arguments
@@ -387,6 +388,13 @@ class Calls:
         if self._pp_rank == 0:
             self._numbers.count(signature, self._known())
         if any(s.draws and replace(s, draws=()).key == signature.key for s in self._known()):
+            warn_once(
+                f"random decisions {signature.function}",
+                f"step function {signature.function.rpartition('.')[2]} draws random numbers in "
+                f"Python. It is compiled for every way that they decide, and for every value of an "
+                f"integer or array among them. Where these are many, draw with torch (torch.rand, "
+                f"dropout, torch.where), or outside of it, and pass a tensor.",
+            )
             return "by random numbers, Python decides otherwise"
         return describe_change(signature, self._known())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpxla.errors import CaptureError
 from mpxla.graph.capture import Known, capture_step, with_values_if_needed
 from mpxla.graph.capture_attributes import Read, attributes_noted, kept, outside_values
 from mpxla.graph.capture_reads import ModuleRead, ValueRead
@@ -61,7 +62,26 @@ def trace(
     """
 
     values = functools.cache(values)
-    draws = None if drawer is None else Draws(drawer)
+    found = None if drawer is None else Draws(drawer)
+    traced = functools.partial(_traced, signature, function, objects, states, values, graphs)
+    try:
+        return traced(found)
+    except CaptureError:
+        if drawer is None or found is None or not found.has_scalars:
+            raise
+    return traced(Draws(drawer.again(), with_scalars=True))
+
+
+def _traced(
+    signature: Signature,
+    function: Callable[..., Any],
+    objects: Mapping[str, Any],
+    states: ModelStates,
+    values: Callable[[], Sequence[torch.Tensor]],
+    graphs: Kept,
+    draws: Draws | None,
+) -> Traced:
+    """See `trace`."""
 
     def run(constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
