@@ -69,8 +69,8 @@ class Accord:
                 f"{here} trains other parameters in this step than rank {self._before} does, or "
                 f"was given other options of smp.DistributedModel, so their gradients cannot be "
                 f"averaged. Call the same step function on all replicas, with arguments that lead "
-                f"to the same layers, freeze the same parameters, and seed numbers that choose layers "
-                f"alike (random.seed)."
+                f"to the same layers, freeze the same parameters, and draw numbers that choose "
+                f"layers from equal seeds."
             )
         if settings != self._own[1]:
             raise RankMismatch(
