@@ -32,10 +32,14 @@ class Contents:
 
     Args:
         call: calls a function of torch with arguments and keyword arguments.
+
+    Attributes:
+        has_backward: whether the step has called backward.
     """
 
     def __init__(self, call: Callable[..., Any]):
         self._call = call
+        self.has_backward = False
         self._data: Any = WeakTensorKeyDictionary()
         self._before: Any = WeakTensorKeyDictionary()
         self._times_given: Any = WeakTensorKeyDictionary()
@@ -117,6 +121,7 @@ class Contents:
 
     def note_backward(self) -> None:
         """Remembers what derivatives read of parameters that were written to since their use."""
+        self.has_backward = True
         for tensor in self._data:
             reads, now = self._reads.get(tensor, ()), self._version(tensor)
             before = self._before[tensor]  # in the place of what was read before any write

@@ -103,7 +103,8 @@ class StepSemantics(TorchFunctionMode):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
         if func is torch.Tensor.register_hook and not self.of_function[0]:
-            return hook_tensor(*args, **(kwargs or {}))
+            contents = self.writes.contents
+            return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
         if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
             self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":

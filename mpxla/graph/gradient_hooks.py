@@ -40,13 +40,25 @@ def hooks_of(parameter: torch.Tensor, kind: str = "_backward_hooks") -> list[Hoo
     return [hook for hook in table.values() if not getattr(hook, "is_internal", False)]
 
 
-def hook_tensor(tensor: torch.Tensor, hook: Hook) -> "_Handle":
+def hook_tensor(
+    tensor: torch.Tensor, hook: Hook, is_late: Callable[[], bool] = lambda: False
+) -> "_Handle":
     """`tensor.register_hook(hook)` in a step function.
 
+    Args:
+        tensor: which is no parameter.
+        hook: takes the gradient.
+        is_late: whether the step has called backward.
+
     Raises:
-        CaptureError: the hook changes nothing, or the tensor is a parameter or an input.
+        CaptureError: the tensor is a parameter or an input, or backward was called before.
     """
     line = at_user_line()
+    if is_late():
+        raise CaptureError(
+            f"register_hook was called in a step function{line} after model.backward. Register it "
+            f"before."
+        )
     if tensor.is_leaf:
         raise CaptureError(
             f"register_hook was called in a step function{line} on a parameter or an input. "
@@ -56,7 +68,7 @@ def hook_tensor(tensor: torch.Tensor, hook: Hook) -> "_Handle":
         _hooked([tensor], (), lambda gradients, _: [_changed(hook, gradients[0])])
     except _LooksError:
         _tell_of_looks(f"a hook that was registered{line}")
-    return _Handle()
+    return _Handle(is_late)
 
 
 def hook_parameter(parameter: torch.Tensor, hooks: Sequence[Hook]) -> list[Hook]:
@@ -268,5 +280,17 @@ def _tell_of_looks(what: str) -> None:
 class _Handle:
     """What `register_hook` returns in a step function."""
 
+    def __init__(self, is_late: Callable[[], bool]):
+        self._is_late = is_late
+
     def remove(self) -> None:
-        """After `model.backward`, the hook was called, as in PyTorch."""
+        """After `model.backward` the hook has been called, as in PyTorch.
+
+        Raises:
+            CaptureError: before that.
+        """
+        if not self._is_late():
+            raise CaptureError(
+                f"A hook was removed in a step function{at_user_line()} before model.backward. "
+                f"Do not register it."
+            )

@@ -55,6 +55,19 @@ def hook(model, leaves):
     differentiate(model, leaves)
 
 
+def hook_late(model, leaves):
+    out = model(leaves[0])
+    current_recorder().backward(out.mean())
+    out.register_hook(lambda grad: 2 * grad)
+
+
+def unhook(model, leaves):
+    out = model(leaves[0])
+    handle = out.register_hook(lambda grad: 2 * grad)
+    handle.remove()
+    current_recorder().backward(out.mean())
+
+
 def hook_by_value(model, leaves):
     out = model(leaves[0])
     out.register_hook(lambda g: g / g.norm() if g.norm() > 1 else g)
@@ -113,6 +126,8 @@ def clear_by_optimizer(model, leaves):
     [
         (change, r"applies Doubled, .* changes an argument in place at .*hooks\.py:\d+: .*clone"),
         (hook, r"^register_hook was called in a step function at .* Register a hook of a param"),
+        (hook_late, r"^register_hook was called in .*_hooks\.py:\d+: out\.reg.* after model\.back"),
+        (unhook, r"^A hook was removed in a step function at .*hooks\.py:\d+: handle\.remove\(\)"),
         (
             hook_by_value,
             r"^The step function depends on a tensor's value in Python at .*g / g",
