@@ -258,27 +258,15 @@ def hook_late():
         model.backward(value)
         return value
 
-    adding = {
-        "parameter": lambda: raw[0].weight.register_hook(lambda grad: 2 * grad),
-        "sum": lambda: raw[0].weight.register_post_accumulate_grad_hook(print),
-        "module": lambda: raw[1].register_full_backward_hook(print),
-        "before": lambda: raw[1].register_full_backward_pre_hook(print),
-        "all": lambda: nn.modules.module.register_module_full_backward_hook(print),
-    }
-    texts = {}
-    for name, add in adding.items():
-        train(model, X)
-        handle = add()
-        with pytest.raises(smp.MpxlaError) as error:
-            train(model, X)
-        texts[name] = str(error.value)
-        handle.remove()
     train(model, X)
-    return texts
+    handle = raw[0].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(smp.MpxlaError) as error:
+        train(model, X)
+    handle.remove()
+    train(model, X)
+    return str(error.value)
 
 
-def test_hooks_on_gradients_that_come_later_are_refused():
-    (texts,) = run_ranks(hook_late, 1)
-    whose = ["parameter 0.weight", "parameter 0.weight", "module 1", "module 1", "every module"]
-    for text, who in zip(texts.values(), whose, strict=True):
-        assert text.startswith(f"{who} has a hook on its gradient; gradients come out of compiled")
+def test_a_hook_that_comes_later_is_refused():
+    (text,) = run_ranks(hook_late, 1)
+    assert text.startswith("parameter 0.weight has a hook by register_post_accumulate_grad_hook")
