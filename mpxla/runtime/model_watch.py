@@ -25,6 +25,7 @@ __all__ = ["ModelView", "ModelWatch", "model_flags"]
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_GRADIENT_HOOKS)
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _MOST_NUMBERS = 10_000
 
@@ -123,10 +124,10 @@ class ModelWatch:
                 if "forward" in own:
                     hooks.append((index, "forward", self._number(own["forward"])))
         for place, parameter in enumerate(parameters):
-            if parameter._backward_hooks:
-                hooks += [
-                    (-1, f"gradient {place}", self._number(hook)) for hook in hooks_of(parameter)
-                ]
+            for kind in _PARAMETER_HOOKS:
+                if getattr(parameter, kind, None):
+                    numbers = map(self._number, hooks_of(parameter, kind))
+                    hooks += [(-1, f"{kind} {place}", number) for number in numbers]
         buffers = tuple(
             (index, name)
             for index, module in enumerate(modules)
