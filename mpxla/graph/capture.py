@@ -289,6 +289,8 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(Check.FINITE, line, passed)
+                for line, passed in semantics.constants.shapes.counted:
+                    recorder.check(Check.COUNTED, line, passed)
                 for line, passed in self._counts.asked:
                     recorder.check(Check.ROWS, line, passed)
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
@@ -382,17 +384,18 @@ def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
     """Says of which values the step supposes something, and waits for, to see that it is so."""
     for print in step.prints:
         if print.check is not None and print.label not in harmless:
-            asked, supposed = _SUPPOSED[print.check]
+            does, supposed = _SUPPOSED[print.check]
             warn_once(
                 f"{print.check}{print.label}",
-                f"the step function asks{print.label} {asked}. It is captured as if {supposed}, "
-                f"and every step call waits for its results, to see that it was so.",
+                f"the step function {does.format(line=print.label)}. It is captured as if "
+                f"{supposed}, and every step call waits for its results, to see that it was so.",
             )
 
 
 _SUPPOSED = {
-    Check.FINITE: ("whether values are NaN or infinite", "there were none"),
-    Check.ROWS: ("whether a mask is true anywhere", "it were"),
+    Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
+    Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
+    Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
 }
 
 

@@ -11,13 +11,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mpxla.graph.capture_occurrences import are_below, counted, distinct, distinct_in_turn
 from mpxla.graph.number import NumberRead
+from mpxla.graph.user_code import at_user_line
 
-__all__ = ["FixedShapes"]
+__all__ = ["DISTINCT", "FixedShapes"]
 
 _SIZES = frozenset("arange empty full ones zeros".split())
 """They take numbers, and a tensor of one element for a number."""
 _PLACES = frozenset(("argwhere", "nonzero", "where"))
+DISTINCT = {"unique": distinct, "unique_consecutive": distinct_in_turn}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _get, _set = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
@@ -32,6 +35,9 @@ class FixedShapes:
         ask: (function, value) -> what the function says of a tensor whose value is known; None of
             all else.
         varies: whether a tensor follows from inputs of the step.
+
+    Attributes:
+        counted: where values are counted, and whether all of them have a place, bool [].
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class FixedShapes:
         varies: Callable[[torch.Tensor], bool],
     ):
         self._ask, self._varies = ask, varies
+        self.counted: list[tuple[str, torch.Tensor]] = []
 
     def fixed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The call to make in the place of one, mostly itself."""
@@ -67,10 +74,37 @@ class FixedShapes:
             places = self._ask(lambda n: torch.arange(count).repeat_interleave(n), repeats)
             if places is not None:
                 return torch.index_select, (tensor, dim, places), {}
+        if name == "one_hot":
+            labels, size = _arguments(("tensor", "num_classes"), args, kwargs)
+            size = self._number_of_values(labels) if size in (None, -1) else None
+            return (func, (labels, size), {}) if size else (func, args, kwargs)
+        if name in DISTINCT and kwargs["dim"] is None and args[0].numel():
+            # Where values of inputs are needed, they are here: for a loop over them, probably.
+            if not self._varies(args[0]) and self._ask(torch.Tensor.numel, args[0]) is None:
+                asked = kwargs["return_inverse"], kwargs["return_counts"]
+                return DISTINCT[name], (args[0], *asked), {}
+        if name == "bincount":
+            values, weights, size = _arguments(("input", "weights", "minlength"), args, kwargs)
+            size = self._number_of_places(values, size or 0)
+            return (counted, (values, weights, size), {}) if size else (func, args, kwargs)
         if name in _SIZES:
             args, kwargs = pytree.tree_map(self.as_number, (args, kwargs))
             args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
         return func, args, kwargs
+
+    def _number_of_places(self, values: torch.Tensor, least: Any) -> int | None:
+        """How many values may be counted; where they are not known, as many as the user says."""
+        known = None if least and self._varies(values) else self._number_of_values(values)
+        if known is not None:
+            return max(known, least)
+        if type(least) is not int or not least:
+            return None
+        self.counted.append((at_user_line(), are_below(values, least)))
+        return least
+
+    def _number_of_values(self, values: torch.Tensor) -> int | None:
+        """How many a table of what is known must have."""
+        return self._ask(lambda known: int(known.max()) + 1 if known.numel() else 0, values)
 
     def _places_of_masks(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
         """An index with the places of known masks, which have a known number, for the masks."""
