@@ -41,7 +41,8 @@ _READS = frozenset(
     "allclose equal is_nonzero item numpy tolist".split()
 )
 _COUNTS = frozenset(
-    "argwhere combinations masked_select nonzero repeat_interleave unique unique_consecutive".split()
+    "argwhere bincount combinations masked_select nonzero one_hot repeat_interleave unique "
+    "unique_consecutive".split()
 )
 """The shape of their result depends on values."""
 _NO_DECISIONS = _READS - {"__bool__", "is_nonzero"}

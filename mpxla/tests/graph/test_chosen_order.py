@@ -157,7 +157,7 @@ def test_values_without_a_place_are_found():
 
 
 def test_one_hot_of_inputs_depends_on_their_greatest_only():
-    model, step, known = capture(lambda m, h, y: F.one_hot(y).sum(0).sum() * h.sum())
+    _, step, known = capture(lambda m, h, y: F.one_hot(y).sum(0).sum() * h.sum())
     assert known is not None
     other = torch.tensor(LABELS["all"])
     assert step.decisions.change([torch.randn(3, 5, 8), other]) is None
