@@ -61,6 +61,7 @@ from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.shapes import static_shapes
+from mpxla.graph.sparse import has_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
 from mpxla.kept import Kept
@@ -297,6 +298,7 @@ class _StepModule(nn.Module):
             self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
+        _refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
@@ -324,6 +326,14 @@ class _StepModule(nn.Module):
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics
         return (*recorder.objectives, *results)
+
+
+def _refuse_sparse(returned: Any) -> None:
+    if has_sparse(None, returned, None):
+        raise CaptureError(
+            "The step function returns a sparse tensor, of which a step cannot make outputs. "
+            "Return tensor.to_dense(), or its indices() and values()."
+        )
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
