@@ -218,7 +218,8 @@ def numbers_explained() -> Generator[None]:
 def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
-    Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of parameters, which are buffers meanwhile.
+    Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
+    parameters, which are buffers meanwhile.
     """
     tables = [
         table

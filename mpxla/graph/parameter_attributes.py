@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from mpxla.graph.sparse import is_sparse
 
 __all__ = ["Attribute", "NewAttributesError", "attributes_of", "held_tensors"]

@@ -152,7 +152,8 @@ class Sparse:
             raise _unknown("A transpose of more dims than two")
         return Sparse(self.places.flip(0), self.numbers, self.shape[::-1])
 
-    T = mT = property(t)
+    T = property(t)
+    mT = property(t)  # noqa: N815
 
     def transpose(self, one: int, other: int) -> "Sparse":
         """As for any matrix."""
@@ -359,8 +360,8 @@ def _from_places(
     """`torch.sparse_coo_tensor`."""
     if size is None:
         raise CaptureError(
-            f"torch.sparse_coo_tensor without a size was called in a step function{at_user_line()}, "
-            f"where the greatest index has no value yet: give it size=."
+            f"torch.sparse_coo_tensor without a size was called in a step function"
+            f"{at_user_line()}, where the greatest index has no value yet: give it size=."
         )
     places, numbers = torch.as_tensor(indices), torch.as_tensor(values, dtype=keys.get("dtype"))
     return Sparse(places, numbers, torch.Size(size), bool(keys.get("is_coalesced")))
