@@ -23,7 +23,7 @@ from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_functions import cumulative_batch_norms
+from mpxla.graph.capture_functions import cumulative_batch_norms, nested_tensors_refused
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
@@ -45,6 +45,7 @@ from mpxla.graph.capture_modes import (
 )
 from mpxla.graph.capture_modules import modules_noted
 from mpxla.graph.capture_transformers import static_transformers
+from mpxla.graph.capture_transforms import transforms_captured
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen_none import needs_no_rows, without_checks
 from mpxla.graph.decisions import Decisions, Tape
@@ -55,7 +56,6 @@ from mpxla.graph.functional_step import (
     constants_of,
     functional_step,
 )
-from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
@@ -280,7 +280,7 @@ class _StepModule(nn.Module):
                 checkpoints_noted(),
                 modules_noted(self, self.returned.modules),
                 optimizers_refused(),
-                transforms_refused(),
+                transforms_captured(),
                 assigned_buffers_written(self.model),
                 parameter_attributes_written(
                     self.model, self.attributes, semantics.writes.is_copy
@@ -436,6 +436,7 @@ def _captured(
         flexible_attention_by_scores(),
         unchecked_distributions(),
         cumulative_batch_norms(),
+        nested_tensors_refused(),
         attributes_named_by_keywords(),
         static_shapes(),
         counts.supposed(),

@@ -102,6 +102,9 @@ class StepSemantics(TorchFunctionMode):
         if func in _TEXTS and isinstance(args[0], FakeTensor):
             return NO_VALUE.format(f"{str(args[0].dtype)[6:]}{list(args[0].shape)}")
         refuse_gradients(func, args)
+        if func is torch.Tensor.__deepcopy__:
+            with self:
+                return _deep_copy(*args)
         if has_sparse(func, args, kwargs):
             with self:
                 return run_sparse(func, args, kwargs or {})
@@ -155,6 +158,14 @@ class StepSemantics(TorchFunctionMode):
         """
         owners = {_memory(copy): own for own, copy in self._on_host.values()}
         return [owners.get(_memory(value), value) for value in values]
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy that no gradient leaves, as `copy.deepcopy` makes it."""
+    if id(tensor) not in memo:
+        made = tensor.detach().clone()
+        memo[id(tensor)] = made.requires_grad_() if tensor.requires_grad else made
+    return memo[id(tensor)]
 
 
 def _memory(value: torch.Tensor) -> Any:

@@ -158,6 +158,11 @@ class _Splitter:
     def _tensor(self, value: torch.Tensor, axis: int, path: str) -> torch.Tensor:
         if value.dim() == 0:
             return value.detach()  # a weight or a temperature: there is nothing to split
+        if value.is_nested:
+            raise StepError(
+                f"{path}: a nested tensor; a step is compiled for tensors of one shape. Pass "
+                f"{path}.to_padded_tensor(0.0), and a mask or the lengths of its rows."
+            )
         if not -value.dim() <= axis < value.dim():
             raise StepError(
                 f"{path}: a tensor of shape {list(value.shape)} has no axis {axis} to split into "
