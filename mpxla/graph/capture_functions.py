@@ -224,7 +224,7 @@ def _istft(
     start = n_fft // 2 if center else 0
     end = start + length if length is not None else total - start if center else total
     weight = added((window * window).expand(count, n_fft))
-    found = (added(waves * window) / weight)[:, start:end]
+    found = added(waves * window)[:, start:end] / weight[:, start:end]
     return F.pad(found, (0, max(0, end - total))).reshape(*batch, -1)
 
 
