@@ -10,6 +10,7 @@ This module must not know about stages.
 """
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -247,7 +248,8 @@ def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.No
         ]
     # Only the plain forms of attention and recurrent layers have a derivative that has one.
     plain = sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False)
-    with torch.enable_grad(), mode, plain[0], plain[1]:
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)  # the second tells more
+    with torch.enable_grad(), mode, quiet, plain[0], plain[1]:
         try:
             module = make_fx(function)(*values)
             if has_writes(module.graph):
