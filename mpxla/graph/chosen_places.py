@@ -93,7 +93,7 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
         rows = walk.dims_of(value)[len(parts)] if part is not None else None
         if rows is None and found is not None and found[2] is not None:
             own.append((found[0], found[1], found[2]))
-        if rows is not None:
+        if part is not None and rows is not None:
             part = _numbered(walk, rows, part)
             if walk.numbering.get(part) is rows:
                 own.append((rows, (rows.size,), 0))

@@ -279,18 +279,26 @@ def _tell(sparse: Sparse) -> None:
     )
 
 
+def _known(sparse: Any) -> Any:
+    return tuple(sparse.shape), sparse.is_ordered
+
+
+def _with_keys(sparse: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    keys = pytree.GetAttrKey("indices"), pytree.GetAttrKey("values")
+    return list(zip(keys, (sparse.places, sparse.numbers), strict=True)), _known(sparse)
+
+
+def _rebuilt(parts: Any, known: Any) -> Any:
+    places, numbers = parts
+    return Sparse(places, numbers, torch.Size(known[0]), known[1])
+
+
 pytree.register_pytree_node(
     Sparse,
-    lambda sparse: ([sparse.places, sparse.numbers], (tuple(sparse.shape), sparse.is_ordered)),
-    lambda parts, known: Sparse(*parts, torch.Size(known[0]), known[1]),
+    lambda sparse: ([sparse.places, sparse.numbers], _known(sparse)),
+    _rebuilt,
     serialized_type_name="mpxla.graph.sparse.Sparse",
-    flatten_with_keys_fn=lambda sparse: (
-        [
-            (pytree.GetAttrKey("indices"), sparse.places),
-            (pytree.GetAttrKey("values"), sparse.numbers),
-        ],
-        (tuple(sparse.shape), sparse.is_ordered),
-    ),
+    flatten_with_keys_fn=_with_keys,
 )
 
 
