@@ -291,14 +291,19 @@ def nested_tensors_refused() -> Generator[None]:
         CaptureError: one was made.
     """
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise CaptureError(
-            f"A nested tensor is made in a step function{at_user_line()}, and a step is compiled "
-            f"for tensors of one shape. Pad the rows by torch.nn.utils.rnn.pad_sequence, and give "
-            f"attention a mask; or make one long row of all by torch.cat."
-        )
+    def refusing() -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise CaptureError(
+                f"A nested tensor is made in a step function{at_user_line()}, and a step is "
+                f"compiled for tensors of one shape. Pad the rows by "
+                f"torch.nn.utils.rnn.pad_sequence, and give attention a mask; or make one long row "
+                f"of all by torch.cat."
+            )
 
-    with exchanged(torch.nested, **dict.fromkeys(_MAKE_NESTED, refuse)):
+        return refuse
+
+    # Functions of their own: torch has rules by function, of which each has one name.
+    with exchanged(torch.nested, **{name: refusing() for name in _MAKE_NESTED}):
         yield
 
 

@@ -10,7 +10,7 @@ import mpxla as smp
 from mpxla.errors import StepError
 from mpxla.tests.ranks.run import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:Sparse ")]
 
 EDGES = torch.tensor([[0, 1, 1, 2, 3, 0], [2, 1, 0, 0, 3, 1]])
 

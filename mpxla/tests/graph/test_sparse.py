@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from mpxla.errors import CaptureError
 from mpxla.tests.graph.test_chosen import LABELS, capture, captured, numbers, plain
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:Sparse ")]
 
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 0], [2, 1, 0, 0, 2, 1]])
-ADJACENCY = torch.sparse_coo_tensor(EDGES, torch.arange(1.0, 7), (3, 3)).coalesce()
-TWICE = torch.sparse_coo_tensor(EDGES.repeat(1, 2), torch.arange(12.0), (3, 3))
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # PyTorch calls it a beta
+    warnings.simplefilter("ignore")  # PyTorch checks no indices, and calls rows a beta
+    ADJACENCY = torch.sparse_coo_tensor(EDGES, torch.arange(1.0, 7), (3, 3)).coalesce()
+    TWICE = torch.sparse_coo_tensor(EDGES.repeat(1, 2), torch.arange(12.0), (3, 3))
     ROWS = ADJACENCY.to_sparse_csr()
 
 
