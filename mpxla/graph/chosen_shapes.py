@@ -180,7 +180,8 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
             first = walk.call(_aten.squeeze.dim, first, dim)
             return walk.marked(first, rows, node.meta["val"].dtype), rest
         if rows is not None and isinstance(arguments["index"], int):
-            number = walk.call(_aten.full.default, [1], arguments["index"], dtype=torch.int64)
+            keys = {"dtype": torch.int64, "device": torch.device("cpu")}
+            number = walk.call(_aten.full.default, [1], arguments["index"], **keys)
             number.meta["val"] = node.meta["val"]
             index = [*[None] * dim, place_of(walk, rows, number)]
             return walk.call(

@@ -21,7 +21,7 @@ from mpxla.tests.graph.test_chosen import (
     shapes,
     writes,
 )
-from mpxla.tests.graph.test_chosen_order import classes, distinct, greatest, in_order
+from mpxla.tests.graph.test_chosen_order import by_number, classes, distinct, greatest, in_order
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -35,6 +35,7 @@ OTHERS = [
     shapes,
     asked,
     of_each_row_as_many,
+    by_number,
     in_order,
     greatest,
     distinct,
