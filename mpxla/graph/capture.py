@@ -23,7 +23,7 @@ from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
 from mpxla.graph.capture_counts import Counts
-from mpxla.graph.capture_functions import cumulative_batch_norms
+from mpxla.graph.capture_functions import cumulative_batch_norms, nested_tensors_refused
 from mpxla.graph.capture_hooks import (
     attributes_kept,
     optimizers_refused,
@@ -45,6 +45,7 @@ from mpxla.graph.capture_modes import (
 )
 from mpxla.graph.capture_modules import modules_noted
 from mpxla.graph.capture_transformers import static_transformers
+from mpxla.graph.capture_transforms import transforms_captured
 from mpxla.graph.casts import without_autocast
 from mpxla.graph.chosen_none import needs_no_rows, without_checks
 from mpxla.graph.decisions import Decisions, Tape
@@ -56,12 +57,12 @@ from mpxla.graph.functional_step import (
     functional_step,
 )
 from mpxla.graph.gradient_hooks import Hook, hook_parameter, hooks_of, module_hooks_captured
-from mpxla.graph.gradients import transforms_refused
 from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
 from mpxla.graph.shapes import static_shapes
+from mpxla.graph.sparse import has_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
 from mpxla.graph.user_code import ValueNeededError, at_user_line, explain, user_lines_recorded
 from mpxla.kept import Kept
@@ -290,7 +291,7 @@ class _StepModule(nn.Module):
                 modules_noted(self, self.returned.modules),
                 module_hooks_captured(),
                 optimizers_refused(),
-                transforms_refused(),
+                transforms_captured(),
                 assigned_buffers_written(self.model),
                 parameter_attributes_written(
                     self.model, self.attributes, semantics.writes.is_copy
@@ -301,12 +302,15 @@ class _StepModule(nn.Module):
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(Check.FINITE, line, passed)
+                for line, passed in semantics.constants.shapes.counted:
+                    recorder.check(Check.COUNTED, line, passed)
                 for line, passed in self._counts.asked:
                     recorder.check(Check.ROWS, line, passed)
             state = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
             self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
+        _refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
         self.returned.leaves = leaves_out = []
@@ -334,6 +338,14 @@ class _StepModule(nn.Module):
         self.returned.decisions = None if tape is None else tape.decisions()
         self.returned.semantics = semantics
         return (*recorder.objectives, *results)
+
+
+def _refuse_sparse(returned: Any) -> None:
+    if has_sparse(None, returned, None):
+        raise CaptureError(
+            "The step function returns a sparse tensor, of which a step cannot make outputs. "
+            "Return tensor.to_dense(), or its indices() and values()."
+        )
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
@@ -394,17 +406,18 @@ def _tell_of_checks(step: StepGraph, harmless: Collection[str]) -> None:
     """Says of which values the step supposes something, and waits for, to see that it is so."""
     for print in step.prints:
         if print.check is not None and print.label not in harmless:
-            asked, supposed = _SUPPOSED[print.check]
+            does, supposed = _SUPPOSED[print.check]
             warn_once(
                 f"{print.check}{print.label}",
-                f"the step function asks{print.label} {asked}. It is captured as if {supposed}, "
-                f"and every step call waits for its results, to see that it was so.",
+                f"the step function {does.format(line=print.label)}. It is captured as if "
+                f"{supposed}, and every step call waits for its results, to see that it was so.",
             )
 
 
 _SUPPOSED = {
-    Check.FINITE: ("whether values are NaN or infinite", "there were none"),
-    Check.ROWS: ("whether a mask is true anywhere", "it were"),
+    Check.FINITE: ("asks{line} whether values are NaN or infinite", "there were none"),
+    Check.ROWS: ("asks{line} whether a mask is true anywhere", "it were"),
+    Check.COUNTED: ("counts values{line}", "all were below the minlength that it gives"),
 }
 
 
@@ -436,6 +449,7 @@ def _captured(
         flexible_attention_by_scores(),
         unchecked_distributions(),
         cumulative_batch_norms(),
+        nested_tensors_refused(),
         attributes_named_by_keywords(),
         static_shapes(),
         counts.supposed(),

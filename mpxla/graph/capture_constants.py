@@ -25,7 +25,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpxla.graph.capture_shapes import FixedShapes
+from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
 from mpxla.graph.number import NumberRead
@@ -73,13 +73,14 @@ class Constants:
         reads: the user's own tensors whose values Python has read, by id: the tensor, and the
             user's line.
         tests: whether values are finite, which Python has read, by id: the test, and the line.
+        shapes: exchanges calls whose shapes depend on values.
     """
 
     def __init__(self, tape: Tape | None = None) -> None:
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
-        self._shapes = FixedShapes(self._ask, self._varies)
+        self.shapes = FixedShapes(self._ask, self._varies)
         self._tape = tape
         self._decide_sizes = True
 
@@ -103,7 +104,7 @@ class Constants:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
-        func, args, kwargs = self._shapes.fixed(func, args, kwargs)
+        func, args, kwargs = self.shapes.fixed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         is_known = all(map(self.has_value, tensors))
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
@@ -116,7 +117,7 @@ class Constants:
             if name in _OF_FINITE and self._tape is not None:
                 self._assume(result, _OF_FINITE[name], self._tape)
             return result
-        is_size = name not in _READS
+        is_size = name not in _READS and name not in DISTINCT
         if tensors and _depends_on_values(func, tensors) and self._may_decide(is_size, tensors):
             answer = self._run(func, args, kwargs, is_read=True)
             if answer is not None:
@@ -130,7 +131,7 @@ class Constants:
 
     def as_number(self, part: Any) -> Any:
         """The number of a part of an index that no input of the step changes; else the part."""
-        return self._shapes.as_number(part) if self._tape is None else part
+        return self.shapes.as_number(part) if self._tape is None else part
 
     def _ask(self, function: Callable[[torch.Tensor], Any], argument: Any) -> Any:
         """What a function says of a known tensor; None of all else."""

@@ -18,7 +18,12 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
-__all__ = ["CAPTURED_FUNCTIONS", "cumulative_batch_norms", "without_generator"]
+__all__ = [
+    "CAPTURED_FUNCTIONS",
+    "cumulative_batch_norms",
+    "nested_tensors_refused",
+    "without_generator",
+]
 
 
 def without_generator(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -181,6 +186,48 @@ def _lstm(input: torch.Tensor, hx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     return output, *(a.view_as(b) for a, b in zip(last, first, strict=True))
 
 
+def _istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> torch.Tensor:
+    """`torch.istft`, without its check that windows overlap everywhere."""
+    width = win_length or n_fft
+    hop = hop_length or n_fft // 4
+    kind = input.dtype if return_complex else input.real.dtype
+    window = torch.ones(width, dtype=kind) if window is None else window.to(kind)
+    before = (n_fft - width) // 2
+    window = F.pad(window, (before, n_fft - width - before))
+    *batch, bins, count = input.shape
+    frames = input.reshape(-1, bins, count).mT  # [B, frames, bins]
+    norm = "ortho" if normalized else None
+    if return_complex:
+        waves = torch.fft.ifft(frames, n_fft, norm=norm)
+    elif bins == n_fft and onesided is not True and bins != n_fft // 2 + 1:
+        waves = torch.fft.irfft(frames[..., : n_fft // 2 + 1], n_fft, norm=norm)
+    else:
+        waves = torch.fft.irfft(frames, n_fft, norm=norm)
+    total = n_fft + hop * (count - 1)
+    places = (torch.arange(count)[:, None] * hop + torch.arange(n_fft)).flatten()
+
+    def added(values: torch.Tensor) -> torch.Tensor:
+        values = values.reshape(-1, count * n_fft)
+        return values.new_zeros((values.shape[0], total)).index_add(1, places, values)
+
+    start = n_fft // 2 if center else 0
+    end = start + length if length is not None else total - start if center else total
+    weight = added((window * window).expand(count, n_fft))
+    found = added(waves * window)[:, start:end] / weight[:, start:end]
+    return F.pad(found, (0, max(0, end - total))).reshape(*batch, -1)
+
+
 def _refuse_packed(*_: Any) -> Any:
     """Lengths of sequences would decide the shapes of all that follows."""
     raise CaptureError(
@@ -200,6 +247,8 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _of_rows(F.cross_entropy),
     F.nll_loss: _of_rows(F.nll_loss),
     torch.lstm: _lstm,
+    torch.istft: _istft,
+    torch.Tensor.istft: _istft,
     torch._pack_padded_sequence: _refuse_packed,  # pyright: ignore[reportPrivateUsage]
     torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
@@ -232,3 +281,30 @@ def cumulative_batch_norms() -> Generator[None]:
 
     with exchanged(kind, forward=forward):
         yield
+
+
+@contextlib.contextmanager
+def nested_tensors_refused() -> Generator[None]:
+    """Makes nested tensors an error.
+
+    Raises:
+        CaptureError: one was made.
+    """
+
+    def refusing() -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise CaptureError(
+                f"A nested tensor is made in a step function{at_user_line()}, and a step is "
+                f"compiled for tensors of one shape. Pad the rows by "
+                f"torch.nn.utils.rnn.pad_sequence, and give attention a mask; or make one long row "
+                f"of all by torch.cat."
+            )
+
+        return refuse
+
+    # Functions of their own: torch has rules by function, of which each has one name.
+    with exchanged(torch.nested, **{name: refusing() for name in _MAKE_NESTED}):
+        yield
+
+
+_MAKE_NESTED = ("as_nested_tensor", "narrow", "nested_tensor", "nested_tensor_from_jagged")

@@ -40,6 +40,7 @@ from mpxla.graph.gradients import Gradients
 from mpxla.graph.normalize import COLLECTIVES_OUTSIDE
 from mpxla.graph.number import NO_VALUE
 from mpxla.graph.parameter_attributes import Attribute, attributes_of
+from mpxla.graph.sparse import has_sparse, is_sparse, run_sparse
 from mpxla.graph.user_code import at_user_line, is_called_by_user
 
 __all__ = [
@@ -105,6 +106,12 @@ class StepSemantics(TorchFunctionMode):
         if func is torch.Tensor.register_hook and not self.of_function[0]:
             contents = self.writes.contents
             return hook_tensor(*args, **(kwargs or {}), is_late=lambda: contents.has_backward)
+        if func is torch.Tensor.__deepcopy__:
+            with self:
+                return _deep_copy(*args)
+        if has_sparse(func, args, kwargs):
+            with self:
+                return run_sparse(func, args, kwargs or {})
         if func in FREEZES and all([*args[1:], *(kwargs or {}).values()]):
             self._gradients.becomes_leaf(args[0])
         if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__get__":
@@ -155,6 +162,14 @@ class StepSemantics(TorchFunctionMode):
         """
         owners = {_memory(copy): own for own, copy in self._on_host.values()}
         return [owners.get(_memory(value), value) for value in values]
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy that no gradient leaves, as `copy.deepcopy` makes it."""
+    if id(tensor) not in memo:
+        made = tensor.detach().clone()
+        memo[id(tensor)] = made.requires_grad_() if tensor.requires_grad else made
+    return memo[id(tensor)]
 
 
 def _memory(value: torch.Tensor) -> Any:
@@ -218,7 +233,8 @@ def numbers_explained() -> Generator[None]:
 def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[Attribute]]:
     """Puts fake host tensors in the place of all parameters and buffers; undone on exit.
 
-    Gives the attributes of parameters, which are buffers meanwhile.
+    Sparse buffers are plain attributes meanwhile, as constants are. Gives the attributes of
+    parameters, which are buffers meanwhile.
     """
     tables = [
         table
@@ -239,16 +255,25 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[At
         return fakes[id(tensor)]
 
     attributes = [found for m in model.modules() for found in attributes_of(m)]
+    sparse: list[tuple[dict[str, Any], str]] = []
     try:
+        for m in model.modules():
+            for name in [n for n, b in m._buffers.items() if is_sparse(b)]:  # pyright: ignore[reportPrivateUsage]
+                sparse.append((vars(m), name))
+                vars(m)[name] = m._buffers.pop(name)  # pyright: ignore[reportPrivateUsage]
         for found in attributes:
             value = fake(vars(found.owner)[found.name])
             found.module._buffers[found.key] = value  # pyright: ignore[reportPrivateUsage]
         for table, tensors in saved:
             for name, tensor in tensors.items():
-                table[name] = fake(tensor)
+                if not is_sparse(tensor):
+                    table[name] = fake(tensor)
         yield attributes
     finally:
+        for own, name in sparse:
+            own.pop(name)
         for table, tensors in saved:
+            table.clear()
             table.update(tensors)
         for found in attributes:
             del found.module._buffers[found.key]  # pyright: ignore[reportPrivateUsage]

@@ -4,20 +4,30 @@ Where masks and counts are known while a step is captured, so is what they choos
 not know how values are known.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mpxla.graph.capture_occurrences import are_below, counted, distinct, distinct_in_turn
 from mpxla.graph.number import NumberRead
+from mpxla.graph.user_code import at_user_line
 
-__all__ = ["FixedShapes"]
+__all__ = ["DISTINCT", "FixedShapes"]
 
 _SIZES = frozenset("arange empty full ones zeros".split())
 """They take numbers, and a tensor of one element for a number."""
 _PLACES = frozenset(("argwhere", "nonzero", "where"))
+DISTINCT = {"unique": distinct, "unique_consecutive": distinct_in_turn}
+_COUNTING = {
+    "bincount": ("input", "weights", "minlength"),
+    "one_hot": ("tensor", "num_classes"),
+    **dict.fromkeys(DISTINCT, ("input",)),
+}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _get, _set = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
@@ -32,6 +42,9 @@ class FixedShapes:
         ask: (function, value) -> what the function says of a tensor whose value is known; None of
             all else.
         varies: whether a tensor follows from inputs of the step.
+
+    Attributes:
+        counted: where values are counted, and whether all of them have a place, bool [].
     """
 
     def __init__(
@@ -40,6 +53,7 @@ class FixedShapes:
         varies: Callable[[torch.Tensor], bool],
     ):
         self._ask, self._varies = ask, varies
+        self.counted: list[tuple[str, torch.Tensor]] = []
 
     def fixed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The call to make in the place of one, mostly itself."""
@@ -67,10 +81,49 @@ class FixedShapes:
             places = self._ask(lambda n: torch.arange(count).repeat_interleave(n), repeats)
             if places is not None:
                 return torch.index_select, (tensor, dim, places), {}
+        if name in _COUNTING:
+            found = self._counting(name, args, kwargs)
+            return (func, args, kwargs) if found is None else found
+        if name == "diagonal":  # torch.func gives it tensors for numbers
+            return func, (args[0], *map(self.as_number, args[1:])), kwargs
         if name in _SIZES:
             args, kwargs = pytree.tree_map(self.as_number, (args, kwargs))
             args = tuple(NumberRead(v) if isinstance(v, FakeTensor) else v for v in args)
         return func, args, kwargs
+
+    def _counting(self, name: str, args: Any, kwargs: Any) -> _Call | None:
+        """A call in the place of one whose shape depends on which values there are; of constants
+        it is known.
+        """
+        values, *others = _arguments(_COUNTING[name], args, kwargs)
+        varies = self._varies(values)
+        if not varies and self._ask(torch.Tensor.numel, values) is not None:
+            return None
+        if name == "bincount":
+            size = self._number_of_places(values, others[1] or 0)
+            return None if size is None else (counted, (values, others[0], size), {})
+        if name == "one_hot":
+            size = self._number_of_values(values) if others[0] in (None, -1) else others[0]
+            one_hot = functools.partial(F.one_hot, num_classes=size or -1)
+            return (one_hot, (values,), {}) if varies else None
+        # Where values of inputs are needed, they are here: for a loop over them, probably.
+        if varies or kwargs["dim"] is not None or not values.numel():
+            return None
+        asked = kwargs["return_inverse"], kwargs["return_counts"]
+        return DISTINCT[name], (values, *asked), {}
+
+    def _number_of_places(self, values: torch.Tensor, least: Any) -> int | None:
+        """How many values may be counted; where they are not known, as many as the user says."""
+        if least == 0:
+            return self._number_of_values(values)
+        if type(least) is not int:
+            return None
+        self.counted.append((at_user_line(), are_below(values, least)))
+        return least
+
+    def _number_of_values(self, values: torch.Tensor) -> int | None:
+        """How many a table of what is known must have."""
+        return self._ask(lambda known: int(known.max()) + 1 if known.numel() else 0, values)
 
     def _places_of_masks(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
         """An index with the places of known masks, which have a known number, for the masks."""

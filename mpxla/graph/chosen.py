@@ -148,6 +148,7 @@ class Walk:
         places: values that are places of chosen rows in a mask -> the rows, the shape of the mask,
             and along which of its dims; None for all dims, as columns.
         numbering: values that number the chosen rows from zero.
+        parts: nodes that give several values -> the nodes that stand for those.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Walk:
         self.chosen: dict[str, int] = {}
         self.places: dict[fx.Node, tuple[Rows, tuple[int, ...], int | None]] = {}
         self.numbering: dict[fx.Node, Rows] = {}
+        self.parts: dict[fx.Node, list[fx.Node]] = {}
 
     # --- nodes --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen_order import place_of
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
 
 __all__ = ["RULES_OF_PLACES"]
@@ -89,21 +90,30 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
                 parts.append(made)
             continue
         found = walk.places.get(part) if part is not None else None
-        rows = walk.dims_of(value)[len(parts)]
-        if found is not None and found[2] is not None:
+        rows = walk.dims_of(value)[len(parts)] if part is not None else None
+        if rows is None and found is not None and found[2] is not None:
             own.append((found[0], found[1], found[2]))
         if part is not None and rows is not None:
-            numbering = walk.numbering.get(part)
-            if numbering is not rows:
-                raise refused(node, "is read at places")
-            own.append((rows, (rows.size,), 0))
-            part = walk.safe_places(rows)
-            walk.set_dims(part, (rows,))
+            part = _numbered(walk, rows, part)
+            if walk.numbering.get(part) is rows:
+                own.append((rows, (rows.size,), 0))
         parts.append(part)
     used = [p for p in parts if p is not None]
     num_dims = max(len(walk.dims_of(p)) or p.meta["val"].dim() for p in used)
     dims = aligned(walk, node, used, num_dims)
     return _Index(tuple(parts), dims, _own_rows(walk, value, parts, own))
+
+
+def _numbered(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
+    """The places of rows that are read or written by their numbers."""
+    if walk.numbering.get(numbers) is rows:
+        made = walk.copied(walk.safe_places(rows), numbers.meta["val"])
+        walk.numbering[made] = rows
+    else:
+        made = place_of(walk, rows, numbers)
+        made.meta["val"] = numbers.meta["val"]
+    walk.set_dims(made, walk.dims_of(numbers))
+    return made
 
 
 def _check_read(walk: Walk, node: fx.Node, value: fx.Node, dim: int, rows: Rows | None) -> None:
@@ -238,9 +248,11 @@ def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     dim %= len(dims)
     known = walk.dims_of(new)
     adds = target_of(node)._schema.name == "aten::index_add"
+    scale = named_arguments(node).get("alpha", 1)
+    if dims[dim] is not None and adds:
+        return _added_to_rows(walk, node, dims[dim], dim), dims
     if rows is None or known[dim] is not rows or dims[dim] is not None:
         raise refused(node, "is written at places")
-    scale = named_arguments(node).get("alpha", 1)
     found = walk.places.get(index)
     is_own = found is not None and found[1] == (walk.sizes(value)[dim],)
     _check_meets(node, (*dims[:dim], rows, *dims[dim + 1 :]), known)
@@ -258,6 +270,19 @@ def _written_along(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return _unless_empty(walk, made, value, rows), dims
 
 
+def _added_to_rows(walk: Walk, node: fx.Node, written: Rows, dim: int) -> fx.Node:
+    """`index_add` and `scatter_add` to rows that are chosen, by their numbers."""
+    value, _, index, new = arguments_of(node)[:4]
+    dims, known = walk.dims_of(value), walk.dims_of(new)
+    rows = walk.dims_of(index)[-1 if len(walk.dims_of(index)) == 1 else dim]
+    if known[dim] is not rows or known[:dim] + known[dim + 1 :] != dims[:dim] + dims[dim + 1 :]:
+        raise refused(node, "is written at places")
+    new = walk.filled(new, known, 0, (dim,))
+    index = _numbered(walk, written, index)
+    made = walk.call(target_of(node), value, dim, index, new, **node.kwargs)
+    return walk.covered(made, written, dim, len(dims))
+
+
 def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """`scatter_add`, and other scatters along dims whose rows all count."""
     value, dim, index = arguments_of(node)[:3]
@@ -265,6 +290,8 @@ def _scattered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     dim %= len(dims)
     new = arguments_of(node)[3]
     rows, rest = known[dim], known[:dim] + known[dim + 1 :]
+    if dims[dim] is not None and target_of(node) is _aten.scatter_add.default:
+        return _added_to_rows(walk, node, dims[dim], dim), dims
     if dims[dim] is not None or rest != dims[:dim] + dims[dim + 1 :]:
         raise refused(node, "is written at places")
     if rows is None:
@@ -279,11 +306,14 @@ def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """`gather`, and `index_select`."""
     value, dim, index = arguments_of(node)[:3]
     dims, known = list(walk.dims_of(value)), walk.dims_of(index)
-    if not dims or dims[dim % len(dims)] is not None:
+    dim %= max(1, len(dims))
+    if not dims or not known:
         raise refused(node, "is read at places")
-    dim %= len(dims)
+    rows = dims[dim]
+    if rows is not None:
+        node.args = (value, dim, _numbered(walk, rows, index))
     if target_of(node) is _aten.index_select.default:
-        dims[dim] = known[0] if known else None
+        dims[dim] = known[0]
         return node, tuple(dims)
     pairs = enumerate(zip(dims, known, strict=True))
     if any(one is not other for d, (one, other) in pairs if d != dim):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
 from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
@@ -340,20 +341,28 @@ _LOSSES = ("mse", "l1", "smooth_l1", "huber", "soft_margin")
 _REDUCTIONS: Mapping[str, Any] = {
     **dict.fromkeys(("sum", "any", "count_nonzero"), _number(0)),
     **dict.fromkeys(("prod", "all"), _number(1)),
-    **dict.fromkeys(("amax", "max"), _limit(-1)),
-    **dict.fromkeys(("amin", "min"), _limit(1)),
+    "amax": _limit(-1),
+    "amin": _limit(1),
     **dict.fromkeys(("norm", "linalg_vector_norm"), _of_norm),
-    **dict.fromkeys(("argmax", "argmin", "median", "var_mean", "std_mean"), _number(None)),
+    **dict.fromkeys(("median", "var_mean", "std_mean"), _number(None)),
     "logsumexp": _number(-math.inf),
+}
+
+_EXTREMES: Mapping[str, Any] = {
+    "max": _limit(-1),
+    "min": _limit(1),
+    **dict.fromkeys(("argmax", "argmin"), _number(None)),
 }
 
 _RULES: Mapping[Any, Rule] = {
     **RULES_OF_PLACES,
     **RULES_OF_SHAPES,
+    **RULES_OF_ORDER,
     **dict.fromkeys((*CASTS, _aten.detach.default, _aten.dropout.default), _kept),
     **dict.fromkeys(_PRODUCTS, _combined),
     **dict.fromkeys(_LAYERS, _by_batch),
     **{f"aten::{name}": _reduced(fill) for name, fill in _REDUCTIONS.items()},
+    **{f"aten::{name}": extreme_or(_reduced(fill)) for name, fill in _EXTREMES.items()},
     **{f"aten::{name}_loss": _lost for name in _LOSSES},
     **dict.fromkeys(("aten::binary_cross_entropy", "aten::kl_div"), _lost),
     "aten::binary_cross_entropy_with_logits": _lost,
@@ -364,9 +373,8 @@ _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys((_aten.softmax.int, _aten.log_softmax.int), _softmax),
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmax),
     **dict.fromkeys((_aten.layer_norm.default, _aten.rms_norm.default), _along_dims),
-    **dict.fromkeys((_aten.glu.default, _aten.flip.default, _aten.roll.default), _along_dims),
-    **dict.fromkeys((_aten.topk.default, _aten.sort.default, _aten.sort.stable), _along_dims),
-    **dict.fromkeys((_aten.argsort.default, _aten.cumprod.default), _along_dims),
+    **dict.fromkeys((_aten.glu.default, _aten.roll.default), _along_dims),
+    _aten.cumprod.default: _along_dims,
     _aten.cumsum.default: _cumulated,
     _aten.batch_norm.default: _batch_norm,
     _aten.scaled_dot_product_attention.default: _attention,

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
+from mpxla.graph.chosen_order import place_of
 from mpxla.graph.positions import TRANSPOSED, permutation
 from mpxla.graph.stepgraph import VIEWS
 from mpxla.graph.typed import arguments_of, input_of, named_arguments, target_of
@@ -35,6 +36,9 @@ def _broadcast(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
 
 def _item(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     source, item = arguments_of(node)
+    if source in walk.parts:
+        made = walk.copied(walk.parts[source][item], node.meta["val"])
+        return made, walk.item_of(source, item)
     if source not in walk.places:
         return node, walk.item_of(source, item)
     rows, shape, _ = walk.places[source]
@@ -175,6 +179,14 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
             first = walk.call(_aten.index_select.default, source, dim, walk.first(rows))
             first = walk.call(_aten.squeeze.dim, first, dim)
             return walk.marked(first, rows, node.meta["val"].dtype), rest
+        if rows is not None and isinstance(arguments["index"], int):
+            keys = {"dtype": torch.int64, "device": torch.device("cpu")}
+            number = walk.call(_aten.full.default, [1], arguments["index"], **keys)
+            number.meta["val"] = node.meta["val"]
+            index = [*[None] * dim, place_of(walk, rows, number)]
+            return walk.call(
+                _aten.squeeze.dim, walk.call(_aten.index.Tensor, source, index), dim
+            ), rest
         if source in walk.places and walk.places[source][2] is None:
             walk.places[node] = (*walk.places[source][:2], arguments["index"])
     if rows is not None:

@@ -82,12 +82,15 @@ def _regions_with_origin() -> Generator[None]:
     """Lets the nodes of a region keep their own metadata while the region is inlined.
 
     Torch calls the body as a function, so that all of its operators get the metadata of the node
-    that stands for the region (torch 2.9). An interpreter sets that of each node.
+    that stands for the region (torch 2.9). An interpreter sets that of each node. A region with
+    gradients is traced without, like all else: torch would detach what its operators give.
     """
 
     def interpreting(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(self, *(_interpreted(a) for a in args), **kwargs)
+            if isinstance(self, WrapWithSetGradEnabled):
+                args = (False, *args[1:])
+            return original(self, *map(_interpreted, args), **kwargs)
 
         return call
 

@@ -9,15 +9,14 @@ differentiate them like all others.
 This module must not know about stages.
 """
 
-import contextlib
 import operator
-from collections.abc import Generator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._C import DisableTorchFunction
-from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,14 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
-from mpxla.graph.exchanged import exchanged
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
-from mpxla.graph.user_code import at_user_line, line_of
+from mpxla.graph.user_code import line_of
 
-__all__ = ["Gradients", "expand_gradients", "is_differentiated_by", "transforms_refused"]
+__all__ = ["Gradients", "expand_gradients", "is_differentiated_by"]
 
 _aten = torch.ops.aten
 _library = torch.library.Library("mpxla_gradients", "DEF")
@@ -89,18 +87,16 @@ class Gradients:
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """What `torch.autograd.grad` returns, as values of the captured step.
-
-        Raises:
-            CaptureError: gradients are asked for in batches.
-        """
-        if is_grads_batched:
-            raise CaptureError(
-                f"torch.autograd.grad(is_grads_batched=True) was called in a step function"
-                f"{at_user_line()}. Call it once for each gradient, in a loop."
-            )
+        """What `torch.autograd.grad` returns, as values of the captured step."""
         results, leaves = _tuple(outputs), _tuple(inputs)
         seeds: Any = (None,) * len(results) if grad_outputs is None else _tuple(grad_outputs)
+        unused = materialize_grads if allow_unused is None else allow_unused
+        if is_grads_batched:  # one after the other
+            each = [
+                self.grad(results, leaves, row, None, create_graph, True, unused, False, True)
+                for row in zip(*seeds, strict=True)
+            ]
+            return tuple(torch.stack(found) for found in zip(*each, strict=True))  # pyright: ignore[reportArgumentType]
         with _disable_current_modes(), DisableTorchFunction():
             # Torch's own check of the call, and which gradients there are none of.
             found: Any = torch.autograd.grad(
@@ -108,7 +104,7 @@ class Gradients:
                 leaves,
                 seeds,
                 retain_graph=True,
-                allow_unused=materialize_grads if allow_unused is None else allow_unused,
+                allow_unused=unused,
             )
         pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
         given = [torch.ones_like(r) if s is None else s for r, s in pairs]
@@ -126,26 +122,6 @@ class Gradients:
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
-
-
-@contextlib.contextmanager
-def transforms_refused() -> Generator[None]:
-    """Makes the derivatives of `torch.func` an error: their tensors hide what depends on what.
-
-    Raises:
-        CaptureError: one was taken.
-    """
-
-    def refuse() -> None:
-        raise CaptureError(
-            f"A derivative of torch.func is taken in a step function{at_user_line()}, which a "
-            f"captured step cannot follow. Write it with torch.autograd.grad: "
-            f"x = x.clone().requires_grad_(); "
-            f"(g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)."
-        )
-
-    with exchanged(eager_transforms, grad_increment_nesting=refuse, jvp_increment_nesting=refuse):
-        yield
 
 
 def is_differentiated_by(node: fx.Node, tensor: fx.Node) -> bool:
@@ -277,7 +253,8 @@ def _traced(function: Any, inputs: Sequence[fx.Node], num_leaves: int, at: fx.No
         ]
     # Only the plain forms of attention and recurrent layers have a derivative that has one.
     plain = sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False)
-    with torch.enable_grad(), mode, plain[0], plain[1]:
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)  # the second tells more
+    with torch.enable_grad(), mode, quiet, plain[0], plain[1]:
         try:
             module = make_fx(function)(*values)
             if has_writes(module.graph):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpxla.graph.sparse import is_sparse
+
 __all__ = ["Attribute", "NewAttributesError", "attributes_of", "held_tensors"]
 
 
@@ -62,9 +64,12 @@ def attributes_of(module: nn.Module) -> Iterator[Attribute]:
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, Any, str, torch.Tensor]]:
-    """(name, owner, name there, tensor) of a module's own buffers and of such attributes."""
+    """(name, owner, name there, tensor) of a module's own buffers and of such attributes.
+
+    Sparse ones are constants: they are read on the host, where they stay.
+    """
     for key, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
-        if buffer is not None:
+        if buffer is not None and not is_sparse(buffer):
             yield key, module, key, buffer
     for found in attributes_of(module):
         yield found.key, found.owner, found.name, vars(found.owner)[found.name]

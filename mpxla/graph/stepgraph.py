@@ -109,6 +109,8 @@ class Check(enum.Enum):
     """No value is NaN or infinite."""
     ROWS = "rows"
     """A mask is true somewhere."""
+    COUNTED = "counted"
+    """`torch.bincount` has a place for every value."""
 
 
 @dataclass(frozen=True)

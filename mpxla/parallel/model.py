@@ -41,6 +41,7 @@ from mpxla.parallel.grad_scaler import see_all_overflows
 from mpxla.parallel.models import cut_report, models_of
 from mpxla.parallel.plain import PlainBackward
 from mpxla.parallel.reducer import TRANSFER_DTYPES, ReductionOptions
+from mpxla.parallel.scripted import without_scripts
 from mpxla.parallel.sharded import (
     check_whole,
     refuse_shared_parts,
@@ -110,6 +111,7 @@ class DistributedModel(PartitionedModule):
         session = current()
         if isinstance(module, DistributedModel):
             raise MpxlaError("this model is a DistributedModel already.")
+        module = without_scripts(module)
         check_module(module)
         check_options(trace_device, trace_execution_times, backward_passes_per_step)
         if trace_execution_times:

@@ -19,7 +19,7 @@ def check_module(module: Any) -> None:
     """Checks that a model is made of plain modules.
 
     Raises:
-        MpxlaError: it is none, is wrapped by another library part, scripted, or has parameters
+        MpxlaError: it is none, is wrapped by another library part, or has parameters
             or observers without a shape.
     """
     if not isinstance(module, nn.Module):
@@ -33,11 +33,6 @@ def check_module(module: Any) -> None:
         )
     for path, part in module.named_modules():
         where = f"{path} of the model" if path else "the model"
-        if isinstance(part, torch.jit.ScriptModule):
-            raise MpxlaError(
-                f"{where} is scripted (torch.jit), so that it cannot be cut into stages; give "
-                f"smp.DistributedModel the plain module."
-            )
         seen = getattr(part, "min_val", None)
         is_observer = type(part).__module__.startswith("torch.ao.quantization")
         if is_observer and isinstance(seen, torch.Tensor) and not seen.numel():

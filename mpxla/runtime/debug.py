@@ -100,6 +100,10 @@ _FAILED = {
     "captured as if there were a row, and has run; its gradients are worthless, since what the "
     "branch decides is more than sums over the rows and writes to them. To train on, compute "
     "without the branch: a sum over no rows is zero, and a write to none changes nothing.",
+    Check.COUNTED: "a value below zero, or not below minlength, where torch.bincount counts{line}. "
+    "PyTorch raises, or gives more than minlength places; the step was captured with so many, and "
+    "has run: its results are worthless. Give a larger minlength, or leave such values out by a "
+    "mask (x[(x >= 0) & (x < n)]).",
 }
 
 

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from mpxla.errors import StepError
+from mpxla.graph.sparse import Sparse, with_sparse_opened
 from mpxla.log import warn_once
 from mpxla.runtime.containers import open_object
 
@@ -79,7 +80,7 @@ def split_arguments(
         StepError: a tensor's batch axis is missing or does not divide, or the arguments do not fit
             the function.
     """
-    positional, named = _name_arguments(rule, args, kwargs)
+    positional, named = with_sparse_opened(_name_arguments(rule, args, kwargs))
     parts = [_Splitter(rule, num_microbatches, index) for index in range(num_microbatches)]
     return [
         (
@@ -132,6 +133,8 @@ class _Splitter:
         return self._part(value, self.rule.input_split_axes.get(name, 0), name)
 
     def _part(self, value: Any, axis: int, path: str) -> Any:
+        if type(value) is Sparse:
+            return self._sparse(value, path)
         if isinstance(value, torch.Tensor):
             _warn_about_gradient(value, path)
             return self._tensor(value, axis, path)
@@ -155,6 +158,11 @@ class _Splitter:
     def _tensor(self, value: torch.Tensor, axis: int, path: str) -> torch.Tensor:
         if value.dim() == 0:
             return value.detach()  # a weight or a temperature: there is nothing to split
+        if value.is_nested:
+            raise StepError(
+                f"{path}: a nested tensor; a step is compiled for tensors of one shape. Pass "
+                f"{path}.to_padded_tensor(0.0), and a mask or the lengths of its rows."
+            )
         if not -value.dim() <= axis < value.dim():
             raise StepError(
                 f"{path}: a tensor of shape {list(value.shape)} has no axis {axis} to split into "
@@ -171,6 +179,15 @@ class _Splitter:
             )
         step = size // self.count
         return value.detach().narrow(axis, self.index * step, step)
+
+    def _sparse(self, value: Sparse, path: str) -> Sparse:
+        if self.count == 1:
+            return value
+        raise StepError(
+            f"{path}: a sparse tensor of shape {list(value.shape)} does not divide into "
+            f"{self.count} microbatches, which would have other numbers of elements. Name it in "
+            f"non_split_inputs of smp.step, or set microbatches to 1."
+        )
 
 
 def _same(value: Any, items: dict[Any, Any]) -> Any:

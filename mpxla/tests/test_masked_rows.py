@@ -21,6 +21,7 @@ from mpxla.tests.graph.test_chosen import (
     shapes,
     writes,
 )
+from mpxla.tests.graph.test_chosen_order import by_number, classes, distinct, greatest, in_order
 from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,6 +35,11 @@ OTHERS = [
     shapes,
     asked,
     of_each_row_as_many,
+    by_number,
+    in_order,
+    greatest,
+    distinct,
+    classes,
 ]
 
 
@@ -116,6 +122,10 @@ def ask():
     def step(model, x, y):
         model.backward(model(x, y))
 
+    @smp.step
+    def count(model, x, y):
+        return torch.bincount(y.flatten(), minlength=9)
+
     gate = model.module.model.gate
     with torch.no_grad():
         gate.weight.zero_(), gate.bias.zero_()
@@ -125,14 +135,20 @@ def ask():
         gate.bias[1] = -100.0
     with pytest.raises(StepError) as error:
         step(model, *batch(1))
-    return str(error.value), lines
+    with pytest.raises(StepError) as counted:
+        count(model, *batch(1))
+    return str(error.value), str(counted.value), lines
 
 
 def test_a_branch_that_was_not_captured_is_an_error():
-    ((text, lines),) = run_ranks(ask, 1)
+    ((text, counted, lines),) = run_ranks(ask, 1)
     line = r"at \S*test_chosen.py:\d+: if mask.any\(\):"
     assert re.search(rf"step: microbatch 0 has a mask that is true nowhere, .* asks {line}", text)
     assert "To train on, compute without the branch" in text
     (told,) = [line for line in lines if "It is captured as if it were" in line]
     assert re.search(rf"asks {line} whether a mask is true anywhere", told)
     assert any("is computed for all 15 rows" in line for line in lines)
+    line = r"at \S*test_masked_rows.py:\d+: return torch.bincount"
+    assert re.search(rf"count: microbatch \d has a value below zero, .* counts {line}", counted)
+    (told,) = [line for line in lines if "It is captured as if all were below the minl" in line]
+    assert re.search(rf"the step function counts values {line}", told)

@@ -455,14 +455,14 @@ def test_what_a_branch_decides_otherwise_is_looked_at():
 
 REFUSED = {
     "is a result of the step": lambda m, h, y: h[h > 0],
-    "is put in order": lambda m, h, y: h[h > 0].sort()[0].sum(),
+    "is put in order": lambda m, h, y: h[h[..., 0] > 0].argmax() + h.sum(),
     "meets what another mask has as many rows of": lambda m, h, y: (h[h > 0] * h[h < 0]).sum(),
-    "is read at places": lambda m, h, y: h[h > 0][y[0]].sum(),
+    "is written at places": lambda m, h, y: h[h > 0].index_copy(0, y[0], h[0, :, 0]).sum(),
     "is attended to": lambda m, h, y: F.scaled_dot_product_attention(*[h[:, h[0, :, 0] > 0]] * 3),
     "is divided": lambda m, h, y: h[h > 0][1:].sum(),
     "decides a size in a way": lambda m, h, y: torch.zeros(h[h > 0].shape[0] // 2).sum() + h.sum(),
     "is counted for an argument": lambda m, h, y: h.sum().clamp(max=h[h > 0].shape[0]),
-    "depends on values": lambda m, h, y: h.unique().sum(),
+    "depends on values": lambda m, h, y: h.unique(dim=0).sum(),
 }
 
 

@@ -10,10 +10,6 @@ from mpxla.parallel.wrappable import check_module
 pytestmark = pytest.mark.unit
 
 
-class Scripted(torch.jit.ScriptModule):
-    pass
-
-
 def observed():
     layer = nn.Linear(2, 3)
     layer.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
@@ -24,8 +20,6 @@ def observed():
     ("make", "text"),
     [
         (lambda: len, r"wraps a torch\.nn\.Module, not builtin_function_or_method"),
-        (Scripted, r"^the model is scripted \(torch\.jit\)"),
-        (lambda: nn.Sequential(Scripted()), r"^0 of the model is scripted"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), r"^parameter 0\.weight has no shape yet .*once"),
         (
             observed,
