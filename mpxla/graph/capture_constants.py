@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.graph.capture_shapes import FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import NumberRead
+from mpxla.graph.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -101,11 +101,12 @@ class Constants:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
         func, args, kwargs = self._shapes.fixed(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        is_known = all(map(self.has_value, tensors))
+        is_known = all(map(self.has_value, tensors)) and not any(map(is_number, leaves))
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):

@@ -148,6 +148,7 @@ class Walk:
         places: values that are places of chosen rows in a mask -> the rows, the shape of the mask,
             and along which of its dims; None for all dims, as columns.
         numbering: values that number the chosen rows from zero.
+        extremes: pairs of values and of their places among rows.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Walk:
         self.chosen: dict[str, int] = {}
         self.places: dict[fx.Node, tuple[Rows, tuple[int, ...], int | None]] = {}
         self.numbering: dict[fx.Node, Rows] = {}
+        self.extremes: dict[fx.Node, Rows] = {}
 
     # --- nodes --------------------------------------------------------------------------------
 
@@ -318,6 +320,12 @@ class Walk:
         """int64 [size], the number of each row among those that count."""
         sums = self.call(_aten.cumsum.default, rows.mask, 0)
         return self.call(_aten.clamp_min.default, self.call(_aten.sub.Tensor, sums, 1), 0)
+
+    def number_of(self, places: fx.Node, rows: Rows) -> fx.Node:
+        """int64, the numbers of rows at places, which are any rows' that count."""
+        flat = self.call(_aten.reshape.default, places, [-1])
+        numbers = self.call(_aten.index_select.default, self.number_rows(rows), 0, flat)
+        return self.call(_aten.view_as.default, numbers, places)
 
     @_once
     def safe_places(self, rows: Rows) -> fx.Node:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
 from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
+from mpxla.graph.recurrent import LAYER
 from mpxla.graph.stepgraph import CASTS
 from mpxla.graph.typed import (
     SYMBOLIC,
@@ -166,13 +167,30 @@ def _reduced(fill: Any) -> Rule:
             return _elementwise(walk, node)
         source, dims, along, _, result, meets_rows = _Reduction.of(walk, node)
         if meets_rows:
-            if isinstance(value, (list, tuple)):
-                raise refused(node, "is put in order")
             number = fill(source.meta["val"].dtype, arguments)
             if number is None:
                 raise refused(node, "is taken together")
+            if isinstance(value, (list, tuple)):
+                (walk.extremes[node],) = (rows for d in along if (rows := dims[d]))
             node.args = (walk.filled(source, dims, number, along), *node.args[1:])
         return node, [result] * len(value) if isinstance(value, (list, tuple)) else result
+
+    return rule
+
+
+def _place_of(fill: Any) -> Rule:
+    """`argmax` and `argmin`."""
+
+    def rule(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+        source, dims, along, _, result, meets_rows = _Reduction.of(walk, node)
+        if not meets_rows:
+            return node, result
+        if len(along) > 1:
+            raise refused(node, "is taken together")
+        (rows,) = (rows for d in along if (rows := dims[d]))
+        filled = walk.filled(source, dims, fill(source.meta["val"].dtype, {}), along)
+        places = walk.call(target_of(node), filled, *node.args[1:], **node.kwargs)
+        return walk.number_of(places, rows), result
 
     return rule
 
@@ -266,6 +284,26 @@ def _batch_norm(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return _by_batch(walk, node)
 
 
+def _recurrent(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
+    """A sequence takes no step in the rows of time that do not count."""
+    source, mask, states = arguments_of(node)[:3]
+    steps, sequences, others = walk.dims_of(source)
+    known = [(None, *walk.dims_of(state)) for state in states]
+    (_, sequences, width) = met(node, [(None, sequences, None), *known], 3)
+    if mask is not None:
+        steps, sequences = met(node, [(steps, sequences), walk.dims_of(mask)], 2)
+    if others is not None or width is not None:
+        raise refused(node, "is taken together")
+    if steps is not None:
+        size = node.meta["val"][0].shape[1] if sequences is None else sequences.size
+        own = walk.call(_aten.reshape.default, steps.mask, [-1, 1])
+        own = walk.call(_aten.expand.default, own, [-1, size])
+        if mask is not None:
+            own = walk.call(_aten.logical_and.default, own, mask)
+        node = _changed(node, mask=own)
+    return node, [(steps, sequences, None), *[(sequences, None)] * len(states)]
+
+
 def _embedded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     table, indices = arguments_of(node)[:2]
     if any(walk.dims_of(table)):
@@ -343,7 +381,7 @@ _REDUCTIONS: Mapping[str, Any] = {
     **dict.fromkeys(("amax", "max"), _limit(-1)),
     **dict.fromkeys(("amin", "min"), _limit(1)),
     **dict.fromkeys(("norm", "linalg_vector_norm"), _of_norm),
-    **dict.fromkeys(("argmax", "argmin", "median", "var_mean", "std_mean"), _number(None)),
+    **dict.fromkeys(("median", "var_mean", "std_mean"), _number(None)),
     "logsumexp": _number(-math.inf),
 }
 
@@ -359,6 +397,8 @@ _RULES: Mapping[Any, Rule] = {
     "aten::binary_cross_entropy_with_logits": _lost,
     **dict.fromkeys(("aten::cross_entropy_loss", "aten::nll_loss_nd"), _classified),
     "aten::nll_loss": _classified,
+    "aten::argmax": _place_of(_limit(-1)),
+    "aten::argmin": _place_of(_limit(1)),
     "aten::mean": _mean,
     **dict.fromkeys(("aten::var", "aten::std"), _variance),
     **dict.fromkeys((_aten.softmax.int, _aten.log_softmax.int), _softmax),
@@ -372,6 +412,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.cosine_similarity.default: _similar,
     **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
+    LAYER: _recurrent,
     _aten.embedding.default: _embedded,
     _aten.one_hot.default: _one_hot,
 }

@@ -35,6 +35,10 @@ def _broadcast(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
 
 def _item(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     source, item = arguments_of(node)
+    if source in walk.extremes and item == 1:
+        places = walk.call(operator.getitem, source, item)
+        places.meta["val"] = node.meta["val"]
+        return walk.number_of(places, walk.extremes[source]), walk.item_of(source, item)
     if source not in walk.places:
         return node, walk.item_of(source, item)
     rows, shape, _ = walk.places[source]
@@ -215,6 +219,14 @@ def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return node, tuple(dims)
 
 
+def _padded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims, amounts = walk.dims_of(input_of(node)), arguments_of(node)[1]
+    for place, rows in enumerate(reversed(dims)):
+        if rows is not None and any(amounts[2 * place : 2 * place + 2]):
+            raise refused(node, "is padded")
+    return node, dims
+
+
 def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """A new value whose size is given."""
     dims = tuple(walk.rows_of_size(node, size) for size in node.meta["val"].shape)
@@ -252,6 +264,7 @@ RULES_OF_SHAPES: Mapping[Any, Rule] = {
     _aten.unsqueeze.default: _unsqueezed,
     _aten.diagonal.default: _diagonal,
     _aten.broadcast_tensors.default: _broadcast,
+    **dict.fromkeys((_aten.pad.default, _aten.constant_pad_nd.default), _padded),
     operator.getitem: _item,
     "aten::arange": _numbered,
     **{f"aten::{name}": _made for name in ("zeros", "ones", "full", "empty", "rand", "randn")},

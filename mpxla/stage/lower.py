@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[re
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
-from mpxla.graph import collectives
+from mpxla.graph import collectives, recurrent
 from mpxla.graph.functions import applied
 from mpxla.graph.later_values import LATER, put_in_place
 from mpxla.graph.stepgraph import describe
@@ -220,7 +220,7 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     for node in copy.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
-            own = own or collectives.lowered(node.target)
+            own = own or collectives.lowered(node.target) or recurrent.lowered(node.target)
             draws = draws_for_part(node)
             node.target = own or lowering.replacements.get(node.target, node.target)
             if draws:
