@@ -27,9 +27,10 @@ from torch.fx._lazy_graph_module import _make_graph_module  # pyright: ignore[re
 
 from mpxla.device.backend import Lowering
 from mpxla.errors import LoweringError, MpxlaError
-from mpxla.graph import collectives, recurrent
+from mpxla.graph import collectives
 from mpxla.graph.functions import applied
 from mpxla.graph.later_values import LATER, put_in_place
+from mpxla.graph.recurrent import LAYER, unrolled
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import outputs_of, target_of
 from mpxla.graph.varying import VARYING, draws_for_part
@@ -220,9 +221,11 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
     for node in copy.nodes:
         if node.op == "call_function":
             own = applied(node.target, lambda part: _on_device(part, lowering))
-            own = own or collectives.lowered(node.target) or recurrent.lowered(node.target)
+            own = own or collectives.lowered(node.target)
             draws = draws_for_part(node)
-            node.target = own or lowering.replacements.get(node.target, node.target)
+            if node.target is LAYER:
+                own = unrolled
+            node.target = lowering.replacements.get(node.target) or own or node.target
             if draws:
                 node.target = drawing_own_part(target_of(node), *node.meta[VARYING])
             node.args = tuple(moved(a) for a in node.args)
