@@ -14,12 +14,14 @@ sequences.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from mpxla.graph.typed import Function
 
@@ -189,6 +191,13 @@ def _gradients(ctx: Any, gradients: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 _library = torch.library.Library("mpxla_recurrent", "DEF")
 
 
+def _operations(
+    input: Sequence[int], mask: Any, states: Any, weights: Sequence[Sequence[int]], *_: Any, **__: Any
+) -> int:
+    """Of a layer's products, from the shapes of what it is given."""
+    return 2 * input[0] * input[1] * sum(math.prod(w) for w in weights if len(w) == 2)
+
+
 def _define(name: str, arguments: str, function: Any, shapes: Any) -> Any:
     _library.define(f"{name}({arguments}, str kind, bool is_reversed) -> Tensor[]")
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -201,6 +210,7 @@ LAYER = _define("layer", f"Tensor input, {_GIVEN}", unrolled, _shapes)
 torch.library.register_autograd(
     "mpxla_recurrent::layer", _gradients, setup_context=_keep_inputs, lib=_library
 )
+register_flop_formula(torch.ops.mpxla_recurrent.layer)(_operations)
 STEPS = _define(
     "steps",
     f"Tensor gates, {_GIVEN}",

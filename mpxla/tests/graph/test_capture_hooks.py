@@ -56,11 +56,6 @@ def hook(model, leaves):
     current_recorder().backward(out.mean())
 
 
-def pack(model, leaves):
-    lengths = torch.full((len(leaves[0]),), 6)
-    nn.utils.rnn.pack_padded_sequence(leaves[0], lengths, batch_first=True)
-
-
 def retain(model, leaves):
     out = model(leaves[0])
     out.retain_grad()
@@ -92,7 +87,6 @@ def clear_by_optimizer(model, leaves):
     [
         (change, r"applies Doubled, .* changes an argument in place at .*hooks\.py:\d+: .*clone"),
         (hook, r"^register_hook\(\) was called in a step function at .* call no hooks\. Change"),
-        (pack, r"^pack_padded_sequence was called .*hooks\.py:\d+: .* a layer of one direction"),
         (retain, r"^retain_grad\(\) was called in a step function at .*"),
         (clip, r"The gradient of a tensor is used in a step function at .*hooks\.py:\d+: nn\.util"),
         (clear, r"The gradient of a tensor is used .* Read, clip and clear them outside"),

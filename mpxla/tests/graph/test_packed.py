@@ -18,7 +18,7 @@ from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder, with
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.test_capture import outputs_of
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:LSTM with projections")]
 
 LENGTHS = {
     "some": [3, 6, 1, 4],
