@@ -55,6 +55,7 @@ class Selected:
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
+        index = self._with_places(index)
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -62,6 +63,20 @@ class Selected:
         num_writes = found._version, tensor._version
         self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line()))
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
+
+    def _with_places(self, index: Any) -> Any:
+        """An index with places in the place of a slice that ends at a number of chosen rows."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_counted = [
+            isinstance(part, slice) and isinstance(part.stop, torch.SymInt) and not part.start
+            for part in parts
+        ]
+        if sum(is_counted) != 1 or any(isinstance(p, (torch.Tensor, list)) for p in parts):
+            return index
+        return tuple(
+            self._call(torch.arange, (part.stop,), {}) if is_one else part
+            for part, is_one in zip(parts, is_counted, strict=True)
+        )
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""

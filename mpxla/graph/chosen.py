@@ -328,6 +328,30 @@ class Walk:
         return self.call(_aten.view_as.default, numbers, places)
 
     @_once
+    def _in_order(self, rows: Rows) -> fx.Node:
+        """int64 [size], the places of those that count, one after the other."""
+        absent = self.call(_aten.to.dtype, self.absent(rows), torch.int32)
+        return self.call(_aten.argsort.stable, absent, stable=True)
+
+    def places_of(self, numbers: fx.Node, rows: Rows) -> fx.Node:
+        """Where the rows with some numbers are, from the last for negative ones; a place beyond all
+        tables where there is none.
+        """
+        count = self.count(rows)
+        wrapped = self.call(_aten.add.Tensor, numbers, count)
+        is_negative = self.call(_aten.lt.Scalar, numbers, 0)
+        wrapped = self.call(_aten.where.self, is_negative, wrapped, numbers)
+        is_wrong = self.call(_aten.ge.Tensor, wrapped, count)
+        is_wrong = self.call(
+            _aten.logical_or.default, is_wrong, self.call(_aten.lt.Scalar, wrapped, 0)
+        )
+        flat = self.call(_aten.reshape.default, wrapped, [-1])
+        flat = self.call(_aten.clamp.default, flat, 0, rows.size - 1)
+        found = self.call(_aten.index_select.default, self._in_order(rows), 0, flat)
+        found = self.call(_aten.view_as.default, found, wrapped)
+        return self.call(_aten.masked_fill.Scalar, found, is_wrong, torch.iinfo(torch.int64).max)
+
+    @_once
     def safe_places(self, rows: Rows) -> fx.Node:
         """int64 [size], each row's own place, and the first one's for those that do not count."""
         own = self.call(_aten.arange.default, rows.size, **_HERE)

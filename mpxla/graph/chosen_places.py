@@ -93,9 +93,13 @@ def _index_of(walk: Walk, node: fx.Node, value: fx.Node, given: Sequence[Any]) -
         if found is not None and found[2] is not None:
             own.append((found[0], found[1], found[2]))
         if part is not None and rows is not None:
-            numbering = walk.numbering.get(part)
-            if numbering is not rows:
-                raise refused(node, "is read at places")
+            if walk.numbering.get(part) is not rows:
+                known, number = walk.dims_of(part), part.meta["val"]
+                part = walk.places_of(part, rows)
+                part.meta["val"] = number
+                walk.set_dims(part, known)
+                parts.append(part)
+                continue
             own.append((rows, (rows.size,), 0))
             part = walk.safe_places(rows)
             walk.set_dims(part, (rows,))
@@ -279,9 +283,12 @@ def _gathered(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """`gather`, and `index_select`."""
     value, dim, index = arguments_of(node)[:3]
     dims, known = list(walk.dims_of(value)), walk.dims_of(index)
-    if not dims or dims[dim % len(dims)] is not None:
-        raise refused(node, "is read at places")
-    dim %= len(dims)
+    dim %= max(len(dims), 1)
+    rows = dims[dim] if dims else None
+    if rows is not None:
+        index = walk.places_of(index, rows)
+        node.args = value, dim, index, *arguments_of(node)[3:]
+        dims[dim] = None
     if target_of(node) is _aten.index_select.default:
         dims[dim] = known[0] if known else None
         return node, tuple(dims)

@@ -91,10 +91,25 @@ def _combined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 def _attention(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    operands = arguments_of(node)[:3]
-    if any(any(walk.dims_of(value)[-2:]) for value in operands):
-        raise refused(node, "is attended to")
-    return _combined(walk, node)
+    """Keys that do not count are masked; queries that do not count attend to those that do."""
+    query, key, value = arguments_of(node)[:3]
+    if walk.dims_of(value)[-2] is not walk.dims_of(key)[-2]:
+        raise refused(node, "meets what another mask has as many rows of")
+    rows, bias = walk.dims_of(key)[-2], named_arguments(node)["attn_mask"]
+    if rows is not None and (bias is None or bias.meta["val"].dtype is torch.bool):
+        seen = walk.call(_aten.reshape.default, rows.mask, [1, -1])
+        seen = walk.call(_aten.expand.default, seen, [walk.sizes(query)[-2], -1])
+        if named_arguments(node)["is_causal"]:
+            seen = walk.call(_aten.tril.default, seen)
+        if bias is not None:
+            seen = walk.call(_aten.logical_and.default, bias, seen)
+        node = _changed(node, attn_mask=seen, is_causal=False)
+    elif rows is not None:
+        dims = (*[None] * (bias.meta["val"].dim() - 1), rows)
+        node = _changed(node, attn_mask=walk.filled(bias, dims, -math.inf))
+    dims = walk.dims_of(query)
+    batch = met(node, (walk.dims_of(v)[:-2] for v in (query, key, value)), len(dims) - 2)
+    return node, (*batch, dims[-2], None)
 
 
 def _kept(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -320,17 +335,17 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     arguments = named_arguments(node)
     scores, target = arguments_of(node)[:2]
     dims = walk.dims_of(target)
-    if target.meta["val"].is_floating_point() or any(dims[1:]) or not dims or not dims[0]:
-        raise refused(node, "has a loss of probabilities, or is not the first dim of a loss")
-    if walk.dims_of(scores)[0] is not dims[0]:
-        raise refused(node, "meets what another mask has as many rows of")
+    if target.meta["val"].is_floating_point() or not any(dims):
+        raise refused(node, "has a loss of probabilities, or is no dim of its labels")
+    met(node, [walk.dims_of(scores), (dims[0], None, *dims[1:])], len(dims) + 1)
     filled = walk.filled(target, dims, arguments["ignore_index"])
     loss = _changed(node, target=filled)
     if arguments["reduction"] == 0:
         return loss, dims
-    if arguments["reduction"] == 1 and dims[0].is_asked:
+    asked = [rows for rows in dims if rows is not None and rows.is_asked]
+    if arguments["reduction"] == 1 and asked:
         loss = walk.call(target_of(node), *loss.args, **loss.kwargs)
-        loss = walk.settled(loss, dims[0])
+        loss = walk.settled(loss, asked[0])
     return loss, ()
 
 
