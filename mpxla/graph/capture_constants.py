@@ -249,6 +249,8 @@ class Constants:
             return None
 
     def _value_of(self, argument: Any) -> Any:
+        if isinstance(argument, slice):
+            return slice(*map(self._value_of, (argument.start, argument.stop, argument.step)))
         if isinstance(argument, FakeTensor):
             return self._known[argument].value
         if isinstance(argument, torch.Tensor):  # the user's own, which a write must not change

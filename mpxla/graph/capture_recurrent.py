@@ -28,6 +28,7 @@ from mpxla.graph.user_code import at_user_line
 __all__ = ["Recurrences"]
 
 _LAYERS = {getattr(torch, kind): kind for kind in KINDS}
+_LARGEST = (torch.max, torch.Tensor.max, torch.amax, torch.Tensor.amax)
 _pack: Any = torch._pack_padded_sequence  # pyright: ignore[reportPrivateUsage]
 _pad: Any = torch._pad_packed_sequence  # pyright: ignore[reportPrivateUsage]
 
@@ -47,11 +48,13 @@ class _Packed(NamedTuple):
 
     Attributes:
         mask: bool [T, B], where there are steps.
+        steps: bool [T], where the longest sequence has them.
         is_right: bool [], whether the lengths are those of sequences with so many steps; where
             PyTorch raises, values become NaN.
     """
 
     mask: torch.Tensor
+    steps: torch.Tensor
     is_right: torch.Tensor
 
 
@@ -69,6 +72,10 @@ class Recurrences:
     def __init__(self) -> None:
         self._packed: Any = WeakTensorKeyDictionary()
         """By the tensors that PyTorch calls batch sizes."""
+        # What says how long sequences are, and how long the longest is -> their batch sizes.
+        self._lengths: Any = WeakTensorKeyDictionary()
+        self._longest: Any = WeakTensorKeyDictionary()
+        self._unsorted: Any = WeakTensorKeyDictionary()
 
     def function(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """What is called in the place of a function of torch with some arguments, if anything."""
@@ -76,13 +83,43 @@ class Recurrences:
             return self._packed_layers(func) if _is_packed(args) else _layers(func)
         if func is _pack or func is _pad:
             return self._pack if func is _pack else self._pad
-        if not args or not isinstance(args[0], torch.Tensor) or args[0] not in self._packed:
+        if func is torch.arange and any(map(self._is_longest, args)):
+            return lambda *ends, **named: torch.arange(*map(self._as_number, ends), **named)
+        value = args[0] if args else None
+        if not isinstance(value, torch.Tensor):
             return None
-        if func is torch.Tensor.__getitem__ and args[1] == 0:
-            return self._all_sequences
-        if func is torch.Tensor.size and args[1:] == (0,) and _is_called_by_torch():
-            return lambda *_: _Longest()
+        if value in self._packed:
+            if func is torch.Tensor.__getitem__ and args[1] == 0:
+                return self._all_sequences
+            if func is torch.Tensor.size and args[1:] == (0,) and _is_called_by_torch():
+                return lambda *_: _Longest()
+        if func is torch.sort and _is_called_by_torch():
+            return self._sort
+        if value in self._lengths:
+            if func in _LARGEST and len(args) == 1:
+                # A copy is not known to hold lengths.
+                return lambda *_: self._known_as(self._longest, value, func(value.clone()))
+            if func is torch.Tensor.__getitem__ and _is_called_by_torch():
+                return lambda _, order: self._known_as(self._lengths, value, value[order])
+        if func is torch.Tensor.item and self._is_longest(value):
+            return self._as_number
         return None
+
+    def _known_as(self, known: Any, lengths: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        known[value] = self._lengths[lengths]
+        return value
+
+    def _is_longest(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._longest
+
+    def _as_number(self, value: Any) -> Any:
+        """The number of steps of the longest sequence; all else as it is."""
+        return self._longest[value].shape[0] if self._is_longest(value) else value
+
+    def _sort(self, lengths: torch.Tensor, **named: Any) -> Any:
+        values, order = torch.sort(lengths, **named)
+        self._unsorted[values] = lengths
+        return values, order
 
     def _how(self, sizes: torch.Tensor) -> _Packed:
         """How the sequences with these batch sizes were packed."""
@@ -107,8 +144,10 @@ class Recurrences:
         # As a tensor: it may be a number that depends on values.
         num_steps = torch.full((), rows.shape[0])
         is_right = ((lengths > 0) & (lengths <= num_steps)).all()
-        sizes = mask.sum(1)[mask.any(1)]
-        self._packed[sizes] = _Packed(mask, is_right)
+        steps = mask.any(1)
+        sizes = mask.sum(1)[steps]
+        self._packed[sizes] = _Packed(mask, steps, is_right)
+        self._lengths[lengths] = self._lengths[self._unsorted.get(lengths, lengths)] = sizes
         return _marked(rows[mask], is_right), sizes
 
     def _pad(
@@ -119,22 +158,24 @@ class Recurrences:
         padding: float,
         num_steps: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask, _ = self._how(sizes)
+        mask, steps, _ = self._how(sizes)
         rows = _rows_of(data, mask, padding)
-        if isinstance(num_steps, _Longest):
-            rows = rows[mask.any(1)]
+        if isinstance(num_steps, (_Longest, torch.SymInt)):
+            rows = rows[steps]
         elif num_steps > len(mask):
             more = rows.new_full((num_steps - len(mask), *rows.shape[1:]), padding)
             rows = torch.cat([rows, more])
         else:
             rows = _marked(rows[:num_steps], ~mask[num_steps:].any())
-        return rows.transpose(0, 1) if batch_first else rows, mask.sum(0)
+        lengths = mask.sum(0)
+        self._lengths[lengths] = sizes
+        return rows.transpose(0, 1) if batch_first else rows, lengths
 
     def _packed_layers(self, func: Any) -> Callable[..., Any]:
         def run(
             data: torch.Tensor, sizes: torch.Tensor, states: Any, *rest: Any
         ) -> tuple[torch.Tensor, ...]:
-            mask, is_right = self._how(sizes)
+            mask, _, is_right = self._how(sizes)
             states = [states] if isinstance(states, torch.Tensor) else states
             states = [_marked(state, is_right) for state in states]
             rows = _rows_of(data, mask, 0)

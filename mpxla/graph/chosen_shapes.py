@@ -120,8 +120,24 @@ def _regroup(
         (i,) = targets
         found[i] = rows = walk.merged(parts)
         walk.note(new_sizes[i], rows)
+    elif (times := _taken_along(parts, [new_sizes[i] for i in targets])) is not None:
+        found[targets[0]] = rows = walk.merged([parts[0], times])
+        walk.note(new_sizes[targets[0]], rows)
     else:
         raise refused(node, "gets another shape")
+
+
+def _taken_along(parts: Sequence[Any], sizes: Sequence[Any]) -> int | None:
+    """How many of each row become rows, where the first dim takes a part of the fixed dims after
+    it: [rows, 8, 4] -> [rows * 4, 8].
+    """
+    first, *others = parts
+    if not isinstance(first, Rows) or any(isinstance(p, Rows) for p in others):
+        return None
+    if not isinstance(sizes[0], torch.SymInt) or any(isinstance(s, torch.SymInt) for s in sizes[1:]):
+        return None
+    times, rest = divmod(math.prod(others), math.prod(sizes[1:]))
+    return None if rest else times
 
 
 def _hint(size: Any) -> int:
