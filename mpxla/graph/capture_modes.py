@@ -74,7 +74,8 @@ class StepSemantics(TorchFunctionMode):
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
         self.writes = HiddenWrites(self.constants.call)
-        self.selected = Selected(self.writes.call, self.constants.as_number)
+        constants = self.constants
+        self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()

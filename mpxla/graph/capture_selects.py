@@ -47,15 +47,21 @@ class Selected:
     Args:
         call: calls a function of torch with arguments and keyword arguments.
         as_number: gives the number of a part of an index, where it is known; else the part.
+        is_known: whether the value of a tensor is.
     """
 
-    def __init__(self, call: Callable[..., Any], as_number: Callable[[Any], Any]):
-        self._call, self._as_number = call, as_number
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        as_number: Callable[[Any], Any],
+        is_known: Callable[[torch.Tensor], bool],
+    ):
+        self._call, self._as_number, self._is_known = call, as_number, is_known
         self._copies: list[_Copy] = []
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
-        index = self._with_places(index)
+        index = self._with_places(tensor, index)
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -64,19 +70,48 @@ class Selected:
         self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line()))
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
 
-    def _with_places(self, index: Any) -> Any:
-        """An index with places in the place of a slice that ends at a number of chosen rows."""
+    def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
+        """An index with places, or a mask, in the place of one slice between unknown numbers."""
         parts = index if isinstance(index, tuple) else (index,)
-        is_counted = [
-            isinstance(part, slice) and isinstance(part.stop, torch.SymInt) and not part.start
-            for part in parts
-        ]
-        if sum(is_counted) != 1 or any(isinstance(p, (torch.Tensor, list)) for p in parts):
+        ends = [self._unknown_ends(part) for part in parts]
+        if sum(map(bool, ends)) != 1 or any(isinstance(p, (torch.Tensor, list)) for p in parts):
             return index
-        return tuple(
-            self._call(torch.arange, (part.stop,), {}) if is_one else part
-            for part, is_one in zip(parts, is_counted, strict=True)
-        )
+        (place,) = (i for i, found in enumerate(ends) if found)
+        start, stop = ends[place]
+        if start is None and isinstance(stop, torch.SymInt):  # as many as a mask has chosen
+            found = self._call(torch.arange, (stop,), {})
+        else:
+            width = tensor.dim() - sum(map(_num_dims, parts))
+            dims = (width if part is ... else _num_dims(part) for part in parts[:place])
+            found = self._between(tensor.shape[sum(dims)], start, stop)
+        return (*parts[:place], found, *parts[place + 1 :])
+
+    def _unknown_ends(self, part: Any) -> tuple[Any, Any] | None:
+        """Start and stop of a slice, one of which has no value that Python could read."""
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            return None
+        ends = self._as_number(part.start), self._as_number(part.stop)
+        if any(is_number(end) or self._has_no_value(end) for end in ends):
+            return ends
+        return ends if isinstance(ends[1], torch.SymInt) and not ends[0] else None
+
+    def _has_no_value(self, end: Any) -> bool:
+        return _is_place(end) and not self._is_known(end)
+
+    def _between(self, size: Any, start: Any, stop: Any) -> torch.Tensor:
+        """The mask of a slice; negative ends count from the last place."""
+        places = self._call(torch.arange, (size,), {})
+        found = self._call(torch.ge, (places, 0), {})
+        for end, compare in ((start, torch.ge), (stop, torch.lt)):
+            if end is not None:
+                end = end.tensor if is_number(end) else end
+                end = self._call(torch.as_tensor, (end,), {})
+                counted = self._call(torch.add, (end, size), {})
+                is_negative = self._call(torch.lt, (end, 0), {})
+                end = self._call(torch.where, (is_negative, counted, end), {})
+                passed = self._call(compare, (places, end), {})
+                found = self._call(torch.logical_and, (found, passed), {})
+        return found
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
@@ -108,7 +143,7 @@ class Selected:
         rest: list[Any] = []
         dim, width = 0, num_dims - sum(map(_num_dims, parts))
         for part in parts:
-            if isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS:
+            if _is_place(part):
                 places[dim] = part
             else:
                 rest.append(part)
@@ -133,6 +168,10 @@ class Selected:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) in (int, slice) and one == other)
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS
 
 
 def _num_dims(part: Any) -> int:
