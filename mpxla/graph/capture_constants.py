@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -106,7 +107,7 @@ class Constants:
         asked = func, args, kwargs
         func, args, kwargs = self._shapes.fixed(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        is_known = all(map(self.has_value, tensors)) and not any(map(is_number, leaves))
+        is_known = all(map(self.has_value, tensors)) and not any(map(_has_numbers_read, leaves))
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
@@ -266,8 +267,15 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _has_numbers_read(value: Any) -> bool:
+    """Whether there are numbers in it without a value."""
+    return is_number(value) or (isinstance(value, np.ndarray) and value.dtype == object)
+
+
 def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
     is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
+    if func is torch.Tensor.numpy:
+        is_possible = tensor.dtype is torch.int64 and tensor.dim() == 1
     return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
 
 
@@ -275,7 +283,11 @@ def _listed(tensor: torch.Tensor) -> Any:
     return [*map(_listed, tensor.unbind())] if tensor.dim() else NumberRead(tensor)
 
 
-_NUMBERS: dict[Any, Any] = {torch.Tensor.item: NumberRead, torch.Tensor.tolist: _listed}
+_NUMBERS: dict[Any, Any] = {
+    torch.Tensor.item: NumberRead,
+    torch.Tensor.tolist: _listed,
+    torch.Tensor.numpy: lambda tensor: np.array(_listed(tensor), dtype=object),  # lengths
+}
 
 
 def _is_like(real: Any, fake: torch.Tensor) -> bool:

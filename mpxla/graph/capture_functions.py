@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -181,6 +182,8 @@ def _of_list(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     """`torch.tensor` or `torch.as_tensor`; a list may hold values that nobody knows yet."""
 
     def call(data: Any, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> torch.Tensor:
+        if isinstance(data, np.ndarray) and data.dtype == object:
+            data = data.tolist()
         if not isinstance(data, (list, tuple)) or not any(map(_has_no_value, tree_leaves(data))):
             return function(data, *args, dtype=dtype, **named)
         stacked = _stacked(data)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import (
 
 from mpxla.errors import CaptureError
 from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder, with_values_if_needed
+from mpxla.graph.capture_modes import torchs_recurrences
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.test_capture import outputs_of
 
@@ -39,6 +40,7 @@ class Model(nn.Module):
         self.gru = nn.GRU(5, 4, bidirectional=True)
         self.rnn = nn.RNN(5, 3, 2, nonlinearity="relu", batch_first=True)
         self.head = nn.Linear(8, 9)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
 
 def packed(x, lengths, **options):
@@ -163,6 +165,48 @@ def not_packed_again(m, x, lengths, y):
     return out.square().mean() + h.sum() + c.square().sum()
 
 
+def outputs_at_places(m, x, lengths, y):
+    """The last output of each sequence, in the ways in which scripts read it."""
+    out, found = pad_packed_sequence(m.lstm(packed(x, lengths))[0], batch_first=True)
+    place = (found - 1).view(-1, 1, 1).expand(-1, 1, out.size(2))
+    return (
+        out[torch.arange(out.size(0)), lengths - 1].square().sum()
+        + out.gather(1, place).sin().sum()
+        + out[:, -1].exp().sum()
+        + out[:, 0].sum()
+    )
+
+
+def labels_of_the_longest(m, x, lengths, y):
+    out, _ = pad_packed_sequence(m.lstm(packed(x, lengths))[0], batch_first=True)
+    return F.cross_entropy(m.head(out).view(-1, 9), y[:, : out.size(1)].reshape(-1)) + (
+        F.cross_entropy(m.head(out).transpose(1, 2), y[:, : out.shape[1]], ignore_index=3)
+    )
+
+
+def masks_of_the_longest(m, x, lengths, y):
+    out, found = pad_packed_sequence(m.lstm(packed(x, lengths))[0], batch_first=True)
+    one = torch.arange(lengths.max())[None] < lengths[:, None]
+    other = torch.arange(found.max().item()).expand(4, found.max().item()) < found.unsqueeze(1)
+    means = (out * one[..., None]).sum(1) / lengths[:, None]
+    return means.square().sum() + out[other].square().mean()
+
+
+def trimmed(m, x, lengths, y):
+    x = x[:, : lengths.max()]
+    rows = pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True, enforce_sorted=False)
+    out, _ = pad_packed_sequence(m.rnn(rows)[0], batch_first=True, total_length=x.size(1))
+    return out.mean() + out.square().mean(1).sum() + sum(out[i, : lengths[i]].mean() for i in range(4))
+
+
+def attended_to(m, x, lengths, y):
+    out, found = pad_packed_sequence(m.lstm(packed(x, lengths))[0], batch_first=True)
+    is_padding = torch.arange(out.size(1))[None] >= found[:, None]
+    found, weights = m.attention(out, out, out, key_padding_mask=is_padding)
+    found = found + m.attention(out, out, out, need_weights=False)[0]
+    return found.mean() + weights.square().sum()
+
+
 def of_chosen_sequences(m, x, lengths, y):
     out, (h, c) = m.lstm(x[lengths > 2])
     return out.square().sum() + h.sum() + c.square().sum()
@@ -181,8 +225,15 @@ def of_known_lengths(m, x, lengths, y):
 FUNCTIONS = [padded_again, captions, of_the_longest, taken_apart]
 MORE = [
     *(in_time, last_states, largest_in_time, given_states, changed_rows, sorted_before, listed, again_packed),
-    *(not_packed_again, of_chosen_sequences, of_known_lengths),
+    *(not_packed_again, outputs_at_places, labels_of_the_longest, masks_of_the_longest),
+    *(trimmed, attended_to, of_chosen_sequences, of_known_lengths),
 ]
+
+
+@pytest.fixture(autouse=True)
+def torchs_own():
+    with torchs_recurrences():
+        yield
 
 
 def slow(values):

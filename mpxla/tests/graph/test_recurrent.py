@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from mpxla.graph.capture import TensorLeaf, current_recorder
+from mpxla.graph.capture_modes import torchs_recurrences
 from mpxla.graph.cost import MachineModel, build_problem
 from mpxla.graph.recurrent import LAYER
 from mpxla.tests.graph.test_capture import capture, outputs_of
@@ -20,6 +21,12 @@ LAYERS = {
     "tanh": lambda: nn.RNN(4, 3, 2, bidirectional=True),
     "relu": lambda: nn.RNN(4, 3, nonlinearity="relu", batch_first=True),
 }
+
+
+@pytest.fixture(autouse=True)
+def torchs_own():
+    with torchs_recurrences():
+        yield
 
 
 def captured(model, shape=(5, 6, 4), dtype=torch.float32, autocast=None):
