@@ -201,9 +201,7 @@ def _is_called_by_torch() -> bool:
 
 
 def _layers(func: Any) -> Callable[..., Any]:
-    def run(
-        input: torch.Tensor, states: Any, *args: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def run(input: torch.Tensor, states: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         *rest, batch_first = args
         rows = input.transpose(0, 1) if batch_first else input
         output, *last = _run_layers(_LAYERS[func], rows, None, states, *rest)

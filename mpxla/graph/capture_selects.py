@@ -73,18 +73,17 @@ class Selected:
     def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
         """An index with places, or a mask, in the place of one slice between unknown numbers."""
         parts = index if isinstance(index, tuple) else (index,)
-        ends = [self._unknown_ends(part) for part in parts]
-        if sum(map(bool, ends)) != 1 or any(isinstance(p, (torch.Tensor, list)) for p in parts):
+        found = {i: ends for i, part in enumerate(parts) if (ends := self._unknown_ends(part))}
+        if len(found) != 1 or any(isinstance(part, (torch.Tensor, list)) for part in parts):
             return index
-        (place,) = (i for i, found in enumerate(ends) if found)
-        start, stop = ends[place]
+        ((place, (start, stop)),) = found.items()
         if start is None and isinstance(stop, torch.SymInt):  # as many as a mask has chosen
-            found = self._call(torch.arange, (stop,), {})
+            part = self._call(torch.arange, (stop,), {})
         else:
             width = tensor.dim() - sum(map(_num_dims, parts))
             dims = (width if part is ... else _num_dims(part) for part in parts[:place])
-            found = self._between(tensor.shape[sum(dims)], start, stop)
-        return (*parts[:place], found, *parts[place + 1 :])
+            part = self._between(tensor.shape[sum(dims)], start, stop)
+        return (*parts[:place], part, *parts[place + 1 :])
 
     def _unknown_ends(self, part: Any) -> tuple[Any, Any] | None:
         """Start and stop of a slice, one of which has no value that Python could read."""

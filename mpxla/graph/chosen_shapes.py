@@ -134,7 +134,9 @@ def _taken_along(parts: Sequence[Any], sizes: Sequence[Any]) -> int | None:
     first, *others = parts
     if not isinstance(first, Rows) or any(isinstance(p, Rows) for p in others):
         return None
-    if not isinstance(sizes[0], torch.SymInt) or any(isinstance(s, torch.SymInt) for s in sizes[1:]):
+    if not isinstance(sizes[0], torch.SymInt) or any(
+        isinstance(s, torch.SymInt) for s in sizes[1:]
+    ):
         return None
     times, rest = divmod(math.prod(others), math.prod(sizes[1:]))
     return None if rest else times
@@ -197,9 +199,7 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
             return walk.marked(first, rows, node.meta["val"].dtype), rest
         if rows is not None:
             number = walk.call(_aten.full.default, [1], arguments["index"], dtype=torch.int64)
-            found = walk.call(
-                _aten.index_select.default, source, dim, walk.places_of(number, rows)
-            )
+            found = walk.call(_aten.index_select.default, source, dim, walk.places_of(number, rows))
             return walk.call(_aten.squeeze.dim, found, dim), rest
         if source in walk.places and walk.places[source][2] is None:
             walk.places[node] = (*walk.places[source][:2], arguments["index"])

@@ -192,7 +192,12 @@ _library = torch.library.Library("mpxla_recurrent", "DEF")
 
 
 def _operations(
-    input: Sequence[int], mask: Any, states: Any, weights: Sequence[Sequence[int]], *_: Any, **__: Any
+    input: Sequence[int],
+    mask: Any,
+    states: Any,
+    weights: Sequence[Sequence[int]],
+    *_: Any,
+    **__: Any,
 ) -> int:
     """Of a layer's products, from the shapes of what it is given."""
     return 2 * input[0] * input[1] * sum(math.prod(w) for w in weights if len(w) == 2)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import (
 )
 
 from mpxla.errors import CaptureError
-from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder, with_values_if_needed
+from mpxla.graph.capture import TensorLeaf, capture_step, current_recorder
 from mpxla.graph.capture_modes import torchs_recurrences
 from mpxla.runtime.state import ModelState
 from mpxla.tests.graph.test_capture import outputs_of
@@ -128,7 +128,7 @@ def changed_rows(m, x, lengths, y):
     )
     out, h = m.rnn(rows)
     out = out._replace(data=F.pad(out.data, (0, 2)).tanh())
-    out, h2 = m.gru(out)
+    out, _ = m.gru(out)
     return out.data.mean(0).square().sum() + h.sum() + pad_packed_sequence(out)[0].sum(0).mean()
 
 
@@ -196,7 +196,9 @@ def trimmed(m, x, lengths, y):
     x = x[:, : lengths.max()]
     rows = pack_padded_sequence(x, lengths.cpu().numpy(), batch_first=True, enforce_sorted=False)
     out, _ = pad_packed_sequence(m.rnn(rows)[0], batch_first=True, total_length=x.size(1))
-    return out.mean() + out.square().mean(1).sum() + sum(out[i, : lengths[i]].mean() for i in range(4))
+    return (
+        out.mean() + out.square().mean(1).sum() + sum(out[i, : lengths[i]].mean() for i in range(4))
+    )
 
 
 def attended_to(m, x, lengths, y):
@@ -218,13 +220,24 @@ def of_known_lengths(m, x, lengths, y):
     padded, found = pad_packed_sequence(out, batch_first=True)
     assert out.data.shape == (14, 8) and padded.shape == (4, 5, 8) and int(found.max()) == 5
     parts = pack_sequence([x[0, :2], x[1, :5], x[2, :5]], enforce_sorted=False)
-    _, g = m.gru(pack_padded_sequence(pad_sequence([x[0, :2], x[1, :4]]), [2, 4], enforce_sorted=False))
+    _, g = m.gru(
+        pack_padded_sequence(pad_sequence([x[0, :2], x[1, :4]]), [2, 4], enforce_sorted=False)
+    )
     return padded.mean() + h.sum() + parts.data.square().mean() + g.sum()
 
 
 FUNCTIONS = [padded_again, captions, of_the_longest, taken_apart]
 MORE = [
-    *(in_time, last_states, largest_in_time, given_states, changed_rows, sorted_before, listed, again_packed),
+    *(
+        in_time,
+        last_states,
+        largest_in_time,
+        given_states,
+        changed_rows,
+        sorted_before,
+        listed,
+        again_packed,
+    ),
     *(not_packed_again, outputs_at_places, labels_of_the_longest, masks_of_the_longest),
     *(trimmed, attended_to, of_chosen_sequences, of_known_lengths),
 ]
@@ -245,7 +258,8 @@ def capture(function):
 
     def step(leaves):
         value = function(model, *leaves)
-        current_recorder().backward(value)
+        if not value.dim():
+            current_recorder().backward(value)
         return value
 
     leaves = (
@@ -273,7 +287,9 @@ def test_values_and_gradients(function):
         found = numbers(model, outputs_of(step, model, given)[0])
         for mine, torchs in zip(found, expected, strict=True):
             mine = torch.zeros(()) if mine is None else mine
-            mine, zero = torch.broadcast_tensors(mine, torch.zeros(()) if torchs is None else torchs)
+            mine, zero = torch.broadcast_tensors(
+                mine, torch.zeros(()) if torchs is None else torchs
+            )
             torch.testing.assert_close(mine, zero, msg=f"{function.__name__}, {kind}")
 
 
@@ -284,3 +300,17 @@ def test_wrong_lengths_are_marked(lengths):
     given = torch.randn(4, 6, 5), torch.tensor(lengths), torch.randint(0, 9, (4, 6))
     with torch.no_grad():
         assert outputs_of(step, model, given)[0].isnan()
+
+
+def test_what_is_refused():
+    def first(m, x, lengths, y):
+        sizes = torch.full((6,), 4)
+        return m.rnn(PackedSequence(x.flatten(0, 1), sizes))[1].sum()
+
+    text = r"A packed sequence at .*test_packed\.py:\d+: .* was not packed in the step function"
+    with pytest.raises(CaptureError, match=text):
+        capture(first)
+    with pytest.raises(
+        CaptureError, match="is a result of the step: return values of a fixed size"
+    ):
+        capture(lambda m, x, lengths, y: m.rnn(packed(x, lengths))[0].data.square())
