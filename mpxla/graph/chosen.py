@@ -328,7 +328,7 @@ class Walk:
         return self.call(_aten.view_as.default, numbers, places)
 
     @_once
-    def _in_order(self, rows: Rows) -> fx.Node:
+    def in_order(self, rows: Rows) -> fx.Node:
         """int64 [size], the places of those that count, one after the other."""
         absent = self.call(_aten.to.dtype, self.absent(rows), torch.int32)
         return self.call(_aten.argsort.stable, absent, stable=True)
@@ -347,7 +347,7 @@ class Walk:
         )
         flat = self.call(_aten.reshape.default, wrapped, [-1])
         flat = self.call(_aten.clamp.default, flat, 0, rows.size - 1)
-        found = self.call(_aten.index_select.default, self._in_order(rows), 0, flat)
+        found = self.call(_aten.index_select.default, self.in_order(rows), 0, flat)
         found = self.call(_aten.view_as.default, found, wrapped)
         return self.call(_aten.masked_fill.Scalar, found, is_wrong, torch.iinfo(torch.int64).max)
 

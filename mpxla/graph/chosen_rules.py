@@ -349,6 +349,16 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return loss, ()
 
 
+def _of_steps(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`ctc_loss`: of steps [T, B, C] it reads the first ones, and those that count come first."""
+    scores = input_of(node)
+    rows, *others = walk.dims_of(scores)
+    if rows is None or any(others) or any(any(walk.dims_of(n)) for n in node.all_input_nodes[1:]):
+        raise refused(node, "is taken together")
+    ordered = walk.call(_aten.index_select.default, scores, 0, walk.in_order(rows))
+    return _changed(node, log_probs=ordered), (None,) * node.meta["val"].dim()
+
+
 def _lost(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """Losses element by element, and their sum or mean."""
     reduction = named_arguments(node)["reduction"]
@@ -412,6 +422,7 @@ _RULES: Mapping[Any, Rule] = {
     "aten::binary_cross_entropy_with_logits": _lost,
     **dict.fromkeys(("aten::cross_entropy_loss", "aten::nll_loss_nd"), _classified),
     "aten::nll_loss": _classified,
+    "aten::ctc_loss": _of_steps,
     "aten::argmax": _place_of(_limit(-1)),
     "aten::argmin": _place_of(_limit(1)),
     "aten::mean": _mean,
