@@ -89,7 +89,7 @@ class Recurrences:
         if not isinstance(value, torch.Tensor):
             return None
         if value in self._packed:
-            if func is torch.Tensor.__getitem__ and args[1] == 0:
+            if func is torch.Tensor.__getitem__ and type(args[1]) is int and args[1] == 0:
                 return self._all_sequences
             if func is torch.Tensor.size and args[1:] == (0,) and _is_called_by_torch():
                 return lambda *_: _Longest()
