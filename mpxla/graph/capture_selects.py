@@ -13,7 +13,7 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.number import is_number
-from mpxla.graph.user_code import at_user_line
+from mpxla.graph.user_code import ValueNeededError, at_user_line
 
 __all__ = ["Selected"]
 
@@ -32,13 +32,15 @@ class _Copy:
     num_writes: tuple[int, int]
     parts: tuple[Any, ...]
     line: str
+    is_slice: bool = False
 
     def is_apart(self) -> bool:
         """Whether one of the two was written to since, which the other does not show."""
         return self.num_writes != (self.value._version, self.tensor._version)
 
     def is_at(self, tensor: torch.Tensor, parts: tuple[Any, ...]) -> bool:
-        return tensor is self.tensor and all(map(_is_same, parts, self.parts))
+        is_place = tensor is self.tensor and not self.is_slice
+        return is_place and all(map(_is_same, parts, self.parts))
 
 
 class Selected:
@@ -61,7 +63,12 @@ class Selected:
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
-        index = self._with_places(tensor, index)
+        chosen = self._with_places(tensor, index)
+        if chosen is not index:
+            found = self._call(torch.Tensor.__getitem__, (tensor, chosen), {})
+            num_writes = found._version, tensor._version
+            self._copies.append(_Copy(found, tensor, num_writes, (), at_user_line(), True))
+            return found
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -157,11 +164,14 @@ class Selected:
         """
         for copy in self._copies:
             if copy.is_apart():
-                raise CaptureError(
-                    f"The step function changes in place what it has read{copy.line} by an index "
-                    f"that is a tensor without dims, or later the tensor that it was read from. "
-                    f"PyTorch gives a view there, and a captured step a copy: write x[i] = value "
-                    f"or x[i] += value, and read x[i] after the last write."
+                kind, what = CaptureError, "an index that is a tensor without dims"
+                if copy.is_slice:  # its ends may be known
+                    kind, what = ValueNeededError, "a slice that ends at a value"
+                raise kind(
+                    f"The step function changes in place what it has read{copy.line} by {what}, "
+                    f"or later the tensor that it was read from. PyTorch gives a view there, and "
+                    f"a captured step a copy: write x[i] = value or x[i] += value, and read x[i] "
+                    f"after the last write."
                 )
 
 

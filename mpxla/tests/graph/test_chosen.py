@@ -435,6 +435,22 @@ def of_each_row_as_many(m, h, y):
     return kept.softmax(1)[:, 0].sum() + (rest * torch.arange(3.0)).mean()
 
 
+def written_through_a_slice(m, h, y):
+    """PyTorch's slices are views."""
+    z = h * 1
+    z[:, : (y[0] > 3).sum()].mul_(2)
+    return z.square().sum()
+
+
+def test_slices_that_are_written_to_need_values():
+    model, step, known = capture(written_through_a_slice)
+    assert known is not None
+    given = torch.randn(3, 5, 8), torch.tensor(LABELS["some"])
+    with torch.no_grad():
+        expected = written_through_a_slice(model, model.first(given[0]), given[1])
+        torch.testing.assert_close(captured(model, step)(*given), expected)
+
+
 def how_many_there_were(m, h, y):
     total, count = h.sum() * 0, 0
     for number in (0, 3):
