@@ -44,7 +44,7 @@ def layers_of(step):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("shape", [(5, 6, 4), (5, 4)])
+@pytest.mark.parametrize("shape", [(5, 6, 4), pytest.param((5, 4), marks=pytest.mark.slow)])
 def test_values_and_gradients(kind, shape):
     torch.manual_seed(0)
     model, x = LAYERS[kind](), torch.randn(shape)
@@ -71,7 +71,7 @@ def test_dropout_is_drawn_between_layers():
     torch.testing.assert_close(outputs_of(captured(model), model, [x])[1], model(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
+@pytest.mark.parametrize("kind", ["lstm", pytest.param("gru", marks=pytest.mark.slow)])
 def test_autocast_is_that_of_layers_on_devices(kind):
     """They compute in 16 bits, and give such values."""
     model = LAYERS[kind]()
