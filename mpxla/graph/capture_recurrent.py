@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpxla.errors import CaptureError
-from mpxla.graph.recurrent import KINDS, LAYER
+from mpxla.graph.recurrent import KINDS, LAYER, unrolled
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Recurrences"]
@@ -72,14 +73,15 @@ class Recurrences:
     def __init__(self) -> None:
         self._packed: Any = WeakTensorKeyDictionary()
         """By the tensors that PyTorch calls batch sizes."""
-        # What says how long sequences are, and how long the longest is -> their batch sizes.
+        # What says how long sequences are -> their batch sizes, and its number of writes then; how
+        # long the longest is -> the same batch sizes; lengths in order -> as the script has them.
         self._lengths: Any = WeakTensorKeyDictionary()
         self._longest: Any = WeakTensorKeyDictionary()
         self._unsorted: Any = WeakTensorKeyDictionary()
 
     def function(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """What is called in the place of a function of torch with some arguments, if anything."""
-        if func in _LAYERS:
+        if func in _LAYERS and len(args) > 3:
             return self._packed_layers(func) if _is_packed(args) else _layers(func)
         if func is _pack or func is _pad:
             return self._pack if func is _pack else self._pad
@@ -95,19 +97,31 @@ class Recurrences:
                 return lambda *_: _Longest()
         if func is torch.sort and _is_called_by_torch():
             return self._sort
-        if value in self._lengths:
+        if self._sizes_of(value) is not None:
             if func in _LARGEST and len(args) == 1:
                 # A copy is not known to hold lengths.
-                return lambda *_: self._known_as(self._longest, value, func(value.clone()))
+                return lambda *_: self._find_longest(value, func(value.clone()))
             if func is torch.Tensor.__getitem__ and _is_called_by_torch():
-                return lambda _, order: self._known_as(self._lengths, value, value[order])
+                return lambda _, order: self._reorder(value, value[order])
         if func is torch.Tensor.item and self._is_longest(value):
             return self._as_number
         return None
 
-    def _known_as(self, known: Any, lengths: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        known[value] = self._lengths[lengths]
-        return value
+    def _sizes_of(self, lengths: torch.Tensor) -> torch.Tensor | None:
+        """The batch sizes of sequences with these lengths; None for what are none."""
+        sizes, num_writes = self._lengths.get(lengths, (None, 0))
+        return sizes if lengths._version == num_writes else None
+
+    def _are_lengths(self, lengths: torch.Tensor, sizes: Any) -> torch.Tensor:
+        self._lengths[lengths] = sizes, lengths._version
+        return lengths
+
+    def _reorder(self, lengths: torch.Tensor, ordered: torch.Tensor) -> torch.Tensor:
+        return self._are_lengths(ordered, self._sizes_of(lengths))
+
+    def _find_longest(self, lengths: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        self._longest[found] = self._sizes_of(lengths)
+        return found
 
     def _is_longest(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._longest
@@ -147,7 +161,8 @@ class Recurrences:
         steps = mask.any(1)
         sizes = mask.sum(1)[steps]
         self._packed[sizes] = _Packed(mask, steps, is_right)
-        self._lengths[lengths] = self._lengths[self._unsorted.get(lengths, lengths)] = sizes
+        for known in (lengths, self._unsorted.get(lengths, lengths)):
+            self._are_lengths(known, sizes)
         return _marked(rows[mask], is_right), sizes
 
     def _pad(
@@ -167,8 +182,7 @@ class Recurrences:
             rows = torch.cat([rows, more])
         else:
             rows = _marked(rows[:num_steps], ~mask[num_steps:].any())
-        lengths = mask.sum(0)
-        self._lengths[lengths] = sizes
+        lengths = self._are_lengths(mask.sum(0), sizes)
         return rows.transpose(0, 1) if batch_first else rows, lengths
 
     def _packed_layers(self, func: Any) -> Callable[..., Any]:
@@ -230,6 +244,7 @@ def _run_layers(
         weights = [weight.to(dtype) for weight in weights]
     directions = (False, True) if is_bidirectional else (False,)
     count = len(weights) // (num_layers * len(directions))
+    run = unrolled if is_functorch_wrapped_tensor(rows) else LAYER
     last: list[Sequence[torch.Tensor]] = []
     for layer in range(num_layers):
         outputs: list[torch.Tensor] = []
@@ -237,7 +252,7 @@ def _run_layers(
             place = len(last)
             own = weights[place * count : (place + 1) * count]
             before = [state[place] for state in states]
-            output, *after = LAYER(rows, mask, before, own, kind, is_reversed)
+            output, *after = run(rows, mask, before, own, kind, is_reversed)
             outputs.append(output)
             last.append(after)
         rows = torch.cat(outputs, -1) if is_bidirectional else outputs[0]
