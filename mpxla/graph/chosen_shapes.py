@@ -198,7 +198,8 @@ def _piece(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any]:
             first = walk.call(_aten.squeeze.dim, first, dim)
             return walk.marked(first, rows, node.meta["val"].dtype), rest
         if rows is not None:
-            number = walk.call(_aten.full.default, [1], arguments["index"], dtype=torch.int64)
+            kind = {"dtype": torch.int64, "device": torch.device("cpu")}
+            number = walk.call(_aten.full.default, [1], arguments["index"], **kind)
             found = walk.call(_aten.index_select.default, source, dim, walk.places_of(number, rows))
             return walk.call(_aten.squeeze.dim, found, dim), rest
         if source in walk.places and walk.places[source][2] is None:
