@@ -483,7 +483,7 @@ def _captured(
             # Torch has sizes without values here that not all of its code expects, and the user's
             # code may go another way.
             is_supposed = counts.has_unknown or counts.asked
-            if is_supposed and not is_final and not isinstance(explained, MpxlaError):
+            if is_supposed and not is_final and not isinstance(error, MpxlaError):
                 explained = ValueNeededError(f"{type(error).__name__}: {error}")
             raise explained from error
     if returned.num_objectives:

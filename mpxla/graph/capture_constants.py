@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -28,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
-from mpxla.graph.number import NumberRead
+from mpxla.graph.number import NumberRead, is_number
 from mpxla.graph.user_code import at_user_line
 
 __all__ = ["Constants", "masks_decided"]
@@ -102,11 +103,12 @@ class Constants:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls what `__torch_function__` is given; reads of constants are answered."""
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         asked = func, args, kwargs
         func, args, kwargs = self.shapes.fixed(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        is_known = all(map(self.has_value, tensors))
+        is_known = all(map(self.has_value, tensors)) and not any(map(_has_numbers_read, leaves))
         if name in _NO_DECISIONS and any(t.dtype is not torch.bool for t in tensors):
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
@@ -249,6 +251,8 @@ class Constants:
             return None
 
     def _value_of(self, argument: Any) -> Any:
+        if isinstance(argument, slice):
+            return slice(*map(self._value_of, (argument.start, argument.stop, argument.step)))
         if isinstance(argument, FakeTensor):
             return self._known[argument].value
         if isinstance(argument, torch.Tensor):  # the user's own, which a write must not change
@@ -264,8 +268,15 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _has_numbers_read(value: Any) -> bool:
+    """Whether there are numbers in it without a value."""
+    return is_number(value) or (isinstance(value, np.ndarray) and value.dtype == object)
+
+
 def _has_numbers(func: Any, tensor: torch.Tensor) -> bool:
     is_possible = func is torch.Tensor.tolist or tensor.numel() == 1
+    if func is torch.Tensor.numpy:
+        is_possible = tensor.dtype is torch.int64 and tensor.dim() == 1
     return isinstance(tensor, FakeTensor) and is_possible and not tensor.is_complex()
 
 
@@ -273,7 +284,11 @@ def _listed(tensor: torch.Tensor) -> Any:
     return [*map(_listed, tensor.unbind())] if tensor.dim() else NumberRead(tensor)
 
 
-_NUMBERS: dict[Any, Any] = {torch.Tensor.item: NumberRead, torch.Tensor.tolist: _listed}
+_NUMBERS: dict[Any, Any] = {
+    torch.Tensor.item: NumberRead,
+    torch.Tensor.tolist: _listed,
+    torch.Tensor.numpy: lambda tensor: np.array(_listed(tensor), dtype=object),  # lengths
+}
 
 
 def _is_like(real: Any, fake: torch.Tensor) -> bool:

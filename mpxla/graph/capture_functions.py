@@ -9,12 +9,16 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from mpxla.errors import CaptureError
 from mpxla.graph.exchanged import exchanged
+from mpxla.graph.number import is_number
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
 
@@ -179,11 +183,18 @@ def _of_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return call
 
 
-def _lstm(input: torch.Tensor, hx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    """What `nn.LSTM` calls. Taken apart, it has last states of [layers, 1, B, H] (torch 2.9)."""
-    output, *last = torch.lstm(input, hx, *args)
-    first = args[0] if isinstance(hx, torch.Tensor) else hx  # sizes of a packed sequence come first
-    return output, *(a.view_as(b) for a, b in zip(last, first, strict=True))
+def _of_list(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` or `torch.as_tensor`; a list may hold values that nobody knows yet."""
+
+    def call(data: Any, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> torch.Tensor:
+        if isinstance(data, np.ndarray) and data.dtype == object:
+            data = data.tolist()
+        if not isinstance(data, (list, tuple)) or not any(map(_has_no_value, tree_leaves(data))):
+            return function(data, *args, dtype=dtype, **named)
+        stacked = _stacked(data)
+        return stacked if dtype is None else stacked.to(dtype)
+
+    return call
 
 
 def _istft(
@@ -228,16 +239,50 @@ def _istft(
     return F.pad(found, (0, max(0, end - total))).reshape(*batch, -1)
 
 
-def _refuse_packed(*_: Any) -> Any:
-    """Lengths of sequences would decide the shapes of all that follows."""
-    raise CaptureError(
-        f"pack_padded_sequence was called in a step function{at_user_line()}, whose shapes must "
-        f"not depend on lengths. Run a layer of one direction on the padded batch, and read its "
-        f"outputs at the last position of every sequence: out[torch.arange(len(out)), lengths - 1]."
-    )
+def _has_no_value(value: Any) -> bool:
+    return is_number(value) or isinstance(value, FakeTensor)
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        parts = [_stacked(value) for value in data]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        return torch.stack([part.to(dtype) for part in parts])
+    if is_number(data):  # in 64 bits
+        value = data.tensor
+        return value.to(torch.get_default_dtype()) if value.is_floating_point() else value
+    return torch.as_tensor(data).detach()
+
+
+def _pooled(
+    function: Callable[..., Any], reduced: Callable[..., Any], is_adaptive: bool
+) -> Callable[..., Any]:
+    """A layer that pools windows of the last dim. Torch knows none of unknown size."""
+
+    def call(input: torch.Tensor, *args: Any, **named: Any) -> Any:
+        size = args[0] if args else named.get("kernel_size", named.get("output_size"))
+        (size,) = size if isinstance(size, (list, tuple)) else (size,)
+        last = input.shape[-1]
+        is_whole = size == 1 if is_adaptive else _expr(size) == _expr(last)
+        others = [*args[1:], *map(named.get, ("padding", "return_indices"))]
+        if not isinstance(last, torch.SymInt) or any(others) or not is_whole:
+            return function(input, *args, **named)
+        return reduced(input, -1, True)
+
+    return call
+
+
+def _largest(*args: Any) -> torch.Tensor:
+    return torch.max(*args)[0]
+
+
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.tensor: _of_list(torch.tensor),
+    torch.as_tensor: _of_list(torch.as_tensor),
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
@@ -246,10 +291,12 @@ CAPTURED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _with_lengths(F.ctc_loss),
     F.cross_entropy: _of_rows(F.cross_entropy),
     F.nll_loss: _of_rows(F.nll_loss),
-    torch.lstm: _lstm,
     torch.istft: _istft,
     torch.Tensor.istft: _istft,
-    torch._pack_padded_sequence: _refuse_packed,  # pyright: ignore[reportPrivateUsage]
+    F.adaptive_avg_pool1d: _pooled(F.adaptive_avg_pool1d, torch.mean, True),
+    F.avg_pool1d: _pooled(F.avg_pool1d, torch.mean, False),
+    F.adaptive_max_pool1d: _pooled(F.adaptive_max_pool1d, _largest, True),
+    F.max_pool1d: _pooled(F.max_pool1d, _largest, False),
     torch.Tensor.random_: _random_,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.quantile: _quantile,

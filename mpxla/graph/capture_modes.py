@@ -30,6 +30,7 @@ from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
 from mpxla.graph.capture_functions import CAPTURED_FUNCTIONS, without_generator
 from mpxla.graph.capture_hooks import FREEZES, refuse_gradients
+from mpxla.graph.capture_recurrent import Recurrences
 from mpxla.graph.capture_selects import Selected
 from mpxla.graph.capture_writes import HiddenWrites
 from mpxla.graph.decisions import Tape
@@ -75,10 +76,12 @@ class StepSemantics(TorchFunctionMode):
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.constants = Constants(tape)
         self.writes = HiddenWrites(self.constants.call)
-        self.selected = Selected(self.writes.call, self.constants.as_number)
+        constants = self.constants
+        self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)
         # Whether a user's own autograd function is traced, and whether it may call autograd then.
         self.of_function = (False, False)
         self._gradients = Gradients()
+        self._recurrences = Recurrences()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AUTOGRAD and self.of_function == (True, False):
@@ -124,6 +127,10 @@ class StepSemantics(TorchFunctionMode):
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs = without_generator(func, kwargs)
+        recurrence = self._recurrences.function(func, args)
+        if recurrence is not None:
+            with self:
+                return recurrence(*args, **kwargs)
         if func is torch.Tensor.__getitem__:
             return self.selected.get(*args)
         if func is torch.Tensor.__setitem__:

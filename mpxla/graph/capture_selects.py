@@ -13,7 +13,7 @@ import torch
 
 from mpxla.errors import CaptureError
 from mpxla.graph.number import is_number
-from mpxla.graph.user_code import at_user_line
+from mpxla.graph.user_code import ValueNeededError, at_user_line
 
 __all__ = ["Selected"]
 
@@ -32,13 +32,15 @@ class _Copy:
     num_writes: tuple[int, int]
     parts: tuple[Any, ...]
     line: str
+    is_slice: bool = False
 
     def is_apart(self) -> bool:
         """Whether one of the two was written to since, which the other does not show."""
         return self.num_writes != (self.value._version, self.tensor._version)
 
     def is_at(self, tensor: torch.Tensor, parts: tuple[Any, ...]) -> bool:
-        return tensor is self.tensor and all(map(_is_same, parts, self.parts))
+        is_place = tensor is self.tensor and not self.is_slice
+        return is_place and all(map(_is_same, parts, self.parts))
 
 
 class Selected:
@@ -47,14 +49,26 @@ class Selected:
     Args:
         call: calls a function of torch with arguments and keyword arguments.
         as_number: gives the number of a part of an index, where it is known; else the part.
+        is_known: whether the value of a tensor is.
     """
 
-    def __init__(self, call: Callable[..., Any], as_number: Callable[[Any], Any]):
-        self._call, self._as_number = call, as_number
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        as_number: Callable[[Any], Any],
+        is_known: Callable[[torch.Tensor], bool],
+    ):
+        self._call, self._as_number, self._is_known = call, as_number, is_known
         self._copies: list[_Copy] = []
 
     def get(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
         """What is at an index."""
+        chosen = self._with_places(tensor, index)
+        if chosen is not index:
+            found = self._call(torch.Tensor.__getitem__, (tensor, chosen), {})
+            num_writes = found._version, tensor._version
+            self._copies.append(_Copy(found, tensor, num_writes, (), at_user_line(), True))
+            return found
         parts, places, rest = self._taken_apart(index, tensor.dim())
         if not places:
             return self._call(torch.Tensor.__getitem__, (tensor, index), {})
@@ -62,6 +76,48 @@ class Selected:
         num_writes = found._version, tensor._version
         self._copies.append(_Copy(found, tensor, num_writes, parts, at_user_line()))
         return self._call(torch.Tensor.__getitem__, (found, rest), {}) if rest else found
+
+    def _with_places(self, tensor: torch.Tensor, index: Any) -> Any:
+        """An index with places, or a mask, in the place of one slice between unknown numbers."""
+        parts = index if isinstance(index, tuple) else (index,)
+        found = {i: ends for i, part in enumerate(parts) if (ends := self._unknown_ends(part))}
+        if len(found) != 1 or any(isinstance(part, (torch.Tensor, list)) for part in parts):
+            return index
+        ((place, (start, stop)),) = found.items()
+        if start is None and isinstance(stop, torch.SymInt):  # as many as a mask has chosen
+            part = self._call(torch.arange, (stop,), {})
+        else:
+            width = tensor.dim() - sum(map(_num_dims, parts))
+            dims = (width if part is ... else _num_dims(part) for part in parts[:place])
+            part = self._between(tensor.shape[sum(dims)], start, stop)
+        return (*parts[:place], part, *parts[place + 1 :])
+
+    def _unknown_ends(self, part: Any) -> tuple[Any, Any] | None:
+        """Start and stop of a slice, one of which has no value that Python could read."""
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            return None
+        ends = self._as_number(part.start), self._as_number(part.stop)
+        if any(is_number(end) or self._has_no_value(end) for end in ends):
+            return ends
+        return ends if isinstance(ends[1], torch.SymInt) and not ends[0] else None
+
+    def _has_no_value(self, end: Any) -> bool:
+        return _is_place(end) and not self._is_known(end)
+
+    def _between(self, size: Any, start: Any, stop: Any) -> torch.Tensor:
+        """The mask of a slice; negative ends count from the last place."""
+        places = self._call(torch.arange, (size,), {})
+        found = self._call(torch.ge, (places, 0), {})
+        for end, compare in ((start, torch.ge), (stop, torch.lt)):
+            if end is not None:
+                end = end.tensor if is_number(end) else end
+                end = self._call(torch.as_tensor, (end,), {})
+                counted = self._call(torch.add, (end, size), {})
+                is_negative = self._call(torch.lt, (end, 0), {})
+                end = self._call(torch.where, (is_negative, counted, end), {})
+                passed = self._call(compare, (places, end), {})
+                found = self._call(torch.logical_and, (found, passed), {})
+        return found
 
     def set(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         """Writes to an index. `x[i] += y` reads, changes the copy, and writes it."""
@@ -93,7 +149,7 @@ class Selected:
         rest: list[Any] = []
         dim, width = 0, num_dims - sum(map(_num_dims, parts))
         for part in parts:
-            if isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS:
+            if _is_place(part):
                 places[dim] = part
             else:
                 rest.append(part)
@@ -108,16 +164,23 @@ class Selected:
         """
         for copy in self._copies:
             if copy.is_apart():
-                raise CaptureError(
-                    f"The step function changes in place what it has read{copy.line} by an index "
-                    f"that is a tensor without dims, or later the tensor that it was read from. "
-                    f"PyTorch gives a view there, and a captured step a copy: write x[i] = value "
-                    f"or x[i] += value, and read x[i] after the last write."
+                kind, what = CaptureError, "an index that is a tensor without dims"
+                if copy.is_slice:  # its ends may be known
+                    kind, what = ValueNeededError, "a slice that ends at a value"
+                raise kind(
+                    f"The step function changes in place what it has read{copy.line} by {what}, "
+                    f"or later the tensor that it was read from. PyTorch gives a view there, and "
+                    f"a captured step a copy: write x[i] = value or x[i] += value, and read x[i] "
+                    f"after the last write."
                 )
 
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) in (int, slice) and one == other)
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype in _INTEGERS
 
 
 def _num_dims(part: Any) -> int:

@@ -322,6 +322,12 @@ class Walk:
         return self.call(_aten.clamp_min.default, self.call(_aten.sub.Tensor, sums, 1), 0)
 
     @_once
+    def in_order(self, rows: Rows) -> fx.Node:
+        """int64 [size], the places of those that count, one after the other."""
+        absent = self.call(_aten.to.dtype, self.absent(rows), torch.int32)
+        return self.call(_aten.argsort.stable, absent, stable=True)
+
+    @_once
     def safe_places(self, rows: Rows) -> fx.Node:
         """int64 [size], each row's own place, and the first one's for those that do not count."""
         own = self.call(_aten.arange.default, rows.size, **_HERE)

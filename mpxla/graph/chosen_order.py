@@ -39,15 +39,8 @@ def place_of(walk: Walk, rows: Rows, numbers: fx.Node) -> fx.Node:
     is_before = walk.call(_aten.lt.Scalar, number, 0)
     is_beyond = walk.call(_aten.logical_or.default, is_beyond, is_before)
     number = walk.call(_aten.clamp.default, number, 0, rows.size - 1)
-    places = walk.call(_aten.index.Tensor, _places_in_order(walk, rows), [number])
+    places = walk.call(_aten.index.Tensor, walk.in_order(rows), [number])
     return walk.call(_aten.masked_fill.Scalar, places, is_beyond, _BEYOND)
-
-
-def _places_in_order(walk: Walk, rows: Rows) -> fx.Node:
-    """int64 [size], the places of the rows that count, and then those of the others."""
-    if "places in order" not in rows.made:
-        rows.made["places in order"] = _argsort(walk, _ones_and_zeros(walk, walk.absent(rows)), 0)
-    return rows.made["places in order"]
 
 
 def _ones_and_zeros(walk: Walk, mask: fx.Node) -> fx.Node:
@@ -161,9 +154,32 @@ def _flipped(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
         last = walk.call(_aten.sub.Tensor, walk.count(rows), 1)
         number = walk.call(_aten.sub.Tensor, last, walk.number_rows(rows))
         number = walk.call(_aten.clamp.default, number, 0, rows.size - 1)
-        places = walk.call(_aten.index.Tensor, _places_in_order(walk, rows), [number])
+        places = walk.call(_aten.index.Tensor, walk.in_order(rows), [number])
         source = walk.call(_aten.index_select.default, source, dim, places)
     return source, dims
+
+
+def _place_of_extreme(walk: Walk, source: fx.Node, dim: int, is_max: bool) -> fx.Node:
+    """The place of the first row that has it; one that does not count may hold the same."""
+    dims, dtype = walk.dims_of(source), source.meta["val"].dtype
+    rows = dims[dim]
+    assert rows is not None
+    value = walk.call(_aten.detach.default, source)
+    walk.set_dims(value, dims)
+    if dtype.is_floating_point:
+        lowest, highest = -math.inf, math.inf
+    else:
+        lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    filled = walk.filled(value, dims, lowest if is_max else highest, (dim,))
+    best = walk.call((_aten.amax if is_max else _aten.amin).default, filled, [dim], True)
+    found = walk.call(_aten.eq.Tensor, value, best)
+    if dtype.is_floating_point:
+        nans = (walk.call(_aten.isnan.default, v) for v in (value, best))
+        both = walk.call(_aten.logical_and.default, *nans)
+        found = walk.call(_aten.logical_or.default, found, both)
+    present = walk.along(rows.mask, dim, len(dims))
+    found = walk.call(_aten.logical_and.default, found, present)
+    return walk.call(_aten.argmax.default, _ones_and_zeros(walk, found), dim, True)
 
 
 def _extreme(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any] | None:
@@ -178,8 +194,7 @@ def _extreme(walk: Walk, node: fx.Node) -> tuple[fx.Node, Any] | None:
     rows = dims[dim]
     assert rows is not None
     name = target_of(node)._schema.name
-    order = _order(walk, source, dim, descending=name in ("aten::max", "aten::argmax"))
-    order = walk.call(_aten.slice.Tensor, order, dim, 0, 1)
+    order = _place_of_extreme(walk, source, dim, name in ("aten::max", "aten::argmax"))
     keeps = bool(arguments.get("keepdim"))
 
     def result(value: fx.Node, dtype: torch.dtype) -> fx.Node:

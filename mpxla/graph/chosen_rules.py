@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, refused
+from mpxla.graph.chosen import Dims, Rows, Rule, Walk, aligned, met, refused
 from mpxla.graph.chosen_order import RULES_OF_ORDER, extreme_or
 from mpxla.graph.chosen_places import RULES_OF_PLACES
 from mpxla.graph.chosen_shapes import RULES_OF_SHAPES
 from mpxla.graph.operand_dims import combined, dims_along, is_elementwise
+from mpxla.graph.recurrent import LAYER
 from mpxla.graph.stepgraph import CASTS
 from mpxla.graph.typed import (
     SYMBOLIC,
@@ -91,10 +92,25 @@ def _combined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
 
 
 def _attention(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
-    operands = arguments_of(node)[:3]
-    if any(any(walk.dims_of(value)[-2:]) for value in operands):
-        raise refused(node, "is attended to")
-    return _combined(walk, node)
+    """Keys that do not count are masked; queries that do not count attend to those that do."""
+    query, key, value = arguments_of(node)[:3]
+    if walk.dims_of(value)[-2] is not walk.dims_of(key)[-2]:
+        raise refused(node, "meets what another mask has as many rows of")
+    rows, bias = walk.dims_of(key)[-2], named_arguments(node)["attn_mask"]
+    if rows is not None and (bias is None or bias.meta["val"].dtype is torch.bool):
+        seen = walk.call(_aten.reshape.default, rows.mask, [1, -1])
+        seen = walk.call(_aten.expand.default, seen, [walk.sizes(query)[-2], -1])
+        if named_arguments(node)["is_causal"]:
+            seen = walk.call(_aten.tril.default, seen)
+        if bias is not None:
+            seen = walk.call(_aten.logical_and.default, bias, seen)
+        node = _changed(node, attn_mask=seen, is_causal=False)
+    elif rows is not None:
+        dims = (*[None] * (bias.meta["val"].dim() - 1), rows)
+        node = _changed(node, attn_mask=walk.filled(bias, dims, -math.inf))
+    dims = walk.dims_of(query)
+    batch = met(node, (walk.dims_of(v)[:-2] for v in (query, key, value)), len(dims) - 2)
+    return node, (*batch, dims[-2], None)
 
 
 def _kept(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -167,8 +183,6 @@ def _reduced(fill: Any) -> Rule:
             return _elementwise(walk, node)
         source, dims, along, _, result, meets_rows = _Reduction.of(walk, node)
         if meets_rows:
-            if isinstance(value, (list, tuple)):
-                raise refused(node, "is put in order")
             number = fill(source.meta["val"].dtype, arguments)
             if number is None:
                 raise refused(node, "is taken together")
@@ -267,6 +281,26 @@ def _batch_norm(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return _by_batch(walk, node)
 
 
+def _recurrent(walk: Walk, node: fx.Node) -> tuple[fx.Node, list[Dims]]:
+    """A sequence takes no step in the rows of time that do not count."""
+    source, mask, states = arguments_of(node)[:3]
+    steps, sequences, others = walk.dims_of(source)
+    known = [(None, *walk.dims_of(state)) for state in states]
+    (_, sequences, width) = met(node, [(None, sequences, None), *known], 3)
+    if mask is not None:
+        steps, sequences = met(node, [(steps, sequences), walk.dims_of(mask)], 2)
+    if others is not None or width is not None:
+        raise refused(node, "is taken together")
+    if steps is not None:
+        size = node.meta["val"][0].shape[1] if sequences is None else sequences.size
+        own = walk.call(_aten.reshape.default, steps.mask, [-1, 1])
+        own = walk.call(_aten.expand.default, own, [-1, size])
+        if mask is not None:
+            own = walk.call(_aten.logical_and.default, own, mask)
+        node = _changed(node, mask=own)
+    return node, [(steps, sequences, None), *[(sequences, None)] * len(states)]
+
+
 def _embedded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     table, indices = arguments_of(node)[:2]
     if any(walk.dims_of(table)):
@@ -283,18 +317,28 @@ def _classified(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     arguments = named_arguments(node)
     scores, target = arguments_of(node)[:2]
     dims = walk.dims_of(target)
-    if target.meta["val"].is_floating_point() or any(dims[1:]) or not dims or not dims[0]:
-        raise refused(node, "has a loss of probabilities, or is not the first dim of a loss")
-    if walk.dims_of(scores)[0] is not dims[0]:
-        raise refused(node, "meets what another mask has as many rows of")
+    if target.meta["val"].is_floating_point() or not any(dims):
+        raise refused(node, "has a loss of probabilities, or is no dim of its labels")
+    met(node, [walk.dims_of(scores), (dims[0], None, *dims[1:])], len(dims) + 1)
     filled = walk.filled(target, dims, arguments["ignore_index"])
     loss = _changed(node, target=filled)
     if arguments["reduction"] == 0:
         return loss, dims
-    if arguments["reduction"] == 1 and dims[0].is_asked:
+    asked = [rows for rows in dims if rows is not None and rows.is_asked]
+    if arguments["reduction"] == 1 and asked:
         loss = walk.call(target_of(node), *loss.args, **loss.kwargs)
-        loss = walk.settled(loss, dims[0])
+        loss = walk.settled(loss, asked[0])
     return loss, ()
+
+
+def _of_steps(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    """`ctc_loss`: of steps [T, B, C] it reads the first ones, and those that count come first."""
+    scores = input_of(node)
+    rows, *others = walk.dims_of(scores)
+    if rows is None or any(others) or any(any(walk.dims_of(n)) for n in node.all_input_nodes[1:]):
+        raise refused(node, "is taken together")
+    ordered = walk.call(_aten.index_select.default, scores, 0, walk.in_order(rows))
+    return _changed(node, log_probs=ordered), (None,) * node.meta["val"].dim()
 
 
 def _lost(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
@@ -368,6 +412,7 @@ _RULES: Mapping[Any, Rule] = {
     "aten::binary_cross_entropy_with_logits": _lost,
     **dict.fromkeys(("aten::cross_entropy_loss", "aten::nll_loss_nd"), _classified),
     "aten::nll_loss": _classified,
+    "aten::ctc_loss": _of_steps,
     "aten::mean": _mean,
     **dict.fromkeys(("aten::var", "aten::std"), _variance),
     **dict.fromkeys((_aten.softmax.int, _aten.log_softmax.int), _softmax),
@@ -380,6 +425,7 @@ _RULES: Mapping[Any, Rule] = {
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.cosine_similarity.default: _similar,
     **dict.fromkeys((*_LIKE, "aten::bernoulli"), _kept),
+    LAYER: _recurrent,
     _aten.embedding.default: _embedded,
     _aten.one_hot.default: _one_hot,
 }

@@ -120,8 +120,26 @@ def _regroup(
         (i,) = targets
         found[i] = rows = walk.merged(parts)
         walk.note(new_sizes[i], rows)
+    elif (times := _taken_along(parts, [new_sizes[i] for i in targets])) is not None:
+        found[targets[0]] = rows = walk.merged([parts[0], times])
+        walk.note(new_sizes[targets[0]], rows)
     else:
         raise refused(node, "gets another shape")
+
+
+def _taken_along(parts: Sequence[Any], sizes: Sequence[Any]) -> int | None:
+    """How many of each row become rows, where the first dim takes a part of the fixed dims after
+    it: [rows, 8, 4] -> [rows * 4, 8].
+    """
+    first, *others = parts
+    if not isinstance(first, Rows) or any(isinstance(p, Rows) for p in others):
+        return None
+    if not isinstance(sizes[0], torch.SymInt) or any(
+        isinstance(s, torch.SymInt) for s in sizes[1:]
+    ):
+        return None
+    times, rest = divmod(math.prod(others), math.prod(sizes[1:]))
+    return None if rest else times
 
 
 def _hint(size: Any) -> int:
@@ -227,6 +245,14 @@ def _joined(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     return node, tuple(dims)
 
 
+def _padded(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
+    dims, amounts = walk.dims_of(input_of(node)), arguments_of(node)[1]
+    for place, rows in enumerate(reversed(dims)):
+        if rows is not None and any(amounts[2 * place : 2 * place + 2]):
+            raise refused(node, "is padded")
+    return node, dims
+
+
 def _made(walk: Walk, node: fx.Node) -> tuple[fx.Node, Dims]:
     """A new value whose size is given."""
     dims = tuple(walk.rows_of_size(node, size) for size in node.meta["val"].shape)
@@ -264,6 +290,7 @@ RULES_OF_SHAPES: Mapping[Any, Rule] = {
     _aten.unsqueeze.default: _unsqueezed,
     _aten.diagonal.default: _diagonal,
     _aten.broadcast_tensors.default: _broadcast,
+    **dict.fromkeys((_aten.pad.default, _aten.constant_pad_nd.default), _padded),
     operator.getitem: _item,
     "aten::arange": _numbered,
     **{f"aten::{name}": _made for name in ("zeros", "ones", "full", "empty", "rand", "randn")},

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpxla.errors import CaptureError
 from mpxla.graph.functions import applied
 from mpxla.graph.normalize import free_layouts, has_writes
+from mpxla.graph.recurrent import LAYER, unrolled
 from mpxla.graph.stepgraph import describe, is_random
 from mpxla.graph.typed import arguments_of, input_of, outputs_of, target_of
 from mpxla.graph.user_code import line_of
@@ -162,7 +163,8 @@ def _expand(graph: fx.Graph, call: fx.Node) -> None:
         env: dict[Any, Any] = dict(zip([*roots, *outside], values, strict=True))
         for node in path:
             args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda n: env[n]))
-            function = applied(node.target, lambda part: part) or target_of(node)
+            own = unrolled if node.target is LAYER else applied(node.target, lambda part: part)
+            function = own or target_of(node)
             env[node] = function(*args, **kwargs)
         found: Any = torch.autograd.grad(
             [env[n] for n in results],

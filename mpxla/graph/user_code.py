@@ -29,7 +29,10 @@ __all__ = [
 
 _NARROW = ("BFloat16", "bfloat16", "Half", "float16")
 """What errors of torch call 16-bit types."""
-_NEED_VALUES = ("GuardOnDataDependentSymNode", "NeedsValueError", "UserError")
+_NEED_VALUES = (
+    *("GuardOnDataDependentSymNode", "NeedsValueError", "UserError"),
+    "PendingUnbackedSymbolNotFound",  # at what follows a slice that ends at a tensor
+)
 _OF_VALUES = ("data-dependent", "NumberRead", "non-nested SymInt", "for tensor subclasses")
 """Texts of torch's and Python's errors, of its own functions and of dictionaries, say."""
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')

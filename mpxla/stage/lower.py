@@ -30,6 +30,7 @@ from mpxla.errors import LoweringError, MpxlaError
 from mpxla.graph import collectives
 from mpxla.graph.functions import applied
 from mpxla.graph.later_values import LATER, put_in_place
+from mpxla.graph.recurrent import LAYER, unrolled
 from mpxla.graph.stepgraph import describe
 from mpxla.graph.typed import outputs_of, target_of
 from mpxla.graph.varying import VARYING, draws_for_part
@@ -222,7 +223,9 @@ def _on_device(graph: fx.Graph, lowering: Lowering) -> fx.Graph:
             own = applied(node.target, lambda part: _on_device(part, lowering))
             own = own or collectives.lowered(node.target)
             draws = draws_for_part(node)
-            node.target = own or lowering.replacements.get(node.target, node.target)
+            if node.target is LAYER:
+                own = unrolled
+            node.target = lowering.replacements.get(node.target) or own or node.target
             if draws:
                 node.target = drawing_own_part(target_of(node), *node.meta[VARYING])
             node.args = tuple(moved(a) for a in node.args)

@@ -12,6 +12,8 @@ from mpxla.errors import StepError
 from mpxla.tests.graph.test_chosen import (
     Model,
     asked,
+    at_places,
+    attended,
     counts,
     experts_by_masks,
     experts_by_one_hot,
@@ -19,6 +21,7 @@ from mpxla.tests.graph.test_chosen import (
     labels_chosen_twice,
     of_each_row_as_many,
     shapes,
+    slices,
     writes,
 )
 from mpxla.tests.graph.test_chosen_order import by_number, classes, distinct, greatest, in_order
@@ -40,6 +43,9 @@ OTHERS = [
     greatest,
     distinct,
     classes,
+    at_places,
+    slices,
+    attended,
 ]
 
 

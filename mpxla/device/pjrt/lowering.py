@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mpxla.device.backend import Lowering
 from mpxla.device.convolution import expand_convolutions
 from mpxla.device.pjrt.graphs import inline_functions, traced_decompositions
+from mpxla.graph.recurrent import LAYER, looped
 from mpxla.stage.replacements import SHARED
 
 __all__ = ["make_lowering"]
@@ -25,7 +26,7 @@ def make_lowering(is_host: bool) -> Lowering:
     lowering = Lowering(
         device=torch.device("cpu"),
         decompositions=traced_decompositions,
-        replacements=SHARED,
+        replacements={**SHARED, LAYER: looped},
         dispatched=_plain_operators,
     )
     return replace(lowering, expand=_expand_for_host) if is_host else lowering

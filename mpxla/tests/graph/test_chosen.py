@@ -130,6 +130,44 @@ def first_rows(m, h, y):
     return h[y > 3][0].square().sum() + h.view(-1, 8)[(y.flatten() > 3).nonzero()[0, 0]].sum()
 
 
+def at_places(m, h, y):
+    """Rows are read by their numbers, from either end."""
+    v, number = h[y > 3], torch.tensor([0, -1, 0])
+    return (
+        v[number].square().sum()
+        + v[-1].sin().sum()
+        + v[number, 2].sum()
+        + v.gather(0, number[:2, None].abs() * torch.zeros(1, 8).long()).sum()
+        + v.index_select(0, number.abs() - number.abs()).exp().sum()
+        + (v.max(0)[0] * v.argmin(0)).sum()
+    )
+
+
+def slices(m, h, y):
+    """They end at what follows from values; labels have as many as there are rows."""
+    count, last = (y[0] > 3).sum(), y[1].max().item() - 6
+    v = h.view(-1, 8)[y.flatten() > 3]
+    return (
+        h[:, :count].square().sum()
+        + h[1, count - 7 :].sin().sum()
+        + h[:, 1:last].square().sum()
+        + h[..., :last].exp().sum()
+        + F.cross_entropy(m.head(v), y.flatten()[: v.shape[0]], reduction="sum")
+    )
+
+
+def attended(m, h, y):
+    v, q = h[:, (y > 3).any(0)], h[:, :2].sin()
+    one, mask = F.scaled_dot_product_attention, v[:, None, :, 0] > -9
+    return (
+        one(q, v, v).square().sum()
+        + one(q, v, v, attn_mask=mask.expand(-1, 2, -1)).sin().sum()
+        + one(q, v, v, attn_mask=mask.float() * v[:, None, :, 1]).sum()
+        + one(v, v, v, is_causal=True).square().sum()
+        + F.cross_entropy(m.head(v).mT, y[:, (y > 3).any(0)], reduction="sum")
+    )
+
+
 def other_dims(m, h, y):
     columns = y[0] > 3
     v = h[:, columns]
@@ -300,6 +338,9 @@ FUNCTIONS = [labels_chosen_twice, places, writes, experts_by_masks, asked]
 MORE = [
     *(
         first_rows,
+        at_places,
+        slices,
+        attended,
         losses,
         sums,
         extremes,
@@ -394,6 +435,22 @@ def of_each_row_as_many(m, h, y):
     return kept.softmax(1)[:, 0].sum() + (rest * torch.arange(3.0)).mean()
 
 
+def written_through_a_slice(m, h, y):
+    """PyTorch's slices are views."""
+    z = h * 1
+    z[:, : (y[0] > 3).sum()].mul_(2)
+    return z.square().sum()
+
+
+def test_slices_that_are_written_to_need_values():
+    model, step, known = capture(written_through_a_slice)
+    assert known is not None
+    given = torch.randn(3, 5, 8), torch.tensor(LABELS["some"])
+    with torch.no_grad():
+        expected = written_through_a_slice(model, model.first(given[0]), given[1])
+        torch.testing.assert_close(captured(model, step)(*given), expected)
+
+
 def how_many_there_were(m, h, y):
     total, count = h.sum() * 0, 0
     for number in (0, 3):
@@ -458,7 +515,6 @@ REFUSED = {
     "is put in order": lambda m, h, y: h[h[..., 0] > 0].argmax() + h.sum(),
     "meets what another mask has as many rows of": lambda m, h, y: (h[h > 0] * h[h < 0]).sum(),
     "is written at places": lambda m, h, y: h[h > 0].index_copy(0, y[0], h[0, :, 0]).sum(),
-    "is attended to": lambda m, h, y: F.scaled_dot_product_attention(*[h[:, h[0, :, 0] > 0]] * 3),
     "is divided": lambda m, h, y: h[h > 0][1:].sum(),
     "decides a size in a way": lambda m, h, y: torch.zeros(h[h > 0].shape[0] // 2).sum() + h.sum(),
     "is counted for an argument": lambda m, h, y: h.sum().clamp(max=h[h > 0].shape[0]),

@@ -214,7 +214,8 @@ def test_every_operator_of_the_table_has_been_called():
     called = {call.operator for call in by_hand()}
     for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
         called.update(record(dtype, 12, 1))
-    assert {str(op) for op in FUNCTIONS if op not in called} == COMPOSED
+    of_torch = [operator for operator in FUNCTIONS if operator.namespace == "aten"]
+    assert {str(operator) for operator in of_torch if operator not in called} == COMPOSED
 
 
 COMPOSED = set()
