@@ -282,8 +282,6 @@ def fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Generator[list[At
         for table, tensors in saved:
             table.clear()
             table.update(tensors)
-        for found in attributes:
-            del found.module._buffers[found.key]  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
