@@ -66,26 +66,29 @@ class Draw:
 
 
 class Drawer:
-    """Generators in the states of those of Python, NumPy and PyTorch, or in given ones."""
+    """Generators in the states of those of Python, NumPy and PyTorch, or in given ones.
+
+    Attributes:
+        began: the states in which they began, as plain data.
+    """
 
     def __init__(self, state: State | None = None):
         self._python, self._numpy = random.Random(), np.random.RandomState()
         self._torch = torch.Generator()
-        self._began = python, numpy, of_torch = state or self.state_of_process()
+        self.began = python, numpy, of_torch = state or self._state_of_process()
         self._python.setstate((python[0], tuple(python[1]), python[2]))
         self._numpy.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
         self._torch.set_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
     @staticmethod
-    def state_of_process() -> State:
-        """The states of the global generators, as plain data."""
+    def _state_of_process() -> State:
         kind, keys, *rest = np.random.get_state()
         numpy = (kind, np.asarray(keys).tolist(), *rest)
         return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
 
     def again(self) -> "Drawer":
         """Another one in the states in which this one began."""
-        return Drawer(self._began)
+        return Drawer(self.began)
 
     def draw(self, draw: Draw) -> torch.Tensor:
         """What a call returns this time."""

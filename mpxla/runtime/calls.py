@@ -161,9 +161,9 @@ class Calls:
         shared = call.tensors if self._sharing.is_prescaled else ()
         self._compare(name, call.plan, shared, portable(call.signature))
         if call.plan is None:
-            state = None if self._shares else Drawer.state_of_process()
+            drawer = call.drawer = None if self._shares else Drawer()
+            state = None if drawer is None else drawer.began
             self.control.announce(("new", name, portable(call.signature), state))
-            call.drawer = None if self._shares else Drawer()
             return call
         problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
         if problem is not None:

@@ -62,58 +62,47 @@ def trace(
     """
 
     values = functools.cache(values)
-    found = None if drawer is None else Draws(drawer)
-    traced = functools.partial(_traced, signature, function, objects, states, values, graphs)
-    try:
-        return traced(found)
-    except CaptureError:
-        if drawer is None or found is None or not found.has_scalars:
-            raise
-    return traced(Draws(drawer.again(), with_scalars=True))
 
+    def attempt(chosen: Signature, known: Known | None, draws: Draws | None) -> Traced:
+        if draws is None:
+            return _trace(chosen, function, objects, states, known, graphs, None)
+        while True:  # once more if it has drawn
+            asked, given = replace(chosen, draws=tuple(draw for draw, _ in draws.known)), known
+            if given is not None:
+                given = replace(given, values=(*given.values, *draws.values()))
+            found = _trace(asked, function, objects, states, given, graphs, draws)
+            if draws.is_complete:
+                return found
 
-def _traced(
-    signature: Signature,
-    function: Callable[..., Any],
-    objects: Mapping[str, Any],
-    states: ModelStates,
-    values: Callable[[], Sequence[torch.Tensor]],
-    graphs: Kept,
-    draws: Draws | None,
-) -> Traced:
-    """See `trace`."""
-
-    def run(constants: set[str]) -> Traced:
+    def run(draws: Draws | None, constants: set[str]) -> Traced:
         chosen, _ = with_constants(signature, [], constants)
 
         def given() -> Sequence[torch.Tensor]:
             _, (found,) = with_constants(signature, [values()], constants)
             return found
 
-        def attempt(known: Known | None) -> Traced:
-            if draws is None:
-                return _trace(chosen, function, objects, states, known, graphs, None)
-            while True:  # once more if it has drawn
-                asked, given = replace(chosen, draws=tuple(draw for draw, _ in draws.known)), known
-                if given is not None:
-                    given = replace(given, values=(*given.values, *draws.values()))
-                found = _trace(asked, function, objects, states, given, graphs, draws)
-                if draws.is_complete:
-                    return found
+        return with_values_if_needed(lambda known: attempt(chosen, known, draws), given)
 
-        return with_values_if_needed(attempt, given)
+    def traced(draws: Draws | None) -> Traced:
+        numbers = signature.numbers
+        if not numbers:
+            return run(draws, set())
+        with contextlib.suppress(Exception):  # where it is another fault, it comes again below
+            return run(draws, set())
+        constants, found = set(numbers), None
+        for path in numbers if len(numbers) > 1 else ():
+            with contextlib.suppress(Exception):
+                found = run(draws, constants - {path})
+                constants.discard(path)
+        return found or run(draws, constants)
 
-    numbers = signature.numbers
-    if not numbers:
-        return run(set())
-    with contextlib.suppress(Exception):  # where it is another fault, it comes again below
-        return run(set())
-    constants, found = set(numbers), None
-    for path in numbers if len(numbers) > 1 else ():
-        with contextlib.suppress(Exception):
-            found = run(constants - {path})
-            constants.discard(path)
-    return found or run(constants)
+    draws = None if drawer is None else Draws(drawer)
+    try:
+        return traced(draws)
+    except CaptureError:
+        if drawer is None or draws is None or not draws.has_scalars:
+            raise
+    return traced(Draws(drawer.again(), with_scalars=True))
 
 
 def _trace(
