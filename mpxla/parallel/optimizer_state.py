@@ -305,7 +305,7 @@ class OptimizerState:
                     shape = shard.shape
                 else:
                     shard = None  # a number of steps
-                if part is not None and shape == part[2] != ():
+                if part is not None and shape == part[2]:
                     entry[key] = saved.flat(name, key, part[0], part[1] - part[0], shard)
                 else:
                     entry[key] = saved.whole(name, key, shard)

@@ -419,7 +419,7 @@ def test_plain_and_hugging_face_files_load_into_a_partitioned_model(tmp_path):
         for tag in ("plain.pt", "model.safetensors", "model.safetensors.index.json"):
             for name, value in expected.items():
                 assert torch.equal(seen[tag][name], value), (tag, name)
-        assert "it does not have embedding.weight, first.weight" in error
+        assert "it does not have scale, embedding.weight" in error
         for name, value in seen["norm"].items():
             assert torch.equal(value, (expected if "norm" in name else initial)[name]), name
 

@@ -12,7 +12,7 @@ MICROBATCHES = 2
 
 
 class TiedNet(nn.Module):
-    """Embedding tied to the head, a normalization with buffers, and dropout if asked for."""
+    """Embedding tied to the head, a normalization with buffers, dropout if asked for; a number."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -23,11 +23,12 @@ class TiedNet(nn.Module):
         self.second = nn.Linear(WIDTH, 16)
         self.head = nn.Linear(16, 12, bias=False)
         self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, ids):
         x = self.drop(torch.tanh(self.norm(self.first(self.embedding(ids)))))
-        return self.head(self.second(x))
+        return self.head(self.second(x)) * self.scale
 
 
 def train_step(model, ids, labels):
