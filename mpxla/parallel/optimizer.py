@@ -284,6 +284,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             Whether gradients of some rank are inf or nan.
         """
+        self._notice_groups()  # masters of what was frozen until now have scaled gradients, too
         self._pieces.collect_gradients()
         return self._session_models.unscaling(parameters_of(self.optimizer), scale)
 

@@ -264,3 +264,28 @@ def test_thawed_parameters_get_masters_and_loading_keeps_low_bits():
     assert num_wide == [2, 4]
     assert moved.any() and torch.equal(moved, kept), "values that are the same change no master"
     assert bias.tolist() == [1.0 + 2.0**-14, 3.0]
+
+
+def thaw_and_clip():
+    """The norm of gradients in the step in which a parameter is thawed, and that by hand."""
+    smp.init({"fp16": True})
+    model = smp.DistributedModel(Tower())
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = smp.DistributedOptimizer(plain, static_loss_scale=64.0)
+    x = batch(0, 8, torch.float32)
+    train_step(model, x)
+    optimizer.step()
+    model.module.enter.requires_grad_(True)
+    optimizer.zero_grad()
+    train_step(model, x)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    raw = Tower()
+    raw.enter.requires_grad_(True)
+    raw.load_state_dict(model.state_dict())
+    raw(x).backward()
+    return norm.item(), torch.nn.utils.clip_grad_norm_(raw.parameters(), 1e9).item()
+
+
+def test_the_loss_scale_is_taken_off_thawed_parameters_before_clipping():
+    ((norm, expected),) = run_ranks(thaw_and_clip, 1)
+    assert abs(norm - expected) < 0.02 * expected
