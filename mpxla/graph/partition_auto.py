@@ -132,7 +132,12 @@ def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:
 
 
 def _glue(flow: Flow) -> list[list[int]]:
-    """Split the spine at every place where a cut is possible."""
+    """Split the spine at every place where a cut is possible and of use.
+
+    What is made of a parameter alone, as autocast's casts are, stays with its first reader, which
+    comes next. Otherwise a cut could part weight and bias of one layer, and a later step that reads
+    both in one operator could not run.
+    """
     place = {index: slot for slot, index in enumerate(flow.order)}
     depth = [0] * (len(flow.order) + 1)
     for group in flow.groups:
@@ -140,11 +145,14 @@ def _glue(flow: Flow) -> list[list[int]]:
         depth[min(slots) + 1] += 1
         depth[max(slots) + 1] -= 1
     pieces: list[list[int]] = []
+    is_wanted_next = False
     for index, groups_across in zip(flow.order, accumulate(depth), strict=False):
-        if groups_across and pieces:
+        if pieces and (groups_across or is_wanted_next):
             pieces[-1].append(index)
         else:
             pieces.append([index])
+        is_leaf = index in flow.movable and not flow.nodes[index].inputs
+        is_wanted_next = is_leaf and bool(flow.consumers[index])
     return pieces
 
 
@@ -165,11 +173,11 @@ def _too_many_stages(flow: Flow, pieces: Pieces, num_stages: int) -> str:
             return max(slots) - min(slots)
 
         inside = [group for group in flow.groups if group.members[0] in largest]
-        longest = max(inside, key=extent)
+        reason = max(inside, key=extent).reason if inside else "they are one layer's"
         first, last = flow.nodes[largest[0]], flow.nodes[largest[-1]]
         text += (
             f", of which {len(largest)} cannot be separated, from {first.described()} to "
-            f"{last.described()}: {longest.reason}"
+            f"{last.described()}: {reason}"
         )
     return text + ". Lower pipeline_parallel_degree, or use a model with more operations."
 

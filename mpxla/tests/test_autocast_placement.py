@@ -127,3 +127,30 @@ def place_in_vain():
 def test_a_placement_in_vain_is_refused():
     text = r"The module 'model\.head' is placed on partition 1, but the step never calls it"
     check_texts(run_ranks(place_in_vain, 2), PartitionError, text)
+
+
+def cut_under_autocast():
+    """Trains under autocast, evaluates without; returns both losses and those of the plain net."""
+    import mpxla as smp
+
+    smp.init({"pipeline_parallel_degree": 2})
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    ways = reduced, contextlib.nullcontext
+    with torch.no_grad():
+        expected = [loss_of(plain, inputs(), around).item() for around in ways]
+    model = smp.DistributedModel(plain)
+
+    def step(model, x, around):
+        loss = loss_of(model, x, around)
+        if around is reduced:
+            model.backward(loss)
+        return loss
+
+    found = [smp.step(step)(model, inputs(), around).reduce_mean().item() for around in ways]
+    return found, expected
+
+
+def test_a_step_without_autocast_runs_where_one_with_it_was_cut():
+    for found, expected in run_ranks(cut_under_autocast, 2):
+        assert found == pytest.approx(expected, rel=0.02)

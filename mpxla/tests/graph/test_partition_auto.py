@@ -384,3 +384,12 @@ def test_loads_add_up():
     assert [load.activation_bytes for load in loads] == [20, 20]
     assert [(load.received_bytes, load.sent_bytes) for load in loads] == [(2, 3), (3, 2)]
     assert [load.cut_bytes for load in loads] == [5, 5]
+
+
+def test_casts_of_parameters_stay_with_their_reader():
+    program = Program()
+    first = program.layer(program.input(), "model.0", compute=1.0)
+    casts = [program.add(parameters=(f"model.1.{n}",), compute=1.0) for n in ("bias", "weight")]
+    last = program.add(first, *casts, path="model.1", compute=1.0)
+    stage = partition(program, 2, memory_weight=0.0).stage  # equal halves would part the casts
+    assert [stage[i] for i in (first, *casts, last)] == [0, 1, 1, 1]
