@@ -32,7 +32,7 @@ from mpxla.runtime.automatic import (
     is_worth_choosing,
     with_keys,
 )
-from mpxla.runtime.calls import Call
+from mpxla.runtime.call import Call
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.cut import CutStep, cut_step, weighs_memory
 from mpxla.runtime.kept_steps import KeptSteps
@@ -181,10 +181,10 @@ class StepCutter:
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:
-        """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
+        """Tensor leaves of one microbatch, which the first pipeline rank tells the others."""
         if self._pp_rank > 0:
             return self._control.follow()
-        values = self._session.backend.get(call.tensors[0])
+        values = self._session.backend.get(call.sample[0])
         self._control.announce(values)
         return values
 

@@ -88,10 +88,22 @@ class Plans:
 
     def find(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
-    ) -> Plan | None:
-        """The plan for a call of this signature and inputs, with the model as it is now."""
+    ) -> list[Plan | None]:
+        """The plan for each microbatch of a call, with the model as it is now; one if one serves.
+
+        Args:
+            signature: of the call.
+            view: of the model.
+            tensors: tensor leaves of every microbatch, on any device.
+        """
         same = self._same(signature, view)
-        return next((plan for plan in same if plan.change(tensors) is None), None)
+        for plan in same:
+            if plan.change(tensors) is None:
+                return [plan] * len(tensors)
+        return [
+            next((plan for plan in same if plan.change([leaves]) is None), None)
+            for leaves in tensors
+        ]
 
     def inputs_change(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
