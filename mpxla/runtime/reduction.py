@@ -66,7 +66,8 @@ class Gradients:
 
     def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
         """Called when a stage's gradients are complete."""
-        self._whole[self._first + stage] = gradients[stage]
+        if stage in gradients:  # it trains something
+            self._whole[self._first + stage] = gradients[stage]
         self._reduction.start(self._first + stage, self._whole)
 
     def keep(self, gradients: dict[int, list[torch.Tensor]]) -> None:
