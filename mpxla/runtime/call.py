@@ -3,7 +3,7 @@
 This module must not know how ranks agree on a call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.runtime.plans import Plan
 from mpxla.runtime.signature import Signature, with_constants
-from mpxla.runtime.ways import Pass
+from mpxla.runtime.ways import Pass, change_of_answers
 
 __all__ = [
     "Call",
@@ -33,9 +33,14 @@ class Call:
         signature: as the first pipeline rank describes it.
         tensors: tensor leaves of every microbatch, on the first pipeline rank.
         objects: this rank's own objects among the arguments, by path; only a capture reads them.
+        arguments: of the call, on later pipeline ranks.
         passes: what runs it; empty until all that its microbatches need is captured.
         ways: the plan of each microbatch, as far as there is one; on the first pipeline rank.
         plans: those of them, by number.
+        answers: for a function that asks, those that are known for each microbatch; on the first
+            pipeline rank.
+        question: what runs next, to know more of them.
+        wanted: the microbatch that the next capture is for, if that comes next; likewise.
         seed: from which the seeds of random programs are drawn.
         drawer: what a capture draws by, where random numbers of Python are inputs.
     """
@@ -43,16 +48,20 @@ class Call:
     signature: Signature
     tensors: list[list[torch.Tensor]]
     objects: dict[str, Any]
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
     passes: list[Pass] = field(default_factory=list)
     ways: list[Plan | None] = field(default_factory=list)
     plans: dict[int, Plan] = field(default_factory=dict)
+    answers: list[tuple[bool, ...]] = field(default_factory=list)
+    question: Pass | None = None
+    wanted: int | None = None
     seed: int = 0
     drawer: Drawer | None = None
 
     @property
     def sample(self) -> list[list[torch.Tensor]]:
         """Tensor leaves of the microbatch that the next capture is for; none on later ranks."""
-        return [self.tensors[self.ways.index(None)]] if self.ways else []
+        return [] if self.wanted is None else [self.tensors[self.wanted]]
 
 
 def with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
@@ -106,5 +115,5 @@ def what_differs(call: Call) -> str:
     first, plan = next((i, plan) for i, plan in enumerate(call.ways) if plan is not None)
     other = next(i for i, way in enumerate(call.ways) if way is not plan)
     change = plan.change([as_inputs(call, plan)[other]])
-    what = "what is read of the inputs" if change is None else change[1]
+    what = change_of_answers(plan, call.ways[other]) if change is None else change[1]
     return f"{what}, from microbatch {first} to microbatch {other}"

@@ -18,6 +18,7 @@ from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.runtime.asking import Asking
 from mpxla.runtime.call import (
     Call,
     as_inputs,
@@ -34,7 +35,7 @@ from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.seeds import draw_seed, generator_state, set_generator_state
 from mpxla.runtime.sharded_calls import ShardedCalls
 from mpxla.runtime.sharing import Sharing
 from mpxla.runtime.signature import (
@@ -95,6 +96,7 @@ class Calls:
         self._objects = Identities()
         # What a function may draw, by its title; the last that was drawn comes first.
         self._draws: dict[str, list[tuple[Draw, ...]]] = {}
+        self._asking = Asking(self.plans)
         self._shares = len(sharing) > 1
         self._num_replicas = len(session.topology.rdp_group(session.rank))
 
@@ -154,19 +156,60 @@ class Calls:
         # Where ranks that share tensors have samples of their own, all of them have those of all.
         shared = call.tensors if self._sharing.is_prescaled else ()
         self._compare(name, call.passes, shared, portable(call.signature))
-        call.plans = {plan.number: self.plans.use(plan.number) for plan in call.ways if plan}
-        if not call.passes:
-            drawer = call.drawer = None if self._shares else Drawer()
-            state = None if drawer is None else drawer.began
-            self.control.announce(("new", name, portable(call.signature), state, [*call.plans]))
-            return call
-        problem = problem_of_inputs(call.passes)
+        self._announce(call, name)
+        return call
+
+    def _announce(self, call: Call, name: str, problem: str | None = None) -> None:
+        """Tells the other ranks of the pipeline what comes next of a call: `_take` is told it.
+
+        Args:
+            call: the call.
+            name: of the function.
+            problem: why nothing can.
+
+        Raises:
+            StepError: a problem of the call, or of its inputs; on all of them.
+        """
+        next_ = call.passes or ([] if call.question is None else [call.question])
+        problem = problem or problem_of_inputs(next_)
         if problem is not None:
             self.control.announce(("error", name, StepError, problem))
             raise as_announced(StepError(problem))
-        call.seed = self._draw_seed(call.passes)
-        self.control.announce(("known", name, as_numbers(call.passes), call.seed, [*call.plans]))
-        return call
+        for plan in (*filter(None, call.ways), *(one.plan for one in next_)):
+            if plan.number not in call.plans:
+                call.plans[plan.number] = self.plans.use(plan.number)
+        if not next_:
+            drawer = call.drawer = None if self._shares else Drawer()
+            state = None if drawer is None else drawer.began
+            self.control.announce(("new", name, portable(call.signature), state, [*call.plans]))
+            return
+        if call.passes:
+            self._draw(call.passes[0].plan.signature)
+        self._draw_seed(call, next_)
+        kind = "known" if call.passes else "ask"
+        self.control.announce((kind, name, as_numbers(next_), call.seed, [*call.plans]))
+
+    def _draw(self, signature: Signature) -> None:
+        """Draws what the function does; the next call probably draws the same."""
+        draw_all(signature.draws)
+        if signature.draws and self._pp_rank == 0:
+            known = self._draws[signature.function]
+            known.insert(0, known.pop(known.index(signature.draws)))
+
+    def _draw_seed(self, call: Call, next_: Sequence[Pass]) -> None:
+        """A seed for the random operators of one call, which its questions have too.
+
+        Until the call runs, generators stay as they are, since the function may draw by them.
+        """
+        is_random = any(one.plan.runner.plan.is_random for one in next_)
+        if not (is_random or (call.passes and call.seed)):
+            return
+        state, own = torch.get_rng_state(), generator_state()
+        seed = draw_seed()
+        call.seed = call.seed or self._sharing.seed(seed)
+        if not call.passes:
+            torch.set_rng_state(state)
+            set_generator_state(own)
 
     def _gather(
         self, signature: Signature, tensors: list[list[torch.Tensor]]
@@ -228,7 +271,7 @@ class Calls:
             return self._planned(Call(signature, tensors, objects), view)
 
         call = described()
-        if not call.passes and self._numbers.learn(call.signature, self._known()):
+        if call.wanted is not None and self._numbers.learn(call.signature, self._known()):
             call = described()
         return call
 
@@ -237,8 +280,13 @@ class Calls:
 
         It would draw what a plan says if it came to decide as it did in the plan's capture.
         """
-        known = self._draws.get(call.signature.function, [])
-        for draws in [*known, ()]:
+        if call.signature.function in self._asking:
+            self._asking.begin(call)
+            problem = self._advance(call, view)
+            if problem is not None:
+                raise StepError(problem)
+            return call
+        for draws in [*self._draws.get(call.signature.function, []), ()]:
             given = with_draws(call, draws, Drawer()) if draws else call
             ways = self.plans.find(given.signature, view, given.tensors)
             if not call.ways or ways.count(None) < call.ways.count(None):
@@ -248,10 +296,30 @@ class Calls:
         problem = self._divide(call)
         if problem is not None:
             raise StepError(problem)
-        if call.passes and (draws := call.passes[0].plan.signature.draws):
-            draw_all(draws)
-            known.insert(0, known.pop(known.index(draws)))
+        if not call.passes:
+            call.wanted = call.ways.index(None)
         return call
+
+    def _advance(self, call: Call, view: ModelView) -> str | None:
+        """What comes next of a call of a function that asks, and passes if nothing does."""
+        problem = self._asking.advance(call, view)
+        if problem is None and call.question is None and call.wanted is None:
+            problem = self._divide(call)
+        return problem
+
+    def answer(self, call: Call, name: str, values: Sequence[Sequence[bool]]) -> None:
+        """Goes on with a call when its question has run; all ranks of the pipeline call it.
+
+        Args:
+            call: the call.
+            name: of the function.
+            values: what Python has asked for, of each microbatch; on the first rank.
+        """
+        if self._pp_rank > 0:
+            self._take(call, self.control.follow())
+            return
+        self._asking.take(call, values)
+        self._announce(call, name, self._advance(call, self._watch.look()))
 
     def _divide(self, call: Call) -> str | None:
         """Divides a call into passes, once there is a plan for each of its microbatches.
@@ -289,14 +357,14 @@ class Calls:
                 f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
                 f"same step functions in the same order."
             )
-        if kind == "error":
-            error_type, text = rest
-            raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
-        plans = {number: self.plans.use(number) for number in rest[-1]}
-        passes: list[Pass] = []
-        if kind == "known":
-            passes = [Pass(plans[number], tuple(own)) for number, own in rest[0]]
-        signature = passes[0].plan.signature if passes else received(rest[0], args, kwargs)
+        message = kind, announced, *rest
+        _raise_announced(message)
+        if kind == "new":
+            signature = received(rest[0], args, kwargs)
+        else:
+            signature = self.plans.use(rest[0][0][0]).signature
+        call = Call(signature, [], {}, arguments=(args, kwargs))
+        self._take(call, message)
         view = self._watch.look()
         if signature.modes != view.modes:
             raise RankMismatch(
@@ -309,26 +377,41 @@ class Calls:
                 f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
                 f"differs from pp_rank 0. Freeze the same parameters on all ranks."
             )
-        for plan in plans.values():
+        for plan in call.plans.values():
             change = plan.view.difference(view)
             if change is not None:
                 raise RankMismatch(
                     f"{name}: on rank {self._session.rank}, {change} since the step was captured, "
                     f"and on pp_rank 0 it did not. Change the model in the same way on all ranks."
                 )
-        if passes:
-            draw_all(signature.draws)
-            return Call(signature, [], {}, passes, seed=rest[1])
-        drawer = None if rest[1] is None else Drawer(rest[1])
-        objects = local_objects(args, kwargs)
-        return Call(signature, [], objects, plans=plans, drawer=drawer)
+        return call
 
-    def _draw_seed(self, passes: Sequence[Pass]) -> int:
-        """A seed for the random operators of one call; 0 where there are none."""
-        is_random = any(one.plan.runner.plan.is_random for one in passes)
-        return self._sharing.seed(draw_seed()) if is_random else 0
+    def _take(self, call: Call, message: Sequence[Any]) -> None:
+        """What comes next of a call, as the first rank has announced it.
 
-    def agree_to_start(self, call: Call, plan: Plan) -> None:
+        Raises:
+            MpxlaError: nothing can.
+        """
+        _raise_announced(message)
+        kind, _, *rest = message
+        for number in rest[-1]:
+            if number not in call.plans:
+                call.plans[number] = self.plans.use(number)
+        call.passes, call.question = [], None
+        if kind == "new":
+            call.signature = received(rest[0], *call.arguments)
+            call.objects = local_objects(*call.arguments)
+            call.drawer = None if rest[1] is None else Drawer(rest[1])
+            return
+        next_ = [Pass(call.plans[number], tuple(own)) for number, own in rest[0]]
+        call.seed = rest[1]
+        if kind == "known":
+            call.passes = next_
+            draw_all(next_[0].plan.signature.draws)
+        else:
+            (call.question,) = next_
+
+    def agree_to_start(self, call: Call, name: str, plan: Plan) -> None:
         """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
 
         The call has no passes afterwards if it needs another plan.
@@ -339,43 +422,40 @@ class Calls:
         call.plans[plan.number] = plan
         checks, step_plan = plan.runner.checks, plan.runner.plan
         is_open = step_plan.is_random or checks.looks_at_inputs or plan.decisions
+        is_open = is_open or len(call.plans) > 1 or plan.signature.answers is not None
         if self._pp_rank == 0:
             problem = self._take_way(call, plan)
-            if is_open or len(call.plans) > 1:
-                if call.passes and problem is None:
-                    problem = problem_of_inputs(call.passes)
-                    call.seed = self._draw_seed(call.passes)
-                self.control.announce((problem, as_numbers(call.passes), call.seed))
-            if problem is not None:
-                raise as_announced(StepError(problem))
-        elif is_open or len(call.plans) > 1:
-            problem, numbers, call.seed = self.control.follow()
-            if problem is not None:
-                raise as_announced(StepError(f"{problem} (found on pp_rank 0)"))
-            call.passes = [Pass(call.plans[number], tuple(own)) for number, own in numbers]
+            if is_open or problem is not None:
+                self._announce(call, name, problem)
+            else:
+                self._draw(plan.signature)
+        elif is_open:
+            self._take(call, self.control.follow())
         else:
             call.passes = [Pass(plan, tuple(range(call.signature.num_microbatches)))]
-        if call.passes:
             draw_all(plan.signature.draws)
-        elif call.drawer is not None:
-            call.drawer = call.drawer.again()
 
     def _take_way(self, call: Call, plan: Plan) -> str | None:
         """Gives a new plan the microbatches that it is for, as far as they have none."""
+        assert call.wanted is not None, "it was captured for that one"
         constants = set(call.signature.numbers) - set(plan.signature.numbers)
         if constants:
             self._numbers.keep_constant(call.signature.function, constants)
-        given, asked = as_inputs(call, plan), call.ways.index(None)
-        change = plan.change([given[asked]])
+        given = as_inputs(call, plan)
+        change = plan.change([given[call.wanted]])
         if change is not None:
             return (
                 f"{call.signature.function}: {change[1]}, in the same microbatch. What decides in "
                 f"Python must follow from the arguments."
             )
+        if plan.signature.answers is not None:
+            problem = self._asking.add(call, plan)
+            return problem or self._advance(call, self._watch.look())
         call.ways = [
             plan if way is None and plan.change([leaves]) is None else way
             for way, leaves in zip(call.ways, given, strict=True)
         ]
+        call.wanted = call.ways.index(None) if None in call.ways else None
         return self._divide(call)
 
     def keep(
@@ -442,6 +522,14 @@ class Calls:
             )
             return "by random numbers, Python decides otherwise"
         return describe_change(signature, self._known())
+
+
+def _raise_announced(message: Sequence[Any]) -> None:
+    """Raises the error that the first rank has announced, if it has."""
+    kind, _, *rest = message
+    if kind == "error":
+        error_type, text = rest
+        raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
 
 
 def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:

@@ -94,6 +94,9 @@ class StepCutter:
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._has_room: bool | None = None
         """Whether whole parameters fit into every rank, once that has been planned."""
+        # Ranks that share a model's tensors, or gather them, would have to ask together.
+        sharded = session.topology.sdp_group(session.rank)
+        self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
         self.machine = MachineModel()
@@ -124,6 +127,7 @@ class StepCutter:
                 lambda: self._values(call),
                 self._session.kept,
                 call.drawer,
+                self._may_ask,
             )
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
             if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):

@@ -5,14 +5,16 @@ ranks find or build the plan of that signature (a model's first plan places its 
 rank runs its list of actions; gradients and results are collected.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from mpxla.collection import give_back_memory
 from mpxla.comm.agreement import agreed, check_agreement, share_error
 from mpxla.comm.transport import Members
-from mpxla.errors import PeerFailure, RankMismatch, StepError
+from mpxla.errors import MpxlaError, PeerFailure, RankMismatch, StepError
 from mpxla.graph.alike import lines_of
 from mpxla.graph.capture_attributes import Read
 from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
@@ -171,6 +173,9 @@ class StepEngine:
         try:
             call = self.calls.agree(name, rule, args, kwargs)
             while not call.passes:
+                if call.question is not None:
+                    self.calls.answer(call, name, self._runner.ask(call.question, call.seed))
+                    continue
                 work = f"compiling step function {rule.function.__qualname__}"
                 with (
                     self._session.progress.busy("capture and compilation"),
@@ -178,7 +183,7 @@ class StepEngine:
                     graphs_made_quickly(),
                 ):
                     plan = self._build(call, name, rule.function)
-                self.calls.agree_to_start(call, plan)
+                self.calls.agree_to_start(call, name, plan)
             if lent:
                 self._refuse_training(name, call.passes, lent)
             result = self._run_counted(call, rule, args, kwargs)
@@ -257,6 +262,9 @@ class StepEngine:
         else:
             self._cutter.settle_rates()
         cut, signature, reads = self._cut_together(call, function)
+        question = cut if cut.step.is_question else None
+        if question is not None and self.placement.unsettled(self._models_of(cut)):
+            cut = self._whole(call, signature, function) or cut
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
@@ -273,6 +281,8 @@ class StepEngine:
             self.first_cuts.setdefault(label, cut)
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
+        if question is not None and question is not cut:
+            cut = self._cutter.cut_captured(question.step, saved=question.saved or None)
         count, backend = signature.num_microbatches, self._session.backend
         config = self._cutter.config
         schedule = schedule_step(cut, config)
@@ -365,15 +375,35 @@ class StepEngine:
         self._together(self._group, "what ranks gather", settle)
         return exchanges
 
+    def _whole(
+        self, call: Call, signature: Signature, function: Callable[..., Any]
+    ) -> CutStep | None:
+        """A way through a step that begins with a question, by which new models are placed.
+
+        It need not be the way that is taken.
+        """
+        for guess in (False, True):
+            answers = signature.answers or ()
+            with contextlib.suppress(MpxlaError):
+                while True:
+                    drawer = None if call.drawer is None else call.drawer.again()
+                    own = replace(call.signature, answers=(*answers, guess))
+                    one = replace(call, signature=own, drawer=drawer)
+                    cut, *_ = self._cut_together(one, function, self._group)
+                    if not cut.step.is_question:
+                        return cut
+                    answers = own.answers or ()
+        return None
+
     def _cut_together(
-        self, call: Call, function: Callable[..., Any]
+        self, call: Call, function: Callable[..., Any], group: Sequence[int] | None = None
     ) -> tuple[CutStep, Signature, list[Read]]:
         """The step cut on all ranks; each raises its own error if it has one.
 
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
         """
         world = self._session.topology.world_group()
-        group = self._group if self._states.is_any_placed() else world
+        group = group or (self._group if self._states.is_any_placed() else world)
         what = f"step function {call.signature.function}"
         return self._together(group, what, lambda: self._cutter.cut(call, function))
 

@@ -109,6 +109,18 @@ class CallRunner:
         backend = self._backend
         return build_outputs(parts, own, backend.publish, backend.adopt), found
 
+    def ask(self, question: Pass, seed: int) -> list[list[bool]]:
+        """Runs a question; every rank of the pipeline must, with the seed of the call.
+
+        Returns:
+            What Python asks for, of each of its microbatches.
+        """
+        runner = question.plan.runner
+        ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
+        answers = range(len(runner.plan.cut.step.asked))
+        found = [[bool(self._backend.view(v)) for v in ran.fetch(index)] for index in answers]
+        return [list(one) for one in zip(*found, strict=True)]
+
     def _end(self, recorder: Recorder | None) -> None:
         if recorder is not None:
             recorder.end_step()

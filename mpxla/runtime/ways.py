@@ -20,7 +20,14 @@ from mpxla.log import warn_once
 from mpxla.runtime.outputs import differ_in_form
 from mpxla.runtime.plans import Plan
 
-__all__ = ["Pass", "problem_of_ways", "split_into_passes", "warn_of_passes", "why_one_way"]
+__all__ = [
+    "Pass",
+    "change_of_answers",
+    "problem_of_ways",
+    "split_into_passes",
+    "warn_of_passes",
+    "why_one_way",
+]
 
 _ADVICE = (
     "Use torch.where or a mask in place of the branch, or make the decision before the step "
@@ -102,3 +109,14 @@ def warn_of_passes(function: str, change: str, passes: Sequence[Pass]) -> None:
         f"{len(plans)} ways ({change}). The call runs in {len(passes)} passes, one after the "
         f"other{more if len(passes) > len(plans) else ''}, which is slower than in one. {_ADVICE}",
     )
+
+
+def change_of_answers(plan: Plan, other: Plan | None) -> str:
+    """Where two ways have other answers, in words."""
+    own, others = plan.signature.answers or (), other.signature.answers if other else None
+    pairs = enumerate(zip(own, others or (), strict=False))
+    place = next((i for i, (a, b) in pairs if a is not b), None)
+    if place is None:
+        return "what Python asks for"
+    line = plan.runner.plan.cut.step.asked[place]
+    return f"what Python asks for{line} changed from {own[place]} to {not own[place]}"
