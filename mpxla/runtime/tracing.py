@@ -69,12 +69,15 @@ def trace(
         given = function, objects, states, values, graphs, drawer
         try:
             return _attempts(signature, *given)
-        except UndecidedError:
+        except UndecidedError as error:
             if not may_ask:
-                raise
+                raise CaptureError(*error.args) from error.__cause__
         signature = replace(signature, answers=())
         drawer = None if drawer is None else drawer.again()
-    return _attempts(signature, function, objects, states, values, graphs, drawer)
+    try:
+        return _attempts(signature, function, objects, states, values, graphs, drawer)
+    except UndecidedError as error:
+        raise CaptureError(*error.args) from error.__cause__
 
 
 def _attempts(

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import mpxla as smp
+from mpxla.graph import answers
+from mpxla.runtime import asking
 from mpxla.tests.clients import close, host, logged
 from mpxla.tests.ranks.run import run_ranks
 
@@ -138,3 +140,108 @@ def test_replicas_ask_for_themselves():
     for replica, (found, state, *_) in enumerate(run_ranks(train, 2, {"ddp": True})):
         close(found, expected.view(NUM_STEPS, 2, MICROBATCHES, 3)[:, replica].reshape(-1, 3))
         close(state, parameters)
+
+
+class Counting(nn.Module):
+    """Decides by what its earlier calls have written."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        h = self.linear(x)
+        return h if self.seen + h.sum() > 2 else 2 * h
+
+
+def run_for_ever(model, x):
+    h = model(x)
+    while h.sum() > -1e6:
+        h = h + 1
+    return h
+
+
+def take_two_ways(model, x):
+    h = model(x)
+    return h if h[0, 0] > 0 else 2 * h
+
+
+def take_the_value(model, x):
+    return model(x) * float(model(x).sum())
+
+
+def refused(keys, cases, limits=()):
+    for module, name, value in limits:
+        setattr(module, name, value)
+    smp.init({"microbatches": MICROBATCHES, **keys})
+    texts = []
+    for make, function in cases:
+        with pytest.raises(smp.errors.MpxlaError) as caught:
+            smp.step(function)(smp.DistributedModel(make()), torch.randn(12, 4))
+        texts.append(str(caught.value))
+    return texts
+
+
+def small_limits():
+    return [(answers, "MOST_ANSWERS", 3), (asking, "MOST_WAYS", 1)]
+
+
+def refused_with_small_limits(cases):
+    before = [(module, name, getattr(module, name)) for module, name, _ in small_limits()]
+    try:
+        return refused({}, cases, small_limits())
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def read_seen(model, x):
+    return model(x)
+
+
+def test_what_no_question_can_tell():
+    cases = [(Counting, read_seen), (linear, run_for_ever), (linear, take_two_ways),
+             (linear, take_the_value)]  # fmt: skip
+    (texts,) = run_ranks(refused_with_small_limits, 1, cases)
+    patterns = [
+        r"branches at .*test_asking\.py:\d+: return h if self\.seen .* on seen, which earlier",
+        r"more than 3 times, at last at .*test_asking\.py:\d+: while h\.sum\(\) > -1e6",
+        r"take_two_ways branches at .*: return h if h\[0, 0\] > 0 .* in more than 1 ways",
+        r"depends on a tensor's value in Python at .*float\(model\(x\)\.sum\(\)\)",
+    ]
+    for text, pattern in zip(texts, patterns, strict=True):
+        assert re.search(pattern, text), text
+
+
+def test_ranks_that_gather_parameters_do_not_ask():
+    keys = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+    for (text,) in run_ranks(refused, 2, keys, [(linear, take_two_ways)]):
+        assert re.search(r"depends on a tensor's value in Python at .*return h if h\[0, 0\]", text)
+        assert "with tensor_parallel_degree or sharded_data_parallel_degree" in text
+
+
+def evaluate():
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(raw_model().eval())
+    model.eval()
+    with torch.no_grad():
+        loss, _, turns, way = smp.step(loss_of)(model, *batch(0))
+    return [list(row) for row in zip([v.item() for v in loss.outputs], turns, way, strict=True)]
+
+
+def test_evaluation_steps_ask_too():
+    model = raw_model().eval()
+    parts = zip(*(value.split(3) for value in batch(0)), strict=True)
+    expected = []
+    for part in parts:
+        loss, _, turns, way = loss_of(model, *part)
+        expected.append([loss.item(), turns, way])
+    (found,) = run_ranks(evaluate, 1)
+    close(torch.tensor(found), torch.tensor(expected))
