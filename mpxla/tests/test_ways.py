@@ -100,7 +100,7 @@ def train(keys, has_norm, numbers, options=None):
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ways_of_microbatches(stages, has_norm):
     keys = {"pipeline_parallel_degree": stages}
     expected = train_plainly(has_norm, range(4))
