@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpxla.errors import CaptureError, MpxlaError
+from mpxla.graph.answers import Answers, Undecided, modules_left
 from mpxla.graph.capture_autocast import host_autocast
 from mpxla.graph.capture_checkpoints import checkpoints_noted
 from mpxla.graph.capture_constants import masks_decided
@@ -61,6 +62,7 @@ from mpxla.graph.kept_program import recall_step
 from mpxla.graph.normalize import keep_gradient_barriers
 from mpxla.graph.number import is_number
 from mpxla.graph.parameter_attributes import Attribute, NewAttributesError
+from mpxla.graph.questions import as_question
 from mpxla.graph.shapes import static_shapes
 from mpxla.graph.sparse import has_sparse
 from mpxla.graph.stepgraph import Check, Print, ResultLeaf, StepGraph
@@ -112,19 +114,23 @@ class Known:
 
 
 def with_values_if_needed(
-    capture: Callable[[Known | None], T], values: Callable[[], Sequence[torch.Tensor]]
+    capture: Callable[[Known | None], T],
+    values: Callable[[], Sequence[torch.Tensor]],
+    are_needed: bool = False,
 ) -> T:
     """Captures a step without the values of its inputs; if it needs them, with as few as will do.
 
     Args:
         capture: captures with values, or without; may raise `ValueNeededError`.
         values: gives the tensor leaves of one microbatch.
+        are_needed: whether it is known that it needs some.
 
     Raises:
         CaptureError: it cannot be captured.
     """
     try:
-        return capture(None)
+        if not are_needed:
+            return capture(None)
     except ValueNeededError as error:
         get_logger().debug("captured with values of the inputs, since %s", error)
     given = tuple(values())
@@ -232,6 +238,8 @@ class _Returned:
     written: frozenset[str] = frozenset()
     new: list[Attribute] = field(default_factory=list)
     looking: list[tuple[str, Hook]] = field(default_factory=list)
+    asked: tuple[str, ...] = ()
+    is_question: bool = False
 
 
 class _StepModule(nn.Module):
@@ -248,12 +256,14 @@ class _StepModule(nn.Module):
         function: Callable[[Sequence[torch.Tensor]], Any],
         known: Known | None,
         counts: Counts,
+        answers: tuple[bool, ...] | None = None,
     ):
         super().__init__()
         self.model = model
         self._counts = counts
         self._function = function
         self._known = known
+        self._answers = answers
         self.returned = _Returned()
         self.attributes: list[Attribute] = []
         self.hooks: dict[str, list[Hook]] = {}
@@ -274,7 +284,8 @@ class _StepModule(nn.Module):
         global _recorder
         known = self._known
         tape = None if known is None else Tape()
-        semantics = StepSemantics(self._counts, tape)
+        answers = Answers(self._answers)
+        semantics = StepSemantics(self._counts, tape, answers)
         contents = semantics.writes.contents
         _recorder = recorder = BackwardRecorder(
             semantics.constants.is_known, contents.note_backward, self._counts.none_at is not None
@@ -298,7 +309,10 @@ class _StepModule(nn.Module):
                 ) as self.returned.new,
             ):
                 self._hook_parameters()
-                returned = self._function(leaves)
+                returned = None
+                with contextlib.suppress(Undecided):
+                    returned = self._function(leaves)
+                answers.check()
                 semantics.selected.check()
                 for line, passed in semantics.constants.finite().items():
                     recorder.check(Check.FINITE, line, passed)
@@ -310,6 +324,9 @@ class _StepModule(nn.Module):
             self.returned.written = self._names(contents.finish(state.values()))
         finally:
             _recorder = None
+        self.returned.asked = tuple(answers.lines)
+        if answers.is_open:
+            return self._ask(answers, tape, semantics)
         _refuse_sparse(returned)
         returned = pytree.tree_map_only(torch.Tensor, contents.data, returned)
         flat, self.returned.spec = pytree.tree_flatten(returned)
@@ -339,6 +356,18 @@ class _StepModule(nn.Module):
         self.returned.semantics = semantics
         return (*recorder.objectives, *results)
 
+    def _ask(
+        self, answers: Answers, tape: Tape | None, semantics: StepSemantics
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of a question; nothing is shown, differentiated or returned to the user."""
+        returned = self.returned
+        returned.leaves = [ResultLeaf(i, is_number=True) for i, _ in enumerate(answers.asked)]
+        returned.spec = pytree.tree_structure(answers.asked)
+        returned.looking, returned.is_question = [], True
+        returned.decisions = None if tape is None else tape.decisions()
+        returned.semantics = semantics
+        return tuple(answers.asked)
+
 
 def _refuse_sparse(returned: Any) -> None:
     if has_sparse(None, returned, None):
@@ -365,6 +394,7 @@ def capture_step(
     canonical_names: dict[str, str],
     known: Known | None = None,
     kept: Kept | None = None,
+    answers: tuple[bool, ...] | None = None,
 ) -> StepGraph:
     """Captures one microbatch of a step function as a functional graph.
 
@@ -381,6 +411,8 @@ def capture_step(
         known: values of inputs, for a function whose Python needs them. The graph then is the one
             for all inputs of which Python reads the same.
         kept: holds the graphs of earlier starts, by what was traced.
+        answers: to what Python asks of values that depend on the model, in order; it may ask more,
+            and the graph then is a question. None if it may not ask.
 
     Raises:
         NewAttributesError: the function gives parameters attributes, which they are to have.
@@ -389,8 +421,10 @@ def capture_step(
             parameters that do not belong to `model`, relies on hooks or backwards of its own, or
             returns something that cannot be returned.
     """
-    given = function, model, leaves, canonical_names, known, kept or Kept()
+    given = function, model, leaves, canonical_names, known, kept or Kept(), answers
     step = _captured(*given)
+    if step.is_question:
+        return as_question(step)
     lines = {check.label for check in step.prints if check.check is Check.ROWS}
     harmless = {line for line in lines if needs_no_rows(step, line, _captured(*given, line))}
     if known is None and lines - harmless:
@@ -428,12 +462,13 @@ def _captured(
     canonical_names: dict[str, str],
     known: Known | None,
     kept: Kept,
+    answers: tuple[bool, ...] | None = None,
     none_at: str | None = None,
 ) -> StepGraph:
     """See `capture_step`; where the step asks for rows at a line of the user's, there are none."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     counts = Counts(none_at)
-    wrapper = _StepModule(model, function, known, counts)
+    wrapper = _StepModule(model, function, known, counts, answers)
     trainable = _trainable(model, canonical_names)
     wrapper.hooks = {n: found for n, p in model.named_parameters() if (found := hooks_of(p))}
     with (
@@ -452,6 +487,7 @@ def _captured(
         nested_tensors_refused(),
         attributes_named_by_keywords(),
         static_shapes(),
+        modules_left(),
         counts.supposed(),
         static_transformers(),
     ):
@@ -504,6 +540,8 @@ def _captured(
         reads=tuple(zip(own_tensors(tensors_read), lines, strict=True)),
         modules=tuple(returned.modules),
         looking=tuple((canonical_names[name], hook) for name, hook in returned.looking),
+        asked=returned.asked,
+        is_question=returned.is_question,
     )
 
 

@@ -26,6 +26,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpxla.graph.answers import Answers
 from mpxla.graph.capture_shapes import DISTINCT, FixedShapes
 from mpxla.graph.decisions import Tape
 from mpxla.graph.exchanged import exchanged
@@ -46,7 +47,8 @@ _COUNTS = frozenset(
     "unique_consecutive".split()
 )
 """The shape of their result depends on values."""
-_NO_DECISIONS = _READS - {"__bool__", "is_nonzero"}
+_TRUTHS = {"__bool__", "is_nonzero"}
+_NO_DECISIONS = _READS - _TRUTHS
 _OF_FINITE = {"isfinite": True, **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), False)}
 """What tests say of finite values."""
 
@@ -77,7 +79,8 @@ class Constants:
         shapes: exchanges calls whose shapes depend on values.
     """
 
-    def __init__(self, tape: Tape | None = None) -> None:
+    def __init__(self, tape: Tape | None = None, answers: Answers | None = None) -> None:
+        self._answers = answers or Answers(None)
         self.reads: dict[int, tuple[torch.Tensor, str]] = {}
         self.tests: dict[int, tuple[torch.Tensor, str]] = {}
         self._known: Any = WeakTensorKeyDictionary()
@@ -113,6 +116,8 @@ class Constants:
             is_known = is_known and not any(map(self._tests_of, tensors))
         if func in _NUMBERS and not is_known and _has_numbers(func, args[0]):
             return _NUMBERS[func](args[0])
+        if not is_known and name in _TRUTHS and self._answers.may_answer(args[0]):
+            return self._answers.truth_of(args[0])
         if not is_known:
             result = func(*args, **kwargs)
             # Inputs may have values, for which the step is captured again, with these.

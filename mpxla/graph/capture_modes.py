@@ -25,6 +25,7 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mpxla.errors import CaptureError
+from mpxla.graph.answers import Answers
 from mpxla.graph.capture_autograd import DifferentiatesInsideError
 from mpxla.graph.capture_constants import Constants
 from mpxla.graph.capture_counts import Counts
@@ -70,11 +71,13 @@ class StepSemantics(TorchFunctionMode):
     host once. Plain autograd is refused, since it would not see the stages.
     """
 
-    def __init__(self, counts: Counts, tape: Tape | None = None) -> None:
+    def __init__(
+        self, counts: Counts, tape: Tape | None = None, answers: Answers | None = None
+    ) -> None:
         super().__init__()
         self._counts = counts
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.constants = Constants(tape)
+        self.constants = Constants(tape, answers)
         self.writes = HiddenWrites(self.constants.call)
         constants = self.constants
         self.selected = Selected(self.writes.call, constants.as_number, constants.has_value)

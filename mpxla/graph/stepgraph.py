@@ -143,6 +143,8 @@ class StepGraph:
         reads: the user's own tensors whose values Python has read, with the user's lines.
         modules: those that the step uses and no distributed model holds.
         looking: parameters with hooks that are called with the gradient when the step has run.
+        asked: the user's lines that ask for values which depend on the model (`answers.py`).
+        is_question: whether the step computes what they ask for, and not what comes after it.
     """
 
     graph: fx.Graph
@@ -157,6 +159,8 @@ class StepGraph:
     reads: tuple[tuple[torch.Tensor, str], ...] = ()
     modules: tuple[nn.Module, ...] = ()
     looking: tuple[tuple[str, Callable[[torch.Tensor], Any]], ...] = ()
+    asked: tuple[str, ...] = ()
+    is_question: bool = False
 
     def names_in_use(self) -> set[str]:
         """Parameters and buffers that some node reads or that the step changes."""

@@ -19,6 +19,7 @@ from mpxla.graph.exchanged import exchanged
 from mpxla.user_lines import is_model_code
 
 __all__ = [
+    "UndecidedError",
     "ValueNeededError",
     "at_user_line",
     "explain",
@@ -38,6 +39,10 @@ _OF_VALUES = ("data-dependent", "NumberRead", "non-nested SymInt", "for tensor s
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*')
 
 
+class UndecidedError(CaptureError):
+    """Python needs the value of a tensor, which the step's inputs do not give."""
+
+
 class ValueNeededError(CaptureError):
     """Python needs the value of a tensor; with the values of inputs there may be an answer."""
 
@@ -52,13 +57,14 @@ def explain(error: Exception, is_final: bool = True) -> Exception:
     where = _user_frame(traceback.extract_tb(error.__traceback__))
     place = f" at {where}" if where else ""
     if type(error).__name__ in _NEED_VALUES or any(text in str(error) for text in _OF_VALUES):
-        return (CaptureError if is_final else ValueNeededError)(
+        return (UndecidedError if is_final else ValueNeededError)(
             f"The step function depends on a tensor's value in Python{place}. A step is captured "
-            f"once as a graph, so `if`, `while`, `int()`, `float()`, `bool()` and slices by a "
-            f"tensor's value are not possible inside it, unless the value follows from the inputs "
-            f"alone. Use torch.where or masks, index by tensors (x[start + torch.arange(n)] in "
-            f"place of x[start : start + n]), or move the decision out of the step function; what "
-            f".item() reads may be computed with, and returned."
+            f"once as a graph, so `int()`, `float()`, loops over a number and slices by a tensor's "
+            f"value are not possible inside it, unless the value follows from the inputs alone; "
+            f"nor are `if` and `while` with tensor_parallel_degree or "
+            f"sharded_data_parallel_degree. Use torch.where or masks, index by tensors "
+            f"(x[start + torch.arange(n)] in place of x[start : start + n]), or move the decision "
+            f"out of the step function; what .item() reads may be computed with, and returned."
         )
     if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("torch"):
         error.add_note(f"mpxla: raised while the step function was captured{place}.")

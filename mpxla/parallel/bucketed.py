@@ -13,7 +13,7 @@ over those ranks afterwards in one fixed order, so that all copies stay equal bi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,17 +45,20 @@ class GradientFlow:
         trained: parameters that get a gradient on any pipeline rank.
         shared: those of them that this and other pipeline ranks hold, by the ranks.
         changed: buffers and parameters that this rank's stages change.
+        order: stages in the order of which gradients are complete, where those of the sources say
+            nothing about it.
     """
 
     sources: Mapping[str, Sequence[tuple[int, int]]]
     trained: frozenset[str]
     shared: Mapping[tuple[int, ...], Sequence[str]]
     changed: tuple[str, ...]
+    order: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        cut: CutStep,
+        cuts: Sequence[CutStep],
         pp_rank: int,
         parameter_ranks: Mapping[str, tuple[int, ...]],
         names: Mapping[str, str],
@@ -63,23 +66,37 @@ class GradientFlow:
         """The flow of one model's gradients in a captured step, on one pipeline rank.
 
         A step need not read a parameter on all of the pipeline ranks that hold it. Names are those
-        in the step -> those in the model, of parameters and buffers.
+        in the step -> those in the model, of parameters and buffers. Several cuts are the ways of
+        one call through a step; buckets are those of a call that goes the first way only.
         """
         sources: dict[str, list[tuple[int, int]]] = {}
+        order: dict[str, tuple[int, ...]] = {}
         changed: set[str] = set()
-        for stage in cut.stages:
-            if cut.placement[stage.index] == pp_rank:
-                changed.update(names[n] for n in stage.new_buffers if n in names)
-                for place, name in enumerate(stage.trained):
-                    if name in names:
-                        sources.setdefault(names[name], []).append((stage.index, place))
-        trained = frozenset(names[n] for n in cut.trained_stages() if n in names)
+        trained: frozenset[str] = frozenset()
+        first = 0
+        for cut in cuts:
+            found: dict[str, list[tuple[int, int]]] = {}
+            for stage in cut.stages:
+                if cut.placement[stage.index] == pp_rank:
+                    changed.update(names[n] for n in stage.new_buffers if n in names)
+                    for place, name in enumerate(stage.trained):
+                        if name in names:
+                            found.setdefault(names[name], []).append((stage.index, place))
+            for name, own in found.items():
+                order.setdefault(name, tuple(stage for stage, _ in own))
+                sources.setdefault(name, []).extend((first + stage, at) for stage, at in own)
+            trained |= {names[n] for n in cut.trained_stages() if n in names}
+            first += len(cut.stages)
         shared: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(trained):
             holders = parameter_ranks[name]
             if len(holders) > 1 and pp_rank in holders:
                 shared.setdefault(holders, []).append(name)
-        return cls(sources, trained, shared, tuple(sorted(changed)))
+        return cls(sources, trained, shared, tuple(sorted(changed)), order)
+
+    def stages(self, name: str) -> tuple[int, ...]:
+        """Stages that buckets of a gradient go by."""
+        return self.order.get(name) or tuple(stage for stage, _ in self.sources[name])
 
 
 class BucketedReduction:
@@ -121,10 +138,9 @@ class BucketedReduction:
         is_shared = {name for names in shared.values() for name in names}
         groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Sequence[str]] = {}
         # Backwards come to the last stage first.
-        for name, sources in sorted(self._sources.items(), key=lambda item: -item[1][0][0]):
+        for name in sorted(self._sources, key=lambda name: -self._flow.stages(name)[0]):
             if name not in is_shared and self._transfers(name):
-                stages = tuple(stage for stage, _ in sources)
-                key = stages, (self._replica.pp_rank,), self._is_part(name)
+                key = self._flow.stages(name), (self._replica.pp_rank,), self._is_part(name)
                 groups[key] = [*groups.get(key, ()), name]
         for holders, names in sorted(shared.items()):
             for name in names:

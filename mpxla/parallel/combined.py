@@ -102,13 +102,13 @@ class ModelReducers:
         """Before something that all replicas do at once, or none."""
         self._rounds.attendance.meet(what, line)
 
-    def prepare(self, cut: CutStep, num_microbatches: int) -> CombinedReduction:
+    def prepare(self, cuts: Sequence[CutStep], num_microbatches: int) -> CombinedReduction:
         """Makes the reduction of a training step, of the models that it trains or changes."""
-        changed = {name for stage in cut.stages for name in stage.new_buffers}
+        changed = {name for cut in cuts for stage in cut.stages for name in stage.new_buffers}
         flows: list[tuple[GradientReducer, GradientFlow]] = []
         for reducer in self:
             pp_rank, ranks = reducer.replica.pp_rank, reducer.replica.store.ranks
-            flow = GradientFlow.of(cut, pp_rank, ranks, reducer.names)
+            flow = GradientFlow.of(cuts, pp_rank, ranks, reducer.names)
             reducer.prepare_updates(flow.trained)  # also what was frozen when it was placed
             if flow.trained or not changed.isdisjoint(reducer.names):
                 flows.append((reducer, flow))

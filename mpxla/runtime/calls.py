@@ -7,7 +7,7 @@ made or run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,15 +18,24 @@ from mpxla.graph.capture_attributes import Read
 from mpxla.graph.draws import Draw, Drawer
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import warn_once
+from mpxla.runtime.asking import Asking
+from mpxla.runtime.call import (
+    Call,
+    as_inputs,
+    as_numbers,
+    draw_all,
+    problem_of_inputs,
+    what_differs,
+    with_draws,
+)
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.identity import Identities
 from mpxla.runtime.microbatch import SplitRule, split_arguments
 from mpxla.runtime.model_watch import ModelView, ModelWatch
 from mpxla.runtime.number_policy import NumberPolicy
-from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.plans import Plan, Plans
 from mpxla.runtime.runner import PlanRunner
-from mpxla.runtime.seeds import draw_seed
+from mpxla.runtime.seeds import draw_seed, generator_state, set_generator_state
 from mpxla.runtime.sharded_calls import ShardedCalls
 from mpxla.runtime.sharing import Sharing
 from mpxla.runtime.signature import (
@@ -36,35 +45,20 @@ from mpxla.runtime.signature import (
     portable,
     received,
     sign,
-    with_constants,
+)
+from mpxla.runtime.ways import (
+    Pass,
+    problem_of_ways,
+    split_into_passes,
+    warn_of_passes,
+    why_one_way,
 )
 from mpxla.session import Session
 
-__all__ = ["AnnouncedError", "Call", "Calls", "as_announced"]
+__all__ = ["AnnouncedError", "Calls", "as_announced"]
 
 _MEETING = "meeting"
 """Kind of an announcement of what is no step."""
-
-
-@dataclass
-class Call:
-    """One call of a step function on this rank.
-
-    Attributes:
-        signature: as the first pipeline rank describes it.
-        tensors: tensor leaves of every microbatch, on the first pipeline rank.
-        objects: this rank's own objects among the arguments, by path; only a capture reads them.
-        plan: what runs it; None until it is captured.
-        seed: from which the seeds of random programs are drawn.
-        drawer: what a capture draws by, where random numbers of Python are inputs.
-    """
-
-    signature: Signature
-    tensors: list[list[torch.Tensor]]
-    objects: dict[str, Any]
-    plan: Plan | None
-    seed: int = 0
-    drawer: Drawer | None = None
 
 
 class AnnouncedError(MpxlaError):
@@ -102,7 +96,9 @@ class Calls:
         self._objects = Identities()
         # What a function may draw, by its title; the last that was drawn comes first.
         self._draws: dict[str, list[tuple[Draw, ...]]] = {}
+        self._asking = Asking(self.plans)
         self._shares = len(sharing) > 1
+        self._num_replicas = len(session.topology.rdp_group(session.rank))
 
     def meet(self, what: str, line: str) -> None:
         """Before something that the ranks of a pipeline do together outside of steps.
@@ -154,25 +150,66 @@ class Calls:
         except AnnouncedError:
             raise
         except MpxlaError as error:
-            self._compare(f"{name}, which fails: {error}", None, (), None)
+            self._compare(f"{name}, which fails: {error}", (), (), None)
             self.control.announce(("error", name, type(error), str(error)))
             raise as_announced(error) from None
         # Where ranks that share tensors have samples of their own, all of them have those of all.
         shared = call.tensors if self._sharing.is_prescaled else ()
-        self._compare(name, call.plan, shared, portable(call.signature))
-        if call.plan is None:
-            drawer = call.drawer = None if self._shares else Drawer()
-            state = None if drawer is None else drawer.began
-            self.control.announce(("new", name, portable(call.signature), state))
-            return call
-        problem = call.plan.runner.checks.problem_of_inputs(call.signature, call.tensors)
+        self._compare(name, call.passes, shared, portable(call.signature))
+        self._announce(call, name)
+        return call
+
+    def _announce(self, call: Call, name: str, problem: str | None = None) -> None:
+        """Tells the other ranks of the pipeline what comes next of a call: `_take` is told it.
+
+        Args:
+            call: the call.
+            name: of the function.
+            problem: why nothing can.
+
+        Raises:
+            StepError: a problem of the call, or of its inputs; on all of them.
+        """
+        next_ = call.passes or ([] if call.question is None else [call.question])
+        problem = problem or problem_of_inputs(next_)
         if problem is not None:
             self.control.announce(("error", name, StepError, problem))
             raise as_announced(StepError(problem))
-        call.seed = self._draw_seed(call.plan.runner.plan)
-        self.plans.use(call.plan.number)
-        self.control.announce(("known", name, call.plan.number, call.seed))
-        return call
+        for plan in (*filter(None, call.ways), *(one.plan for one in next_)):
+            if plan.number not in call.plans:
+                call.plans[plan.number] = self.plans.use(plan.number)
+        if not next_:
+            drawer = call.drawer = None if self._shares else Drawer()
+            state = None if drawer is None else drawer.began
+            self.control.announce(("new", name, portable(call.signature), state, [*call.plans]))
+            return
+        if call.passes:
+            self._draw(call.passes[0].plan.signature)
+        self._draw_seed(call, next_)
+        kind = "known" if call.passes else "ask"
+        self.control.announce((kind, name, as_numbers(next_), call.seed, [*call.plans]))
+
+    def _draw(self, signature: Signature) -> None:
+        """Draws what the function does; the next call probably draws the same."""
+        draw_all(signature.draws)
+        if signature.draws and self._pp_rank == 0:
+            known = self._draws[signature.function]
+            known.insert(0, known.pop(known.index(signature.draws)))
+
+    def _draw_seed(self, call: Call, next_: Sequence[Pass]) -> None:
+        """A seed for the random operators of one call, which its questions have too.
+
+        Until the call runs, generators stay as they are, since the function may draw by them.
+        """
+        is_random = any(one.plan.runner.plan.is_random for one in next_)
+        if not (is_random or (call.passes and call.seed)):
+            return
+        state, own = torch.get_rng_state(), generator_state()
+        seed = draw_seed()
+        call.seed = call.seed or self._sharing.seed(seed)
+        if not call.passes:
+            torch.set_rng_state(state)
+            set_generator_state(own)
 
     def _gather(
         self, signature: Signature, tensors: list[list[torch.Tensor]]
@@ -202,7 +239,7 @@ class Calls:
     def _compare(
         self,
         text: str,
-        plan: Plan | None,
+        passes: Sequence[Pass],
         tensors: Sequence[Sequence[torch.Tensor]],
         signature: Signature | None,
     ) -> None:
@@ -210,14 +247,14 @@ class Calls:
 
         Args:
             text: the call, or the error that it ended in.
-            plan: what runs it, if there is one.
+            passes: what runs it; none if something has to be captured first.
             tensors: what ranks that share tensors compare.
             signature: likewise.
         """
         try:
-            self._sharded.compare(text, plan)
-            number = None if plan is None else plan.number
-            self._sharing.compare(text, number, tensors, signature)
+            # Several passes are for those that are not divided (`problem_of_ways`).
+            self._sharded.compare(text, passes[0].plan if passes else None)
+            self._sharing.compare(text, as_numbers(passes), tensors, signature)
         except RankMismatch as error:
             self.control.announce(("error", text, RankMismatch, str(error)))
             raise as_announced(error) from None
@@ -231,30 +268,78 @@ class Calls:
             signature, tensors, objects = sign(title, parts, flags, self._objects, inputs)
             if not self._sharing.is_prescaled:
                 signature, tensors = self._gather(signature, tensors)
-            return self._planned(Call(signature, tensors, objects, None), view)
+            return self._planned(Call(signature, tensors, objects), view)
 
         call = described()
-        if call.plan is None and self._numbers.learn(call.signature, self._known()):
+        if call.wanted is not None and self._numbers.learn(call.signature, self._known()):
             call = described()
         return call
 
     def _planned(self, call: Call, view: ModelView) -> Call:
-        """The call with its plan, if there is one, and with what the function draws in it.
+        """The call with its plans, if there are all of them.
 
         It would draw what a plan says if it came to decide as it did in the plan's capture.
         """
-        known = self._draws.get(call.signature.function, [])
-        for draws in [*known, ()]:
-            drawer = Drawer() if draws else None
-            given = call if drawer is None else _with_draws(call, draws, drawer)
-            plan = self.plans.find(given.signature, view, given.tensors)
-            if plan is None:
-                continue
-            if drawer is not None:
-                drawer.commit()
-                known.insert(0, known.pop(known.index(draws)))
-            return replace(given, plan=plan)
+        if call.signature.function in self._asking:
+            self._asking.begin(call)
+            problem = self._advance(call, view)
+            if problem is not None:
+                raise StepError(problem)
+            return call
+        for draws in [*self._draws.get(call.signature.function, []), ()]:
+            given = with_draws(call, draws, Drawer()) if draws else call
+            ways = self.plans.find(given.signature, view, given.tensors)
+            if not call.ways or ways.count(None) < call.ways.count(None):
+                call.ways = ways
+            if None not in ways:
+                break
+        problem = self._divide(call)
+        if problem is not None:
+            raise StepError(problem)
+        if not call.passes:
+            call.wanted = call.ways.index(None)
         return call
+
+    def _advance(self, call: Call, view: ModelView) -> str | None:
+        """What comes next of a call of a function that asks, and passes if nothing does."""
+        problem = self._asking.advance(call, view)
+        if problem is None and call.question is None and call.wanted is None:
+            problem = self._divide(call)
+        return problem
+
+    def answer(self, call: Call, name: str, values: Sequence[Sequence[bool]]) -> None:
+        """Goes on with a call when its question has run; all ranks of the pipeline call it.
+
+        Args:
+            call: the call.
+            name: of the function.
+            values: what Python has asked for, of each microbatch; on the first rank.
+        """
+        if self._pp_rank > 0:
+            self._take(call, self.control.follow())
+            return
+        self._asking.take(call, values)
+        self._announce(call, name, self._advance(call, self._watch.look()))
+
+    def _divide(self, call: Call) -> str | None:
+        """Divides a call into passes, once there is a plan for each of its microbatches.
+
+        Returns:
+            Why it cannot have its plans, as the text of an error.
+        """
+        found = [plan for plan in call.ways if plan is not None]
+        plans = list(dict.fromkeys(found))
+        if plans and (len(plans) > 1 or None in call.ways):
+            reason = problem_of_ways(plans, self._num_replicas)
+            if reason is not None:
+                function = call.signature.function
+                return f"{function}: {what_differs(call)}. {why_one_way(reason)}"
+        if None not in call.ways:
+            inputs = {plan: as_inputs(call, plan) for plan in plans}
+            call.passes = [Pass(p, numbers, inputs[p]) for p, numbers in split_into_passes(found)]
+        if len(call.passes) > 1:
+            warn_of_passes(call.signature.function, what_differs(call), call.passes)
+        return None
 
     def _known(self) -> list[Signature]:
         """Signatures of all plans."""
@@ -272,11 +357,14 @@ class Calls:
                 f"(pp_rank {self._pp_rank}) calls {name}. All ranks of a pipeline have to call the "
                 f"same step functions in the same order."
             )
-        if kind == "error":
-            error_type, text = rest
-            raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
-        plan = self.plans.use(rest[0]) if kind == "known" else None
-        signature = received(rest[0], args, kwargs) if plan is None else plan.signature
+        message = kind, announced, *rest
+        _raise_announced(message)
+        if kind == "new":
+            signature = received(rest[0], args, kwargs)
+        else:
+            signature = self.plans.use(rest[0][0][0]).signature
+        call = Call(signature, [], {}, arguments=(args, kwargs))
+        self._take(call, message)
         view = self._watch.look()
         if signature.modes != view.modes:
             raise RankMismatch(
@@ -289,49 +377,86 @@ class Calls:
                 f"{name}: requires_grad of the model's parameters on rank {self._session.rank} "
                 f"differs from pp_rank 0. Freeze the same parameters on all ranks."
             )
-        change = None if plan is None else plan.view.difference(view)
-        if change is not None:
-            raise RankMismatch(
-                f"{name}: on rank {self._session.rank}, {change} since the step was captured, and "
-                f"on pp_rank 0 it did not. Change the model in the same way on all ranks."
-            )
-        if plan is not None:
-            _draw_along(signature.draws)
-            return Call(signature, [], {}, plan, rest[1])
-        drawer = None if rest[1] is None else Drawer(rest[1])
-        return Call(signature, [], local_objects(args, kwargs), None, drawer=drawer)
+        for plan in call.plans.values():
+            change = plan.view.difference(view)
+            if change is not None:
+                raise RankMismatch(
+                    f"{name}: on rank {self._session.rank}, {change} since the step was captured, "
+                    f"and on pp_rank 0 it did not. Change the model in the same way on all ranks."
+                )
+        return call
 
-    def _draw_seed(self, plan: StepPlan) -> int:
-        """A seed for the random operators of one call; 0 where there are none."""
-        return self._sharing.seed(draw_seed()) if plan.is_random else 0
+    def _take(self, call: Call, message: Sequence[Any]) -> None:
+        """What comes next of a call, as the first rank has announced it.
 
-    def agree_to_start(self, call: Call, plan: Plan) -> None:
+        Raises:
+            MpxlaError: nothing can.
+        """
+        _raise_announced(message)
+        kind, _, *rest = message
+        for number in rest[-1]:
+            if number not in call.plans:
+                call.plans[number] = self.plans.use(number)
+        call.passes, call.question = [], None
+        if kind == "new":
+            call.signature = received(rest[0], *call.arguments)
+            call.objects = local_objects(*call.arguments)
+            call.drawer = None if rest[1] is None else Drawer(rest[1])
+            return
+        next_ = [Pass(call.plans[number], tuple(own)) for number, own in rest[0]]
+        call.seed = rest[1]
+        if kind == "known":
+            call.passes = next_
+            draw_all(next_[0].plan.signature.draws)
+        else:
+            (call.question,) = next_
+
+    def agree_to_start(self, call: Call, name: str, plan: Plan) -> None:
         """What "known" tells with an announcement, for a plan that is new: the seed, or an error.
 
-        Floats that the capture had to keep as constants are no tensors of the call any more.
+        The call has no passes afterwards if it needs another plan.
 
         Raises:
             StepError: the inputs cannot be used; on all ranks of the pipeline.
         """
-        constants = set(call.signature.numbers) - set(plan.signature.numbers)
-        _, call.tensors = with_constants(call.signature, call.tensors, constants)
-        _draw_along(plan.signature.draws, call)
-        if constants and self._pp_rank == 0:
-            self._numbers.keep_constant(call.signature.function, constants)
+        call.plans[plan.number] = plan
         checks, step_plan = plan.runner.checks, plan.runner.plan
-        if not (step_plan.is_random or checks.looks_at_inputs or plan.decisions):
-            return
-        if self._pp_rank > 0:
-            problem, call.seed = self.control.follow()
-            if problem is not None:
-                raise as_announced(StepError(f"{problem} (found on pp_rank 0)"))
-            return
-        problem = _apart_in_microbatches(plan, call.tensors)
-        problem = problem or checks.problem_of_inputs(plan.signature, call.tensors)
-        call.seed = self._draw_seed(step_plan)
-        self.control.announce((problem, call.seed))
-        if problem is not None:
-            raise as_announced(StepError(problem))
+        is_open = step_plan.is_random or checks.looks_at_inputs or plan.decisions
+        is_open = is_open or len(call.plans) > 1 or plan.signature.answers is not None
+        if self._pp_rank == 0:
+            problem = self._take_way(call, plan)
+            if is_open or problem is not None:
+                self._announce(call, name, problem)
+            else:
+                self._draw(plan.signature)
+        elif is_open:
+            self._take(call, self.control.follow())
+        else:
+            call.passes = [Pass(plan, tuple(range(call.signature.num_microbatches)))]
+            draw_all(plan.signature.draws)
+
+    def _take_way(self, call: Call, plan: Plan) -> str | None:
+        """Gives a new plan the microbatches that it is for, as far as they have none."""
+        assert call.wanted is not None, "it was captured for that one"
+        constants = set(call.signature.numbers) - set(plan.signature.numbers)
+        if constants:
+            self._numbers.keep_constant(call.signature.function, constants)
+        given = as_inputs(call, plan)
+        change = plan.change([given[call.wanted]])
+        if change is not None:
+            return (
+                f"{call.signature.function}: {change[1]}, in the same microbatch. What decides in "
+                f"Python must follow from the arguments."
+            )
+        if plan.signature.answers is not None:
+            problem = self._asking.add(call, plan)
+            return problem or self._advance(call, self._watch.look())
+        call.ways = [
+            plan if way is None and plan.change([leaves]) is None else way
+            for way, leaves in zip(call.ways, given, strict=True)
+        ]
+        call.wanted = call.ways.index(None) if None in call.ways else None
+        return self._divide(call)
 
     def keep(
         self,
@@ -380,7 +505,7 @@ class Calls:
             return "another model was made since"
         view = self._watch.look()
         change = self.plans.model_change(signature, view)
-        change = change or self.plans.inputs_change(signature, view, call.tensors)
+        change = change or self.plans.inputs_change(signature, view, call.sample)
         if change is not None and self._pp_rank == 0:
             self._numbers.count_outside(signature.function, change)
         if change is not None:
@@ -399,40 +524,12 @@ class Calls:
         return describe_change(signature, self._known())
 
 
-def _with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
-    """A call with random numbers among its inputs, the same for all microbatches."""
-    values = [drawer.draw(draw) for draw in draws]
-    tensors = [[*leaves, *values] for leaves in call.tensors]
-    return replace(call, signature=replace(call.signature, draws=draws), tensors=tensors)
-
-
-def _draw_along(draws: tuple[Draw, ...], call: Call | None = None) -> None:
-    """Draws as the function would, so that all ranks go on with other numbers.
-
-    A call of a new plan is given those.
-    """
-    if not draws:
-        return
-    drawer = Drawer()
-    if call is None:
-        for draw in draws:
-            drawer.draw(draw)
-    else:
-        call.tensors = _with_draws(call, draws, drawer).tensors
-    drawer.commit()
-
-
-def _apart_in_microbatches(plan: Plan, tensors: Sequence[Sequence[torch.Tensor]]) -> str | None:
-    """Text of the error where a plan for the first microbatch is none for another one."""
-    change = plan.change(tensors)
-    if change is None:
-        return None
-    return (
-        f"{plan.signature.function}: {change[1]}, from microbatch 0 to microbatch {change[0]}. All "
-        f"microbatches of a call run one program, with one way through the step function. Use "
-        f"torch.where or a mask in place of the branch, or make the decision before the step "
-        f"function and pass it as an argument."
-    )
+def _raise_announced(message: Sequence[Any]) -> None:
+    """Raises the error that the first rank has announced, if it has."""
+    kind, _, *rest = message
+    if kind == "error":
+        error_type, text = rest
+        raise as_announced(error_type(f"{text} (found on pp_rank 0)"))
 
 
 def _apart(first: str, rank: int, pp_rank: int, own: str, what: str) -> str:

@@ -32,7 +32,7 @@ from mpxla.runtime.automatic import (
     is_worth_choosing,
     with_keys,
 )
-from mpxla.runtime.calls import Call
+from mpxla.runtime.call import Call
 from mpxla.runtime.control import ControlChannel
 from mpxla.runtime.cut import CutStep, cut_step, weighs_memory
 from mpxla.runtime.kept_steps import KeptSteps
@@ -94,6 +94,9 @@ class StepCutter:
         self._pp_rank = session.topology.pp_rank(session.rank)
         self._has_room: bool | None = None
         """Whether whole parameters fit into every rank, once that has been planned."""
+        # Ranks that share a model's tensors, or gather them, would have to ask together.
+        sharded = session.topology.sdp_group(session.rank)
+        self._may_ask = len(self._sharing) == 1 and len(sharded) == 1
         self.is_tracing = False
         self.chosen: dict[str, Any] | None = None
         self.machine = MachineModel()
@@ -124,6 +127,7 @@ class StepCutter:
                 lambda: self._values(call),
                 self._session.kept,
                 call.drawer,
+                self._may_ask,
             )
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
             if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):
@@ -181,10 +185,10 @@ class StepCutter:
         )
 
     def _values(self, call: Call) -> list[torch.Tensor]:
-        """Tensor leaves of the first microbatch, which the first pipeline rank tells the others."""
+        """Tensor leaves of one microbatch, which the first pipeline rank tells the others."""
         if self._pp_rank > 0:
             return self._control.follow()
-        values = self._session.backend.get(call.tensors[0])
+        values = self._session.backend.get(call.sample[0])
         self._control.announce(values)
         return values
 

@@ -47,7 +47,7 @@ def debug_print(tensor: torch.Tensor, label: str | None = None) -> None:
 def show_prints(
     prints: Sequence[Print],
     results: Mapping[tuple[int, int], Any],
-    num_microbatches: int,
+    microbatches: Sequence[int],
     view: Callable[[Any], torch.Tensor],
 ) -> None:
     """Writes what a step has to show on this rank.
@@ -55,10 +55,10 @@ def show_prints(
     Args:
         prints: of the step.
         results: this rank's, by (result index, microbatch).
-        num_microbatches: how many there are.
+        microbatches: those that have run.
         view: waits for a result and gives it on the host.
     """
-    for microbatch in range(num_microbatches):
+    for microbatch in microbatches:
         for shown in prints:
             if shown.check is None and (shown.result, microbatch) in results:
                 value = view(results[shown.result, microbatch])
@@ -68,7 +68,7 @@ def show_prints(
 def problem_of_checks(
     prints: Sequence[Print],
     function: str,
-    num_microbatches: int,
+    microbatches: Sequence[int],
     fetch: Callable[[int], list[torch.Tensor]],
     view: Callable[[Any], torch.Tensor],
 ) -> str | None:
@@ -77,15 +77,15 @@ def problem_of_checks(
     Args:
         prints: of the step.
         function: the step function, for the text.
-        num_microbatches: how many microbatches the step had.
+        microbatches: those that have run.
         fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
         view: gives a result on the host.
     """
     for check in prints:
         if check.check is None:
             continue
-        for microbatch in range(num_microbatches):
-            if not bool(view(fetch(check.result)[microbatch])):
+        for microbatch, value in zip(microbatches, fetch(check.result), strict=True):
+            if not bool(view(value)):
                 text = _FAILED[check.check].format(line=check.label)
                 return f"{function}: microbatch {microbatch} has {text}"
     return None

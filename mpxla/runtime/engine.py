@@ -5,11 +5,11 @@ ranks find or build the plan of that signature (a model's first plan places its 
 rank runs its list of actions; gradients and results are collected.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, TypeVar, cast
-
-import torch
 
 from mpxla.collection import give_back_memory
 from mpxla.comm.agreement import agreed, check_agreement, share_error
@@ -21,7 +21,8 @@ from mpxla.graph.collectives import REPLICA_GROUP, TENSOR_GROUP
 from mpxla.graph.stepgraph import StepGraph
 from mpxla.graph.user_code import at_user_line
 from mpxla.log import get_logger
-from mpxla.runtime.calls import AnnouncedError, Call, Calls, as_announced
+from mpxla.runtime.call import Call
+from mpxla.runtime.calls import AnnouncedError, Calls, as_announced
 from mpxla.runtime.cut import CutStep
 from mpxla.runtime.cutting import StepCutter
 from mpxla.runtime.derived import set_derived
@@ -34,6 +35,7 @@ from mpxla.runtime.member import Member
 from mpxla.runtime.metrics import Meter
 from mpxla.runtime.microbatch import SplitRule, num_samples
 from mpxla.runtime.partition_store import write_decision
+from mpxla.runtime.passes import CallRunner
 from mpxla.runtime.placement import Placement
 from mpxla.runtime.plan import StepPlan, compile_stages, describe_plan
 from mpxla.runtime.plans import Plan
@@ -44,6 +46,7 @@ from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites
+from mpxla.runtime.ways import Pass
 from mpxla.session import Session
 from mpxla.stage.flat import SHARDING_GROUP
 from mpxla.stage.making import graphs_made_quickly
@@ -108,6 +111,7 @@ class StepEngine:
         config = session.config.for_batches(self._num_batches)
         num_batches = len(replicas) * self._num_batches
         self.meter = Meter(backend, transport, num_batches)
+        self._runner = CallRunner(self._states, reducers, backend, self._describe, session.progress)
         self.life = SignOfLife(get_logger().info if session.rank == 0 else None)
         self._samples: dict[int, int | None] = {}
         self._known_to_all: BaseException | None = None
@@ -168,19 +172,22 @@ class StepEngine:
         self._session.progress.function = rule.function.__qualname__
         try:
             call = self.calls.agree(name, rule, args, kwargs)
-            if call.plan is None:
+            while not call.passes:
+                if call.question is not None:
+                    self.calls.answer(call, name, self._runner.ask(call.question, call.seed))
+                    continue
                 work = f"compiling step function {rule.function.__qualname__}"
                 with (
                     self._session.progress.busy("capture and compilation"),
                     self.life.during(work, "capture"),
                     graphs_made_quickly(),
                 ):
-                    call.plan = self._build(call, name, rule.function)
-                self.calls.agree_to_start(call, call.plan)
+                    plan = self._build(call, name, rule.function)
+                self.calls.agree_to_start(call, name, plan)
             if lent:
-                self._refuse_training(name, call.plan, lent)
-            result = self._run_counted(call.plan, call, rule, args, kwargs)
-            set_derived(call.plan.view)
+                self._refuse_training(name, call.passes, lent)
+            result = self._run_counted(call, rule, args, kwargs)
+            set_derived(call.passes[-1].plan.view)
             return result
         except (PeerFailure, AnnouncedError):
             raise
@@ -189,33 +196,29 @@ class StepEngine:
                 self._session.report_failure(f"step function {name}", error)
             raise
 
-    def _refuse_training(self, name: str, plan: Plan, lent: Set[str]) -> None:
-        trained = {p for stage in plan.runner.plan.cut.stages for p in stage.trained}
+    def _refuse_training(self, name: str, passes: Sequence[Pass], lent: Set[str]) -> None:
+        stages = [stage for one in passes for stage in one.plan.runner.plan.cut.stages]
+        trained = {p for stage in stages for p in stage.trained}
         if not self._states.owners(trained).isdisjoint(lent):
             text = f"{name} calls backward and was called with a copy of the distributed model"
             advice = "Copies are for evaluation; train the model itself."
             raise as_announced(StepError(f"{text}{at_user_line()}. {advice}"))
 
     def _run_counted(
-        self,
-        plan: Plan,
-        call: Call,
-        rule: SplitRule,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, call: Call, rule: SplitRule, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs a call, and notes what it took."""
+        plan = call.passes[0].plan
         if self._pp_rank == 0 and plan.number not in self._samples:
             self._samples[plan.number] = num_samples(rule, args, kwargs)
         began = time.perf_counter()
-        returned = self._run(plan, call.tensors, call.seed)
-        assert self.last_run is not None, "it has just ended"
-        is_training = plan.runner.plan.cut.step.is_training
+        returned, runs = self._run(call)
+        is_training = any(one.plan.runner.plan.cut.step.is_training for one in call.passes)
         self.meter.note_call(
             plan.signature.function.rpartition(".")[2],
             is_training,
             (began, time.perf_counter()),
-            self.last_run.values.wait_s,
+            sum(run.values.wait_s for run in runs),
             self._samples.get(plan.number),
         )
         every = self._session.config.log_metrics_every
@@ -228,27 +231,25 @@ class StepEngine:
         running = "in a step" if self._session.progress.is_running else "outside of steps"
         return {"state": self.life.what or running, **self.meter.read()}
 
-    def _run(self, plan: Plan, tensors: list[list[torch.Tensor]], seed: int) -> Any:
-        runner, signature = plan.runner, plan.signature
+    def _run(self, call: Call) -> tuple[Any, list[StepRun]]:
         if self._session.lifeline is not None:
             self._session.lifeline.check()  # all messages may be there, and their sender gone
-        recorder, progress = self._session.recorder, self._session.progress
-        if recorder is not None:
-            machine = self._cutter.machine
-            description = describe_plan(runner.plan, self._group, self._pp_rank, machine)
-            recorder.begin_step(signature.function, description)
-        count = signature.num_microbatches
-        own_count = count // self._num_batches
+        own_count = call.signature.num_microbatches // self._num_batches
         first = self._place % self._num_batches * own_count
         own = slice(first, first + own_count)
-        returned, self.last_run = runner.run(tensors, count, seed, progress, recorder, own)
-        self.last_used = runner.models
-        if recorder is not None:
-            recorder.end_step()
-        problem = runner.problem_of_results(signature.function, count)
-        if problem is not None:
-            raise as_announced(StepError(problem))  # all ranks of the pipeline see it
-        return returned
+        passes = call.passes
+        returned, found = self._runner.run(passes, call.seed, self._session.recorder, own)
+        self.last_run = found[-1].run
+        used = (label for one in passes for label in one.plan.runner.models)
+        self.last_used = tuple(dict.fromkeys(used))
+        for one, ran in zip(passes, found, strict=True):
+            problem = one.plan.runner.problem_of_results(call.signature.function, ran)
+            if problem is not None:
+                raise as_announced(StepError(problem))  # all ranks of the pipeline see it
+        return returned, [ran.run for ran in found]
+
+    def _describe(self, plan: StepPlan) -> dict[str, object]:
+        return describe_plan(plan, self._group, self._pp_rank, self._cutter.machine)
 
     # --- plan -----------------------------------------------------------------------------------
 
@@ -261,6 +262,9 @@ class StepEngine:
         else:
             self._cutter.settle_rates()
         cut, signature, reads = self._cut_together(call, function)
+        question = cut if cut.step.is_question else None
+        if question is not None and self.placement.unsettled(self._models_of(cut)):
+            cut = self._whole(call, signature, function) or cut
         if self._cutter.chosen is None and not self._states.is_any_placed():
             cut = self._choose(cut, signature.function)
         used = self._models_of(cut)
@@ -277,6 +281,8 @@ class StepEngine:
             self.first_cuts.setdefault(label, cut)
         self.placement.provide_missing(cut)
         self.placement.note_changes(cut)
+        if question is not None and question is not cut:
+            cut = self._cutter.cut_captured(question.step, saved=question.saved or None)
         count, backend = signature.num_microbatches, self._session.backend
         config = self._cutter.config
         schedule = schedule_step(cut, config)
@@ -310,7 +316,7 @@ class StepEngine:
             gathering = Gathering(read, shards, self._groups[SHARDING_GROUP], backend)
         exchanges = self._settle_exchanges(plan, gathering)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
-        reduction = self._reducers.prepare(cut, count) if cut.step.is_training else None
+        reduction = self._reducers.prepare([cut], count) if cut.step.is_training else None
         checks = IndexChecks(config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
         replicas = self._session.topology.rdp_group(self._session.rank)
@@ -369,15 +375,35 @@ class StepEngine:
         self._together(self._group, "what ranks gather", settle)
         return exchanges
 
+    def _whole(
+        self, call: Call, signature: Signature, function: Callable[..., Any]
+    ) -> CutStep | None:
+        """A way through a step that begins with a question, by which new models are placed.
+
+        It need not be the way that is taken.
+        """
+        for guess in (False, True):
+            answers = signature.answers or ()
+            with contextlib.suppress(Exception):  # a way that is not to be taken may raise
+                while True:
+                    drawer = None if call.drawer is None else call.drawer.again()
+                    own = replace(call.signature, answers=(*answers, guess))
+                    one = replace(call, signature=own, drawer=drawer)
+                    cut, *_ = self._cut_together(one, function, self._group)
+                    if not cut.step.is_question:
+                        return cut
+                    answers = own.answers or ()
+        return None
+
     def _cut_together(
-        self, call: Call, function: Callable[..., Any]
+        self, call: Call, function: Callable[..., Any], group: Sequence[int] | None = None
     ) -> tuple[CutStep, Signature, list[Read]]:
         """The step cut on all ranks; each raises its own error if it has one.
 
         The first step is cut by all replicas, later ones by the ranks of one pipeline.
         """
         world = self._session.topology.world_group()
-        group = self._group if self._states.is_any_placed() else world
+        group = group or (self._group if self._states.is_any_placed() else world)
         what = f"step function {call.signature.function}"
         return self._together(group, what, lambda: self._cutter.cut(call, function))
 

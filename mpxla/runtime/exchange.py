@@ -5,7 +5,7 @@ is looked at. All ranks of the pipeline take part.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ __all__ = ["exchange_results"]
 def exchange_results(
     cut: CutStep,
     results: Mapping[tuple[int, int], torch.Tensor],
-    num_microbatches: int,
+    microbatches: Sequence[int],
     pp_rank: int,
     link: PipelineLink,
 ) -> Callable[[int], list[torch.Tensor]]:
@@ -28,14 +28,13 @@ def exchange_results(
     Args:
         cut: the step in stages.
         results: this rank's results by (result index, microbatch).
-        num_microbatches: how many microbatches the step has.
+        microbatches: those that have run.
         pp_rank: this rank.
         link: messages between pipeline ranks.
 
     Returns:
         Result index -> its tensors, one per microbatch; may wait.
     """
-    count = num_microbatches
     shown = {p.result for p in cut.step.prints if p.check is None}  # where they are
     owned = cut.owner_of_result().items()
     owner = {i: cut.placement[s] for i, s in owned if i not in shown}
@@ -43,7 +42,7 @@ def exchange_results(
     indices = {rank: [i for i in sorted(owner) if owner[i] == rank] for rank in set(owner.values())}
     deliveries: list[Handle[None]] = []
     if pp_rank in indices:
-        packed = [results[i, mb] for i in indices[pp_rank] for mb in range(count)]
+        packed = [results[i, mb] for i in indices[pp_rank] for mb in microbatches]
         deliveries = [
             link.send_to(rank, packed, "output")
             for rank in range(cut.partition.num_ranks)
@@ -55,11 +54,11 @@ def exchange_results(
         indices: list[int], wait: Callable[[], list[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         flat = iter(wait())
-        return {i: [next(flat) for _ in range(count)] for i in indices}
+        return {i: [next(flat) for _ in microbatches] for i in indices}
 
     for rank in sorted(indices):
         if rank != pp_rank:
-            wanted = [specs[i] for i in indices[rank] for _ in range(count)]
+            wanted = [specs[i] for i in indices[rank] for _ in microbatches]
             wait = link.receive_from(rank, wanted, "output")
             # Once, when the first of them is read.
             arrivals[rank] = functools.cache(functools.partial(unpacked, indices[rank], wait))
@@ -68,7 +67,7 @@ def exchange_results(
         if owner[index] == pp_rank:
             for delivery in deliveries:  # the user may change in place what is still being sent
                 delivery.result()
-            return [results[index, mb] for mb in range(count)]
+            return [results[index, mb] for mb in microbatches]
         return arrivals[owner[index]]()[index]
 
     return fetch

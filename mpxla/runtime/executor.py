@@ -70,7 +70,7 @@ class StepRun:
     Attributes:
         tensors: this rank's parameters, buffers and constants by name, on the device. Buffers are
             replaced as the stages change them.
-        inputs: tensor leaves of every microbatch (only where stage 0 lives).
+        inputs: tensor leaves of each microbatch (only where stage 0 lives).
         seeds: random seed of every (stage, microbatch) on the device; empty without random ops.
         objective_seeds: gradient of the objectives, one element on the device, by dtype.
         zeros: gives zero accumulators, one per spec; a backward may take their memory.
@@ -84,7 +84,7 @@ class StepRun:
     """
 
     tensors: dict[str, torch.Tensor]
-    inputs: Sequence[Sequence[torch.Tensor]]
+    inputs: Mapping[int, Sequence[torch.Tensor]]
     seeds: Mapping[tuple[int, int], torch.Tensor]
     objective_seeds: Mapping[torch.dtype, torch.Tensor]
     zeros: Callable[[Sequence[TensorSpec]], list[torch.Tensor]]
@@ -99,7 +99,7 @@ class StepRun:
 
     def release(self) -> None:
         """Lets go of all values: after a step, only what it counted is looked at."""
-        self.tensors, self.inputs, self.seeds, self.objective_seeds = {}, (), {}, {}
+        self.tensors, self.inputs, self.seeds, self.objective_seeds = {}, {}, {}, {}
         # Not `clear`: who fetches results later has the same dictionary.
         self.accumulators, self.results, self.prepared = {}, {}, {}
         self.copies = None

@@ -5,7 +5,7 @@ Indices that are made inside come back as results of the step, and every rank lo
 step has run. This module must not know how a graph is searched for them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ class IndexChecks:
         return bool(self._inputs)
 
     def problem_of_inputs(
-        self, signature: Signature, tensors: Sequence[Sequence[torch.Tensor]]
+        self, signature: Signature, tensors: Mapping[int, Sequence[torch.Tensor]]
     ) -> str | None:
         """What is wrong with the inputs of a call, as a text for the user.
 
@@ -47,13 +47,15 @@ class IndexChecks:
 
         Args:
             signature: of the call.
-            tensors: tensor leaves of every microbatch. First pipeline rank only.
+            tensors: tensor leaves of the microbatches that run. First pipeline rank only.
         """
         if not self._inputs:
             return None
         # What lies on a device may have to be computed first, best all of it together.
-        self._backend.adopt([t for leaves in tensors for t in leaves if t.device.type != "cpu"])
-        for microbatch, leaves in enumerate(tensors):
+        self._backend.adopt(
+            [t for leaves in tensors.values() for t in leaves if t.device.type != "cpu"]
+        )
+        for microbatch, leaves in tensors.items():
             for leaf, text in self._problems(leaves):
                 path = signature.tensor_paths[leaf]
                 return (
@@ -74,19 +76,19 @@ class IndexChecks:
                 yield found
 
     def problem_of_results(
-        self, function: str, num_microbatches: int, fetch: Callable[[int], list[torch.Tensor]]
+        self, function: str, microbatches: Sequence[int], fetch: Callable[[int], list[torch.Tensor]]
     ) -> str | None:
         """What is wrong with the indices that the programs report; waits for the step.
 
         Args:
             function: the step function, for the text.
-            num_microbatches: how many microbatches the step had.
+            microbatches: those that have run.
             fetch: result index -> its tensors, one per microbatch. All ranks of the pipeline.
         """
         for place, use in enumerate(self._reported):
             extremes = fetch(self._first + place)
-            for microbatch in range(num_microbatches):
-                low, high = self._backend.view(extremes[microbatch]).tolist()
+            for microbatch, found in zip(microbatches, extremes, strict=True):
+                low, high = self._backend.view(found).tolist()
                 text = use.problem(low, high)
                 if text is not None:
                     return (

@@ -9,15 +9,16 @@ CPU and on CUDA the tensors of jax are ordinary ones; lazy ones of torch_xla are
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
-from mpxla.graph.stepgraph import ResultLeaf
+from mpxla.graph.stepgraph import ResultLeaf, StepGraph
 
-__all__ = ["StepOutput", "build_outputs"]
+__all__ = ["Part", "StepOutput", "build_outputs", "differ_in_form"]
 
 
 class StepOutput:
@@ -81,33 +82,90 @@ class StepOutput:
         return f"StepOutput({len(self._outputs)} x {first.dtype}{list(first.shape)})"
 
 
+@dataclass(frozen=True)
+class Part:
+    """Results of the microbatches that went one way through a step function.
+
+    Attributes:
+        leaves: the returned leaves.
+        structure: their pytree structure.
+        microbatches: their numbers in the call.
+        fetch: result index -> its tensors, one per microbatch; may wait.
+    """
+
+    leaves: Sequence[ResultLeaf]
+    structure: Any
+    microbatches: Sequence[int]
+    fetch: Callable[[int], list[torch.Tensor]]
+
+
 def build_outputs(
-    leaves: Sequence[ResultLeaf],
-    structure: Any,
-    num_microbatches: int,
-    fetch: Callable[[int], list[torch.Tensor]],
+    parts: Sequence[Part],
+    own: slice,
+    publish: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     start: Callable[[list[torch.Tensor]], Any],
 ) -> Any:
     """Puts results in the structure that the step function returned.
 
     Args:
-        leaves: the returned leaves.
-        structure: their pytree structure.
-        num_microbatches: how many microbatches the step had.
-        fetch: result index -> its tensors, one per microbatch; may wait.
+        parts: of all microbatches; `differ_in_form` has found nothing.
+        own: microbatches of the call that are asked for.
+        publish: gives tensors to the user.
         start: starts what is pending of tensors.
 
     Returns:
         The structure with a `StepOutput` for every tensor, a list over microbatches for every
         Python number, and all other leaves as they were.
     """
+    wanted = range(sum(len(part.microbatches) for part in parts))[own]
 
-    def value_of(leaf: ResultLeaf) -> Any:
-        if leaf.output is None:
-            return [leaf.value] * num_microbatches if leaf.is_number else leaf.value
+    def in_order(place: int) -> list[Any]:
+        """A leaf's tensors or numbers, one per microbatch."""
+        found: dict[int, Any] = {}
+        for part in parts:
+            leaf = part.leaves[place]
+            asked = [i for i, number in enumerate(part.microbatches) if number in wanted]
+            values = [leaf.value] * len(asked)
+            if leaf.output is not None:
+                tensors = part.fetch(leaf.output)
+                values = publish([tensors[i] for i in asked])
+                values = [tensor.item() for tensor in values] if leaf.is_number else values
+            found.update(zip((part.microbatches[i] for i in asked), values, strict=True))
+        return [found[number] for number in wanted]
+
+    def value_of(place: int, leaf: ResultLeaf) -> Any:
         if leaf.is_number:
-            return [tensor.item() for tensor in fetch(leaf.output)]
-        index = leaf.output
-        return StepOutput(lambda: fetch(index), start)
+            return in_order(place)
+        if leaf.output is None:
+            return leaf.value
+        return StepOutput(lambda: in_order(place), start)
 
-    return pytree.tree_unflatten([value_of(leaf) for leaf in leaves], structure)
+    values = [value_of(place, leaf) for place, leaf in enumerate(parts[0].leaves)]
+    return pytree.tree_unflatten(values, parts[0].structure)
+
+
+def differ_in_form(steps: Sequence[StepGraph]) -> str | None:
+    """In which forms steps return what has to come together; None if all have one form."""
+    first = steps[0]
+    for other in steps[1:]:
+        if other.result_spec != first.result_spec:
+            forms = (_form(step) for step in (first, other))
+            return "{} one way and {} the other".format(*forms)
+        for a, b in zip(first.result_leaves, other.result_leaves, strict=True):
+            if a.is_number and b.is_number:
+                continue
+            kinds = [_kind(leaf) for leaf in (a, b)]
+            if kinds[0] != kinds[1]:
+                return "{} one way and {} the other".format(*kinds)
+    return None
+
+
+def _form(step: StepGraph) -> str:
+    leaves = [_kind(leaf) for leaf in step.result_leaves]
+    return str(pytree.tree_unflatten(leaves, step.result_spec)).replace("'", "")
+
+
+def _kind(leaf: ResultLeaf) -> str:
+    if leaf.is_number:
+        return "a number"
+    return repr(leaf.value) if leaf.output is None else "a tensor"

@@ -51,6 +51,16 @@ class Plan:
         """Of the exchanges."""
         return hashlib.blake2b("\n".join(self.exchanges).encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Of the signature, whatever Python draws and is told."""
+        return replace(self.signature, draws=(), answers=None).key
+
+    @property
+    def is_question(self) -> bool:
+        """Whether it only tells what Python asks for (`graph/answers.py`)."""
+        return self.runner.plan.cut.step.is_question
+
     def change(self, tensors: Sequence[Sequence[torch.Tensor]]) -> tuple[int, str] | None:
         """(microbatch, what Python would read otherwise) of a call; None if nothing.
 
@@ -88,10 +98,28 @@ class Plans:
 
     def find(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]
-    ) -> Plan | None:
-        """The plan for a call of this signature and inputs, with the model as it is now."""
+    ) -> list[Plan | None]:
+        """The plan for each microbatch of a call, with the model as it is now; one if one serves.
+
+        Args:
+            signature: of the call.
+            view: of the model.
+            tensors: tensor leaves of every microbatch, on any device.
+        """
         same = self._same(signature, view)
-        return next((plan for plan in same if plan.change(tensors) is None), None)
+        for plan in same:
+            if plan.change(tensors) is None:
+                return [plan] * len(tensors)
+        return [
+            next((plan for plan in same if plan.change([leaves]) is None), None)
+            for leaves in tensors
+        ]
+
+    def like(self, signature: Signature, view: ModelView) -> list[Plan]:
+        """Plans for such calls, whatever Python draws and is told; the last that was used first."""
+        key = replace(signature, draws=(), answers=None).key
+        own = [plan for plan in self if plan.key == key and plan.view.difference(view) is None]
+        return own[::-1]
 
     def inputs_change(
         self, signature: Signature, view: ModelView, tensors: Sequence[Sequence[torch.Tensor]]

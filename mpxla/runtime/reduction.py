@@ -11,7 +11,7 @@ import torch
 
 from mpxla.runtime.cut import CutStep
 
-__all__ = ["Reducers", "StepReduction"]
+__all__ = ["Gradients", "Reducers", "StepReduction"]
 
 
 class StepReduction(Protocol):
@@ -36,6 +36,45 @@ class StepReduction(Protocol):
     def finish(self, gradients: Mapping[int, list[torch.Tensor]]) -> None:
         """Called after the last action: leaves the gradients where optimizers look for them."""
         ...
+
+
+class Gradients:
+    """The gradients of one plan in one call, which may run it in several passes.
+
+    Args:
+        reduction: of the call.
+        scale: what the gradient of every microbatch's objective is.
+        whole: gradients of all plans of the call, which this one adds to.
+        first: number of its first stage among those of all plans.
+
+    Attributes:
+        is_last: whether the pass that runs is the plan's last one in the call.
+        so_far: by stage, what earlier passes have added up.
+    """
+
+    def __init__(
+        self,
+        reduction: StepReduction,
+        scale: float,
+        whole: dict[int, list[torch.Tensor]],
+        first: int,
+    ):
+        self.scale = scale
+        self.is_last = True
+        self.so_far: dict[int, list[torch.Tensor]] = {}
+        self._reduction, self._whole, self._first = reduction, whole, first
+
+    def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
+        """Called when a stage's gradients are complete."""
+        if stage in gradients:  # it trains something
+            self._whole[self._first + stage] = gradients[stage]
+        self._reduction.start(self._first + stage, self._whole)
+
+    def keep(self, gradients: dict[int, list[torch.Tensor]]) -> None:
+        """Called after a pass, with what it has left."""
+        self.so_far = {} if self.is_last else gradients
+        if self.is_last:
+            self._whole.update((self._first + i, found) for i, found in gradients.items())
 
 
 class Reducers(Protocol):
@@ -65,6 +104,12 @@ class Reducers(Protocol):
         """
         ...
 
-    def prepare(self, cut: CutStep, num_microbatches: int) -> StepReduction:
-        """Makes the reduction of a training step. All ranks call it for the same steps."""
+    def prepare(self, cuts: Sequence[CutStep], num_microbatches: int) -> StepReduction:
+        """Makes the reduction of a training step. All ranks call it for the same steps.
+
+        Args:
+            cuts: the step in stages; more than one where its microbatches go different ways. The
+                gradients of the stages of all of them count, numbered one cut after the other.
+            num_microbatches: of the call.
+        """
         ...

@@ -3,8 +3,9 @@
 Everything that does not change between calls is made once, when the plan is new.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,18 +15,35 @@ from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gathering import Gathering
-from mpxla.runtime.gradient_looks import show_gradients
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.link import PipelineLink
-from mpxla.runtime.outputs import build_outputs
 from mpxla.runtime.plan import StepPlan
 from mpxla.runtime.recorder import Recorder
-from mpxla.runtime.reduction import StepReduction
+from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
+from mpxla.schedule.subset import actions_of
 from mpxla.stage.spec import TensorSpec
 
-__all__ = ["PlanRunner"]
+__all__ = ["PlanRunner", "Ran"]
+
+_NUM_SCHEDULES = 32
+"""So many schedules of some of the microbatches are kept."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run has left.
+
+    Attributes:
+        run: what it counted.
+        microbatches: those that have run.
+        fetch: result index -> its tensors, one for each of them; may wait.
+    """
+
+    run: StepRun
+    microbatches: tuple[int, ...]
+    fetch: Callable[[int], list[torch.Tensor]]
 
 
 class PlanRunner:
@@ -42,6 +60,9 @@ class PlanRunner:
         checks: of the indices in the step.
         writes: what the step writes to parameters and buffers.
         gathering: makes divided parameters whole for a step; None where programs take parts.
+
+    Attributes:
+        scheduled: the plan with the schedule of some microbatches, as `_scheduled` makes it.
     """
 
     def __init__(
@@ -62,12 +83,12 @@ class PlanRunner:
         self.checks = checks
         self._writes = writes
         self._gathering = gathering
-        self._fetch: Callable[[int], list[torch.Tensor]] | None = None
+        self.reduction = reduction
+        self._gradients: Gradients | None = None
         self._states = states
         self._link = link
         self._pp_rank = pp_rank
         self._backend = backend
-        self._reduction = reduction
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
         self._given = {n: v for n, v in plan.cut.step.constants.items() if n in needed}
         self._constants: dict[str, torch.Tensor] = {}
@@ -75,7 +96,9 @@ class PlanRunner:
         self._upload_constants()
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
-        self._seeds_of_objectives()
+        if reduction is not None:
+            self._objectives(reduction.objective_scale)
+        self.scheduled = functools.lru_cache(_NUM_SCHEDULES)(self._scheduled)
         cut = plan.cut
         leaves = {
             s.index: {p.name: p.leaf for p in s.inputs if p.source is None} for s in cut.stages
@@ -86,64 +109,64 @@ class PlanRunner:
 
     def run(
         self,
-        tensors: list[list[torch.Tensor]],
-        num_microbatches: int,
+        tensors: Sequence[list[torch.Tensor]],
+        microbatches: tuple[int, ...],
         seed: int,
         progress: Progress,
         recorder: Recorder | None = None,
-        own: slice = slice(None),
-    ) -> tuple[Any, StepRun]:
-        """Runs the step once; every rank of the pipeline must.
+        gradients: Gradients | None = None,
+    ) -> Ran:
+        """Runs some microbatches of a call; every rank of the pipeline must.
 
         Args:
-            tensors: tensor leaves of every microbatch, on the first pipeline rank.
-            num_microbatches: how many there are.
+            tensors: tensor leaves of every microbatch of the call, on the first pipeline rank.
+            microbatches: those that run.
             seed: from which the seeds of random programs are drawn.
             progress: is told what runs.
             recorder: notes what runs when, while a profile is taken.
-            own: the microbatches that this rank brought, whose results it gets.
-
-        Returns:
-            What the step function returns, and the state of the run.
+            gradients: where gradients go; None for an evaluation step.
         """
         cut = self.plan.cut
         self._link.set_placement(cut.placement)
         given = self._tensors()
+        self._gradients = gradients
         run = StepRun(
             tensors=dict(given),
-            inputs=self._upload_inputs(tensors),
-            seeds=self._seeds(num_microbatches, seed),
-            objective_seeds=self._seeds_of_objectives(),
+            inputs=self._upload_inputs(tensors, microbatches),
+            seeds=self._seeds(microbatches, seed),
+            objective_seeds={} if gradients is None else self._objectives(gradients.scale),
             zeros=self._zeros_of,
+            accumulators={} if gradients is None else gradients.so_far,
             progress=progress,
             recorder=recorder,
         )
-        if self._reduction is not None:
-            self._reduction.begin()
-        self._executor.run(self.plan.schedule[self._pp_rank], run)
+        plan = self.scheduled(microbatches, gradients is None or gradients.is_last)
+        self._executor.run(plan.schedule[self._pp_rank], run)
         stages = self.plan.programs.values()
         changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
         self._copy_parameters_in(run, given, changed)
-        self._fetch = fetch = exchange_results(
-            cut, run.results, num_microbatches, self._pp_rank, self._link
-        )
-        show_prints(cut.step.prints, run.results, num_microbatches, self._backend.view)
+        fetch = exchange_results(cut, run.results, microbatches, self._pp_rank, self._link)
+        show_prints(cut.step.prints, run.results, microbatches, self._backend.view)
         self._writes.keep(changed, given, run.tensors)
-        if self._reduction is not None:
-            self._reduction.finish(run.accumulators)
+        if gradients is not None:
+            gradients.keep(run.accumulators)
         run.release()
-        show_gradients(cut.step.looking, self._states)
-        self._writes.scale_rows(fetch)
-        backend, count = self._backend, len(range(num_microbatches)[own])
-        leaves, structure = cut.step.result_leaves, cut.step.result_spec
-        returned = build_outputs(
-            leaves,
-            structure,
-            count,
-            lambda index: backend.publish(fetch(index)[own]),
-            backend.adopt,
-        )
-        return returned, run
+        return Ran(run, microbatches, fetch)
+
+    def scale_rows(self, ran: Ran) -> None:
+        """Scales rows of embeddings after a run; see `StepWrites.scale_rows`."""
+        self._writes.scale_rows(ran.fetch)
+
+    def _scheduled(self, microbatches: tuple[int, ...], reduces: bool) -> StepPlan:
+        """The plan with the schedule of some microbatches.
+
+        Args:
+            microbatches: those that run.
+            reduces: whether gradients are complete after them.
+        """
+        whole = self.plan.schedule
+        schedule = tuple(actions_of(actions, microbatches, reduces) for actions in whole)
+        return self.plan if schedule == whole else replace(self.plan, schedule=schedule)
 
     def _copy_parameters_in(
         self, run: StepRun, given: Mapping[str, torch.Tensor], changed: Sequence[str]
@@ -156,17 +179,15 @@ class PlanRunner:
         held = lost + [*run.tensors.values()] * self._backend.donates
         copy_held(run.results, held, self._backend)
 
-    def problem_of_results(self, function: str, num_microbatches: int) -> str | None:
-        """What is wrong with values that the last run made; every rank of the pipeline."""
-        fetch, self._fetch = self._fetch, None  # it holds the results of a step
-        assert fetch is not None, "a step has run"
+    def problem_of_results(self, function: str, ran: Ran) -> str | None:
+        """What is wrong with values that a run made; every rank of the pipeline."""
         prints, view = self.plan.cut.step.prints, self._backend.view
-        problem = problem_of_checks(prints, function, num_microbatches, fetch, view)
-        return problem or self.checks.problem_of_results(function, num_microbatches, fetch)
+        problem = problem_of_checks(prints, function, ran.microbatches, ran.fetch, view)
+        return problem or self.checks.problem_of_results(function, ran.microbatches, ran.fetch)
 
     def _reduce(self, stage: int, run: StepRun) -> None:
-        assert self._reduction is not None, "only training steps have reductions"
-        self._reduction.start(stage, run.accumulators)
+        assert self._gradients is not None, "only training steps have reductions"
+        self._gradients.start(stage, run.accumulators)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self._states.local_tensors())
@@ -196,11 +217,8 @@ class PlanRunner:
         self._constants.update(zip(copies, uploaded, strict=True))
         self._copies.update(copies)
 
-    def _seeds_of_objectives(self) -> dict[torch.dtype, torch.Tensor]:
+    def _objectives(self, scale: float) -> dict[torch.dtype, torch.Tensor]:
         """The gradient of the objectives; on the device it stays until it changes."""
-        if self._reduction is None:
-            return {}
-        scale = self._reduction.objective_scale
         if self._objective_seeds is None or self._objective_seeds[0] != scale:
             lowered = [stage.lowered for stage in self.plan.programs.values()]
             kinds = dict.fromkeys(one.backward_inputs[-1].dtype for one in lowered if one.backward)
@@ -208,12 +226,15 @@ class PlanRunner:
             self._objective_seeds = scale, dict(zip(kinds, seeds, strict=True))
         return self._objective_seeds[1]
 
-    def _upload_inputs(self, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        rest = iter(self._backend.put([t for mb in tensors for t in mb]))
-        return [[next(rest) for _ in mb] for mb in tensors]
+    def _upload_inputs(
+        self, tensors: Sequence[list[torch.Tensor]], microbatches: Sequence[int]
+    ) -> dict[int, list[torch.Tensor]]:
+        own = {mb: tensors[mb] for mb in microbatches} if tensors else {}
+        rest = iter(self._backend.put([t for leaves in own.values() for t in leaves]))
+        return {mb: [next(rest) for _ in leaves] for mb, leaves in own.items()}
 
-    def _seeds(self, count: int, seed: int) -> dict[tuple[int, int], torch.Tensor]:
-        keys = [(stage, mb) for stage in self.plan.random_stages for mb in range(count)]
+    def _seeds(self, microbatches: Sequence[int], seed: int) -> dict[tuple[int, int], torch.Tensor]:
+        keys = [(stage, mb) for stage in self.plan.random_stages for mb in microbatches]
         values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
         return dict(zip(keys, self._backend.put(values), strict=True))
 

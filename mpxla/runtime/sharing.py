@@ -46,7 +46,7 @@ class Sharing:
     def compare(
         self,
         text: str,
-        plan: int | None,
+        plan: Any,
         tensors: Sequence[Sequence[torch.Tensor]],
         signature: Signature | None,
     ) -> None:
@@ -54,7 +54,7 @@ class Sharing:
 
         Args:
             text: the call, or the error that it ended in.
-            plan: number of the plan that runs it; None if it is to be captured.
+            plan: which plans run it; false if something is to be captured.
             tensors: tensor leaves of every microbatch.
             signature: what else has to be equal.
 

@@ -106,6 +106,7 @@ class Signature:
         grad_enabled: whether gradients are enabled around the call.
         autocast: (enabled, dtype) of the active autocast regions.
         draws: random numbers that Python draws, which are inputs after those of the arguments.
+        answers: what Python is told of values that depend on the model; None if it does not ask.
     """
 
     function: str
@@ -118,6 +119,7 @@ class Signature:
     grad_enabled: bool
     autocast: tuple[Any, ...]
     draws: tuple[Draw, ...] = ()
+    answers: tuple[bool, ...] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -132,6 +134,7 @@ class Signature:
             self.grad_enabled,
             self.autocast,
             self.draws,
+            self.answers,
         )
 
     @property
@@ -336,6 +339,8 @@ def _differences(new: Signature, old: Signature) -> list[str]:
         a, b = getattr(old, name), getattr(new, name)
         if a != b:
             changes.append(f"{name} changed from {a} to {b}")
+    if new.answers != old.answers:
+        changes.append("values that depend on the model decide in Python")
     if new.modes != old.modes:
         changes.append("the train/eval mode of the model changed")
     if new.trainable != old.trainable:

@@ -23,6 +23,7 @@ from mpxla.graph.capture_sources import (
 from mpxla.graph.draws import Drawer, Draws
 from mpxla.graph.parameter_attributes import NewAttributesError
 from mpxla.graph.stepgraph import StepGraph
+from mpxla.graph.user_code import UndecidedError
 from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
@@ -41,6 +42,7 @@ def trace(
     values: Callable[[], Sequence[torch.Tensor]],
     graphs: Kept,
     drawer: Drawer | None,
+    may_ask: bool = True,
 ) -> Traced:
     """Captures a step with as many of its floats as inputs as Python lets it.
 
@@ -52,16 +54,42 @@ def trace(
         values: gives the tensor leaves of one microbatch, where Python needs them.
         graphs: those of earlier starts.
         drawer: draws random numbers of Python; None if they are to stay as they are.
+        may_ask: whether Python may ask for values that depend on the model (`graph/answers.py`).
 
     Returns:
-        The signature has constants in the places of floats whose value Python needs, and what the
-        function draws.
+        The signature has constants in the places of floats whose value Python needs, what the
+        function draws, and answers if it asks for values.
 
     Raises:
         CaptureError: the function cannot be captured.
     """
 
     values = functools.cache(values)
+    if signature.answers is None:
+        given = function, objects, states, values, graphs, drawer
+        try:
+            return _attempts(signature, *given)
+        except UndecidedError as error:
+            if not may_ask:
+                raise CaptureError(*error.args) from error.__cause__
+        signature = replace(signature, answers=())
+        drawer = None if drawer is None else drawer.again()
+    try:
+        return _attempts(signature, function, objects, states, values, graphs, drawer)
+    except UndecidedError as error:
+        raise CaptureError(*error.args) from error.__cause__
+
+
+def _attempts(
+    signature: Signature,
+    function: Callable[..., Any],
+    objects: Mapping[str, Any],
+    states: ModelStates,
+    values: Callable[[], Sequence[torch.Tensor]],
+    graphs: Kept,
+    drawer: Drawer | None,
+) -> Traced:
+    """See `trace`; with as few values of inputs, and as few constants, as will do."""
 
     def attempt(chosen: Signature, known: Known | None, draws: Draws | None) -> Traced:
         if draws is None:
@@ -81,7 +109,8 @@ def trace(
             _, (found,) = with_constants(signature, [values()], constants)
             return found
 
-        return with_values_if_needed(lambda known: attempt(chosen, known, draws), given)
+        needs = signature.answers is not None
+        return with_values_if_needed(lambda known: attempt(chosen, known, draws), given, needs)
 
     def traced(draws: Draws | None) -> Traced:
         numbers = signature.numbers
@@ -96,6 +125,8 @@ def trace(
                 constants.discard(path)
         return found or run(draws, constants)
 
+    if drawer is not None and signature.answers is not None:
+        return traced(Draws(drawer, with_scalars=True))
     draws = None if drawer is None else Draws(drawer)
     try:
         return traced(draws)
@@ -128,7 +159,8 @@ def _trace(
     def capture() -> StepGraph:
         names = states.current_names()
         try:
-            return capture_step(run, model, signature.tensor_leaves, names, known, graphs)
+            leaves, answers = signature.tensor_leaves, signature.answers
+            return capture_step(run, model, leaves, names, known, graphs, answers)
         except NewAttributesError as error:
             for found in error.attributes:
                 found.start()

@@ -131,11 +131,7 @@ def branch_on_masks():
         for mask in MASKS:
             optimizer.zero_grad()
             own = mask if smp.pp_rank() == 0 else [0, 0, 0, 0]  # only pp_rank 0's inputs count
-            try:
-                losses.append(train(model, inputs(), torch.tensor(own)).reduce_mean().item())
-            except smp.errors.StepError as error:
-                losses.append(str(error))
-                continue
+            losses.append(train(model, inputs(), torch.tensor(own)).reduce_mean().item())
             optimizer.step()
     return losses, host(model.local_named_parameters()), lines
 
@@ -144,7 +140,7 @@ def test_branches_on_inputs_are_taken_for_each_batch():
     plain = raw_model()
     optimizer = optimizer_of(plain)
     expected = []
-    for mask in MASKS[:4] + MASKS[5:]:
+    for mask in MASKS:
         optimizer.zero_grad()
         halves = zip(inputs().split(2), torch.tensor(mask).split(2), strict=True)
         loss = sum(loss_by_mask(plain, x, part) for x, part in halves) / 2
@@ -153,12 +149,11 @@ def test_branches_on_inputs_are_taken_for_each_batch():
         optimizer.step()
     results = run_ranks(branch_on_masks, 2)
     for losses, _, lines in results:
-        close(torch.tensor(losses[:4] + losses[5:]), torch.tensor(expected))
+        close(torch.tensor(losses), torch.tensor(expected))
         where = r"at .*test_changing_numbers\.py:\d+: if is_padded\.any\(\):"
         change = rf"what is read of the inputs {where} changed from False to True"
-        assert re.search(rf"{change}, from microbatch 0 to microbatch 1\. All micro", losses[4])
         compiled = [line for line in lines if "compiled step" in line]
-        assert len(compiled) == 3, "the mixed batch is captured, and refused"
+        assert len(compiled) == 2, "the mixed batch goes both ways"
     assert re.search(rf"\({change}\)", [x for x in results[0][2] if "compiled step" in x][1])
     close(merged([found for _, found, _ in results]), host(plain.named_parameters()))
 

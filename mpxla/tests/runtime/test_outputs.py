@@ -6,7 +6,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.errors import StepError
 from mpxla.graph.stepgraph import ResultLeaf
-from mpxla.runtime.outputs import StepOutput, build_outputs
+from mpxla.runtime.outputs import Part, StepOutput, build_outputs
 
 pytestmark = pytest.mark.unit
 
@@ -68,7 +68,8 @@ def test_the_structure_comes_back():
         fetched.append(index)
         return values[index]
 
-    first, named, (none, last) = build_outputs(leaves, structure, 2, fetch, list)
+    part = Part(leaves, structure, (0, 1), fetch)
+    first, named, (none, last) = build_outputs([part], slice(None), list, list)
     assert fetched == [1], "only Python numbers are waited for"
     assert named == {"a": "text", "b": [[10, 11], [4, 4]]}
     assert [type(number) for number in named["b"][0]] == [int, int]

@@ -5,8 +5,11 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.runtime.index_checks import IndexChecks
+from mpxla.runtime.passes import CallRunner
+from mpxla.runtime.plans import Plan
 from mpxla.runtime.runner import PlanRunner
 from mpxla.runtime.step_writes import StepWrites
+from mpxla.runtime.ways import Pass
 from mpxla.tests.device.null import NullBackend
 from mpxla.tests.device.null_steps import NUM_MICROBATCHES, plan_of, two_layers
 
@@ -60,7 +63,12 @@ def runner_of(is_training):
 
 def call(runner):
     leaves = [[torch.zeros(3, 4)] for _ in range(NUM_MICROBATCHES)]
-    return runner.run(leaves, NUM_MICROBATCHES, 7, Progress())
+    plan = Plan(0, None, None, runner, list)
+    runs = CallRunner(runner._states, None, runner._backend, None, Progress())
+    returned, found = runs.run(
+        [Pass(plan, tuple(range(NUM_MICROBATCHES)), leaves)], 7, None, slice(None)
+    )
+    return returned, found[0].run
 
 
 def test_a_call_adopts_parameters_puts_inputs_and_publishes_results():

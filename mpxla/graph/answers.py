@@ -1,0 +1,113 @@
+"""Answers to what Python asks of values that no capture knows: `if loss > 2:`.
+
+A step function is captured once for each way through it. Where it asks what has no answer yet, the
+capture ends: what it has computed up to there is an evaluation step, a question, whose results are
+this answer and those before it. With what that step says of a microbatch, the function is captured
+again, with one answer more, until it comes to its end.
+
+    answers           captured                                        results
+    ()                question: the step up to the first `if`         first
+    (True,)           question: the step up to the second `if`        first, second
+    (True, False)     the step                                        what it returns
+
+This module must not know how a step is captured or run.
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from mpxla.errors import CaptureError
+from mpxla.graph.exchanged import exchanged
+from mpxla.graph.user_code import at_user_line
+
+__all__ = ["MOST_ANSWERS", "Answers", "Undecided", "modules_left"]
+
+MOST_ANSWERS = 32
+"""So often one way through a step function may ask."""
+
+
+class Undecided(BaseException):
+    """Ends the user's function; no `except Exception` of its own is to catch it."""
+
+
+@contextlib.contextmanager
+def modules_left() -> Generator[None]:
+    """Lets torch's tracer leave the modules whose forwards end so; it forgets to."""
+    original: Any = fx.Tracer.call_module
+
+    def call_module(tracer: Any, *arguments: Any) -> Any:
+        depth = len(tracer.module_stack)
+        try:
+            return original(tracer, *arguments)
+        except Undecided:
+            while len(tracer.module_stack) > depth:
+                tracer.module_stack.popitem()
+            raise
+
+    with exchanged(fx.Tracer, call_module=call_module):
+        yield
+
+
+class Answers:
+    """Those of one capture.
+
+    Args:
+        given: what Python gets, in order; None where it may not ask.
+
+    Attributes:
+        asked: what it has asked, as tensors of one truth value.
+        lines: the user's lines that have asked it, as `at_user_line` gives them.
+        is_open: whether the last of it has no answer.
+    """
+
+    def __init__(self, given: tuple[bool, ...] | None):
+        self._given = given
+        self.asked: list[torch.Tensor] = []
+        self.lines: list[str] = []
+        self.is_open = False
+
+    def may_answer(self, tensor: torch.Tensor) -> bool:
+        """Whether Python may ask for the truth of a tensor."""
+        is_one = not is_functorch_wrapped_tensor(tensor) and tensor.numel() == 1
+        return self._given is not None and is_one
+
+    def truth_of(self, tensor: torch.Tensor) -> bool:
+        """The answer.
+
+        Raises:
+            Undecided: there is none yet.
+            CaptureError: there are too many of them.
+        """
+        assert self._given is not None, "`may_answer` has said so"
+        if len(self.asked) == MOST_ANSWERS:
+            raise CaptureError(
+                f"The step function branches on values that depend on the model more than "
+                f"{MOST_ANSWERS} times, at last{at_user_line()}. Each turn of such a loop is a "
+                f"way of its own through the step: loop a fixed number of times, and choose with "
+                f"torch.where."
+            )
+        self.asked.append(tensor.detach().reshape(()) != 0)
+        self.lines.append(at_user_line())
+        if len(self.asked) > len(self._given):
+            self.is_open = True
+            raise Undecided
+        return self._given[len(self.asked) - 1]
+
+    def check(self) -> None:
+        """After a whole capture.
+
+        Raises:
+            CaptureError: the function has not asked for all answers.
+        """
+        assert self._given is not None or not self.asked
+        if not self.is_open and len(self.asked) < len(self._given or ()):
+            raise CaptureError(
+                "The step function branches on values that depend on the model, and asked for "
+                "fewer of them when it was captured again. What decides in Python must follow "
+                "from its arguments and its model."
+            )

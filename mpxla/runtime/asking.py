@@ -1,0 +1,164 @@
+"""Calls of step functions that branch on values which depend on the model (`graph/answers.py`).
+
+What Python asks for is computed before the step runs, by questions: plans of the step up to there,
+which tell all answers so far. A question runs for the microbatches that may go its way, and those
+that do not are found another one, until the way of each is known; where there is no plan, the next
+one is captured with the answers known so far.
+
+The first rank of a pipeline keeps this. This module must not know how ranks agree on a call.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from mpxla.graph.questions import draws_alike
+from mpxla.log import warn_once
+from mpxla.runtime.call import Call, as_inputs
+from mpxla.runtime.model_watch import ModelView
+from mpxla.runtime.plans import Plan, Plans
+from mpxla.runtime.signature import with_constants
+from mpxla.runtime.ways import Pass
+
+__all__ = ["Asking"]
+
+MOST_WAYS = 32
+"""So many ways through a step function may depend on what the model computes."""
+
+
+class Asking:
+    """What is known of functions that ask.
+
+    Args:
+        plans: all plans, questions among them.
+    """
+
+    def __init__(self, plans: Plans):
+        self._plans = plans
+        self._functions: set[str] = set()
+
+    def __contains__(self, function: str) -> bool:
+        """Whether a step function has asked before, by its title."""
+        return function in self._functions
+
+    def begin(self, call: Call) -> None:
+        """Before anything is known of a call."""
+        count = call.signature.num_microbatches
+        call.ways, call.answers = [None] * count, [()] * count
+
+    def add(self, call: Call, plan: Plan) -> str | None:
+        """A plan was captured for a call; an error's text if it is one too many."""
+        _warn(plan)
+        self._functions.add(call.signature.function)
+        constants = set(call.signature.numbers) - set(plan.signature.numbers)
+        if constants or not call.answers:
+            _, call.tensors = with_constants(call.signature, call.tensors, constants)
+            call.signature = replace(plan.signature, draws=())
+            self.begin(call)
+        return _problem_of_number(plan, self._plans)
+
+    def advance(self, call: Call, view: ModelView) -> str | None:
+        """Finds what comes next of a call: a question, a capture, or no more of them.
+
+        Returns:
+            Why nothing can, as the text of an error.
+        """
+        waiting: dict[Plan, list[int]] = {}
+        call.question = call.wanted = None
+        for number, way in enumerate(call.ways):
+            plan = self._find(call, number, view) if way is None else None
+            if plan is not None and plan.is_question:
+                waiting.setdefault(plan, []).append(number)
+            elif plan is not None:
+                call.ways[number] = plan
+            elif way is None and call.wanted is None:
+                call.wanted = number
+        if waiting:
+            call.wanted = None
+            plan, numbers = next(iter(waiting.items()))
+            call.question = Pass(plan, tuple(numbers), as_inputs(call, plan))
+            return None
+        if call.wanted is not None:
+            call.signature = replace(call.signature, answers=call.answers[call.wanted])
+            return None
+        found = [*call.plans.values(), *filter(None, call.ways)]
+        return _problem_of_draws(call.signature.function, found)
+
+    def take(self, call: Call, values: Sequence[Sequence[bool]]) -> None:
+        """What the question of a call has told, of each of its microbatches."""
+        assert call.question is not None, "it has run"
+        told = call.question.plan.signature.answers or ()
+        for number, found in zip(call.question.microbatches, values, strict=True):
+            pairs = enumerate(zip(found, told, strict=False))
+            place = next((i for i, (one, other) in pairs if one is not other), len(told))
+            call.answers[number] = tuple(found[: place + 1])
+
+    def _find(self, call: Call, number: int, view: ModelView) -> Plan | None:
+        """The plan for a microbatch, as far as there are answers for it.
+
+        Of questions that which was used last: microbatches tend to go the same ways.
+        """
+        answers, question = call.answers[number], None
+        for plan in self._plans.like(call.signature, view):
+            told = plan.signature.answers or ()
+            if told[: len(answers)] != answers or not (plan.is_question or told == answers):
+                continue
+            if plan.change([as_inputs(call, plan)[number]]) is None:
+                if not plan.is_question:
+                    return plan
+                question = question or plan
+        return question
+
+
+def _problem_of_draws(function: str, plans: Iterable[Plan]) -> str | None:
+    """Why answers do not hold: a question draws other random numbers than the step.
+
+    Args:
+        function: the step function.
+        plans: of one call, questions and others.
+    """
+    questions = [plan for plan in plans if plan.is_question]
+    for plan in plans:
+        for question in questions:
+            answers, whole = question.signature.answers or (), plan.signature.answers or ()
+            if plan is question or answers != whole[: len(answers)]:
+                continue
+            graphs = [[s.graph for s in p.runner.plan.cut.stages] for p in (question, plan)]
+            if not draws_alike(*graphs):
+                line = question.runner.plan.cut.step.asked[-1]
+                return (
+                    f"{function} branches{line} on a value that depends on the model and on random "
+                    f"numbers (dropout), which would be others when the branch is taken: the step "
+                    f"up to there is divided into stages in another way than the whole. Use "
+                    f"torch.where in place of the branch, or one pipeline stage."
+                )
+    return None
+
+
+def _problem_of_number(plan: Plan, known: Iterable[Plan]) -> str | None:
+    """Why a new way is one too many; None if it is not.
+
+    Args:
+        plan: the way.
+        known: all plans.
+    """
+    if sum(not other.is_question and other.key == plan.key for other in known) <= MOST_WAYS:
+        return None
+    return (
+        f"{plan.signature.function} branches{plan.runner.plan.cut.step.asked[-1]} on values that "
+        f"depend on the model, in more than {MOST_WAYS} ways. Each is a program of its own: use "
+        f"torch.where or a mask in place of the branch, or loop a fixed number of times."
+    )
+
+
+def _warn(plan: Plan) -> None:
+    """Tells the user, once for each line that asks."""
+    step, function = plan.runner.plan.cut.step, plan.signature.function
+    if plan.is_question:
+        line = step.asked[-1]
+        warn_once(
+            f"question of {function}{line}",
+            f"step function {function.rpartition('.')[2]} branches{line} on a value that depends "
+            f"on the model. Each call runs the step up to there first, without gradients, to see "
+            f"which way its microbatches go; each way is a program of its own. torch.where or a "
+            f"mask in place of the branch is faster.",
+        )

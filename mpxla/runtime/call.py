@@ -1,0 +1,119 @@
+"""A call of a step function on one rank, with the plans that run its microbatches.
+
+This module must not know how ranks agree on a call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mpxla.graph.draws import Draw, Drawer
+from mpxla.runtime.plans import Plan
+from mpxla.runtime.signature import Signature, with_constants
+from mpxla.runtime.ways import Pass, change_of_answers
+
+__all__ = [
+    "Call",
+    "as_inputs",
+    "as_numbers",
+    "draw_all",
+    "problem_of_inputs",
+    "what_differs",
+    "with_draws",
+]
+
+
+@dataclass
+class Call:
+    """One call of a step function on this rank.
+
+    Attributes:
+        signature: as the first pipeline rank describes it.
+        tensors: tensor leaves of every microbatch, on the first pipeline rank.
+        objects: this rank's own objects among the arguments, by path; only a capture reads them.
+        arguments: of the call, on later pipeline ranks.
+        passes: what runs it; empty until all that its microbatches need is captured.
+        ways: the plan of each microbatch, as far as there is one; on the first pipeline rank.
+        plans: those of them, by number.
+        answers: for a function that asks, those that are known for each microbatch; on the first
+            pipeline rank.
+        question: what runs next, to know more of them.
+        wanted: the microbatch that the next capture is for, if that comes next; likewise.
+        seed: from which the seeds of random programs are drawn.
+        drawer: what a capture draws by, where random numbers of Python are inputs.
+    """
+
+    signature: Signature
+    tensors: list[list[torch.Tensor]]
+    objects: dict[str, Any]
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
+    passes: list[Pass] = field(default_factory=list)
+    ways: list[Plan | None] = field(default_factory=list)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    answers: list[tuple[bool, ...]] = field(default_factory=list)
+    question: Pass | None = None
+    wanted: int | None = None
+    seed: int = 0
+    drawer: Drawer | None = None
+
+    @property
+    def sample(self) -> list[list[torch.Tensor]]:
+        """Tensor leaves of the microbatch that the next capture is for; none on later ranks."""
+        return [] if self.wanted is None else [self.tensors[self.wanted]]
+
+
+def with_draws(call: Call, draws: tuple[Draw, ...], drawer: Drawer) -> Call:
+    """A call with random numbers among its inputs, the same for all microbatches."""
+    values = [drawer.draw(draw) for draw in draws]
+    tensors = [[*leaves, *values] for leaves in call.tensors]
+    return replace(call, signature=replace(call.signature, draws=draws), tensors=tensors)
+
+
+def as_inputs(call: Call, plan: Plan) -> list[list[torch.Tensor]]:
+    """The tensor leaves of every microbatch for a plan, with what the function draws.
+
+    Floats that the capture had to keep as constants are none of them.
+    """
+    constants = set(call.signature.numbers) - set(plan.signature.numbers)
+    if constants:
+        signature, tensors = with_constants(call.signature, call.tensors, constants)
+        call = replace(call, signature=signature, tensors=tensors)
+    draws = plan.signature.draws
+    return with_draws(call, draws, Drawer()).tensors if draws else call.tensors
+
+
+def draw_all(draws: tuple[Draw, ...]) -> None:
+    """Draws as the function would, so that all ranks go on with other numbers."""
+    if not draws:
+        return
+    drawer = Drawer()
+    for draw in draws:
+        drawer.draw(draw)
+    drawer.commit()
+
+
+def as_numbers(passes: Sequence[Pass]) -> list[tuple[int, list[int]]]:
+    """Passes as they travel."""
+    return [(one.plan.number, [*one.microbatches]) for one in passes]
+
+
+def problem_of_inputs(passes: Sequence[Pass]) -> str | None:
+    """What is wrong with the inputs of a call; see `IndexChecks`."""
+    for one in passes:
+        checks, signature = one.plan.runner.checks, one.plan.signature
+        own = {number: one.tensors[number] for number in one.microbatches}
+        problem = checks.problem_of_inputs(signature, own)
+        if problem is not None:
+            return problem
+    return None
+
+
+def what_differs(call: Call) -> str:
+    """Which microbatches decide differently, and what; not all of them have one plan."""
+    first, plan = next((i, plan) for i, plan in enumerate(call.ways) if plan is not None)
+    other = next(i for i, way in enumerate(call.ways) if way is not plan)
+    change = plan.change([as_inputs(call, plan)[other]])
+    what = change_of_answers(plan, call.ways[other]) if change is None else change[1]
+    return f"{what}, from microbatch {first} to microbatch {other}"

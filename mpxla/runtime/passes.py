@@ -1,0 +1,142 @@
+"""Running a call: one pass of its plan, or several where its microbatches go different ways.
+
+run      each pass runs its microbatches; what it writes to buffers is there for the next one, and
+         gradients of a plan are added up over its passes
+reduce   once per call: a plan's gradients are complete with its last pass, and replicas reduce
+         what all plans give as if it came from the stages of one
+return   results of all passes, in the order of microbatches
+
+This module must not know how ranks agree on a call.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mpxla.comm.stall import Progress
+from mpxla.device.backend import Backend
+from mpxla.runtime.gradient_looks import show_gradients
+from mpxla.runtime.outputs import Part, build_outputs
+from mpxla.runtime.plan import StepPlan
+from mpxla.runtime.plans import MAX_PLANS, Plan
+from mpxla.runtime.recorder import Recorder
+from mpxla.runtime.reduction import Gradients, Reducers, StepReduction
+from mpxla.runtime.runner import Ran
+from mpxla.runtime.states import ModelStates
+from mpxla.runtime.ways import Pass
+
+__all__ = ["CallRunner"]
+
+
+class CallRunner:
+    """Runs calls on one rank.
+
+    Args:
+        states: parameters of all models.
+        reducers: of gradients over replicas.
+        backend: of this rank's device.
+        describe: a plan as plain data, for traces.
+        progress: is told what runs.
+    """
+
+    def __init__(
+        self,
+        states: ModelStates,
+        reducers: Reducers,
+        backend: Backend,
+        describe: Callable[[StepPlan], dict[str, object]],
+        progress: Progress,
+    ):
+        self._states, self._reducers, self._backend = states, reducers, backend
+        self._describe, self._progress = describe, progress
+        self._reductions: OrderedDict[tuple[int, ...], StepReduction] = OrderedDict()
+
+    def run(
+        self, passes: Sequence[Pass], seed: int, recorder: Recorder | None, own: slice
+    ) -> tuple[Any, list[Ran]]:
+        """Runs a call; every rank of the pipeline must.
+
+        Args:
+            passes: of the call, in order.
+            seed: from which the seeds of random programs are drawn.
+            recorder: notes what runs when, while a profile is taken.
+            own: the microbatches that this rank brought, whose results it gets.
+
+        Returns:
+            What the step function returns, and what each pass has left.
+        """
+        plans = sorted({one.plan for one in passes}, key=lambda plan: plan.number)
+        reduction = self._reduction(plans)
+        whole: dict[int, list[torch.Tensor]] = {}
+        shares: dict[Plan, Gradients] = {}
+        if reduction is not None:
+            scale = reduction.objective_scale
+            ends = accumulate(len(plan.runner.plan.cut.stages) for plan in plans)
+            shares = {
+                plan: Gradients(reduction, scale, whole, end - len(plan.runner.plan.cut.stages))
+                for plan, end in zip(plans, ends, strict=True)
+            }
+            reduction.begin()
+        found: list[Ran] = []
+        for index, one in enumerate(passes):
+            if found:
+                passes[index - 1].plan.runner.scale_rows(found[-1])
+                self._end(recorder)
+            gradients = shares.get(one.plan)
+            is_last = all(later.plan is not one.plan for later in passes[index + 1 :])
+            if gradients is not None:
+                gradients.is_last = is_last
+            if recorder is not None:
+                plan = one.plan.runner.scheduled(one.microbatches, is_last)
+                recorder.begin_step(one.plan.signature.function, self._describe(plan))
+            arguments = one.tensors, one.microbatches, seed, self._progress, recorder, gradients
+            found.append(one.plan.runner.run(*arguments))
+        if reduction is not None:
+            reduction.finish(whole)
+        steps = [plan.runner.plan.cut.step for plan in plans]
+        hooks = {(name, id(hook)): hook for step in steps for name, hook in step.looking}
+        show_gradients([(name, hook) for (name, _), hook in hooks.items()], self._states)
+        passes[-1].plan.runner.scale_rows(found[-1])
+        self._end(recorder)
+        parts = [
+            Part(step.result_leaves, step.result_spec, ran.microbatches, ran.fetch)
+            for one, ran in zip(passes, found, strict=True)
+            for step in [one.plan.runner.plan.cut.step]
+        ]
+        backend = self._backend
+        return build_outputs(parts, own, backend.publish, backend.adopt), found
+
+    def ask(self, question: Pass, seed: int) -> list[list[bool]]:
+        """Runs a question; every rank of the pipeline must, with the seed of the call.
+
+        Returns:
+            What Python asks for, of each of its microbatches.
+        """
+        runner = question.plan.runner
+        ran = runner.run(question.tensors, question.microbatches, seed, self._progress)
+        answers = range(len(runner.plan.cut.step.asked))
+        found = [[bool(self._backend.view(v)) for v in ran.fetch(index)] for index in answers]
+        return [list(one) for one in zip(*found, strict=True)]
+
+    def _end(self, recorder: Recorder | None) -> None:
+        if recorder is not None:
+            recorder.end_step()
+
+    def _reduction(self, plans: Sequence[Plan]) -> StepReduction | None:
+        """The reduction of a call that these plans run; None if it evaluates."""
+        if len(plans) == 1:
+            return plans[0].runner.reduction
+        cuts = [plan.runner.plan.cut for plan in plans]
+        if not any(cut.step.is_training for cut in cuts):
+            return None
+        key = tuple(plan.number for plan in plans)
+        known = self._reductions
+        if key not in known:
+            known[key] = self._reducers.prepare(cuts, plans[0].signature.num_microbatches)
+            if len(known) > MAX_PLANS:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return known[key]

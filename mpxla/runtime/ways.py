@@ -1,0 +1,122 @@
+"""Microbatches of one call that go different ways through a step function.
+
+Each way is a plan. Microbatches that go the same way run together, in one pass. Where a step writes
+to buffers or parameters, a later microbatch reads what earlier ones have left, so that only
+neighbours run together.
+
+    decisions of microbatches    passes, nothing written    passes, something written
+    A B A A                      A 0 2 3, B 1               A 0, B 1, A 2 3
+
+This module must not know how a plan is made or run.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mpxla.log import warn_once
+from mpxla.runtime.outputs import differ_in_form
+from mpxla.runtime.plans import Plan
+
+__all__ = [
+    "Pass",
+    "change_of_answers",
+    "problem_of_ways",
+    "split_into_passes",
+    "warn_of_passes",
+    "why_one_way",
+]
+
+_ADVICE = (
+    "Use torch.where or a mask in place of the branch, or make the decision before the step "
+    "function and pass it as an argument."
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one plan runs of a call.
+
+    Attributes:
+        plan: the plan.
+        microbatches: their numbers among those of the call, in order.
+        tensors: tensor leaves of every microbatch of the call, as inputs of the plan; on the first
+            pipeline rank.
+    """
+
+    plan: Plan
+    microbatches: tuple[int, ...]
+    tensors: Sequence[list[torch.Tensor]] = field(default=(), repr=False)
+
+
+def split_into_passes(ways: Sequence[Plan]) -> list[tuple[Plan, tuple[int, ...]]]:
+    """Which plan runs which microbatches, in order.
+
+    Args:
+        ways: the plan of every microbatch.
+    """
+    plans = list(dict.fromkeys(ways))
+    if any(plan.runner.plan.cut.step.changed for plan in plans):
+        groups = itertools.groupby(range(len(ways)), lambda number: ways[number])
+        return [(plan, tuple(numbers)) for plan, numbers in groups]
+    return [(plan, tuple(i for i, way in enumerate(ways) if way is plan)) for plan in plans]
+
+
+def problem_of_ways(plans: Sequence[Plan], num_replicas: int) -> str | None:
+    """Why microbatches of one call cannot have these plans; None if they can.
+
+    Args:
+        plans: those that are known so far.
+        num_replicas: that train together.
+    """
+    steps = [plan.runner.plan.cut.step for plan in plans]
+    if len({plan.signature.draws for plan in plans}) > 1:
+        return "the ways draw other random numbers in Python"
+    if any(plan.exchanges for plan in plans):
+        return (
+            "ranks exchange values while they run (sharded_data_parallel_degree, SyncBatchNorm), "
+            "and all have to run the same programs"
+        )
+    if num_replicas > 1 and any(step.scaled_tables for step in steps):
+        return "replicas scale rows of an embedding (max_norm) together after each of them"
+    form = differ_in_form(steps)
+    return None if form is None else f"the step function returns {form}"
+
+
+def why_one_way(reason: str) -> str:
+    """The rest of an error's text, after what microbatches decide differently."""
+    return (
+        f"Microbatches of a call that go different ways through the step function run one way "
+        f"after the other, and that is not possible here: {reason}. {_ADVICE}"
+    )
+
+
+def warn_of_passes(function: str, change: str, passes: Sequence[Pass]) -> None:
+    """Tells the user, once for a step function.
+
+    Args:
+        function: the step function.
+        change: what microbatches decide differently.
+        passes: of the call.
+    """
+    plans = {one.plan.number for one in passes}
+    more = " (it writes to buffers or parameters, so that only neighbours run together)"
+    warn_once(
+        f"passes of {function}",
+        f"the microbatches of a call of step function {function.rpartition('.')[2]} go "
+        f"{len(plans)} ways ({change}). The call runs in {len(passes)} passes, one after the "
+        f"other{more if len(passes) > len(plans) else ''}, which is slower than in one. {_ADVICE}",
+    )
+
+
+def change_of_answers(plan: Plan, other: Plan | None) -> str:
+    """Where two ways have other answers, in words."""
+    own, others = plan.signature.answers or (), other.signature.answers if other else None
+    pairs = enumerate(zip(own, others or (), strict=False))
+    place = next((i for i, (a, b) in pairs if a is not b), None)
+    if place is None:
+        return "what Python asks for"
+    line = plan.runner.plan.cut.step.asked[place]
+    return f"what Python asks for{line} changed from {own[place]} to {not own[place]}"

@@ -1,0 +1,247 @@
+"""Step functions that branch on values which depend on the model: as plain PyTorch."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mpxla as smp
+from mpxla.graph import answers
+from mpxla.runtime import asking
+from mpxla.tests.clients import close, host, logged
+from mpxla.tests.ranks.run import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES = 4
+NUM_STEPS = 4
+LARGE = 0.4
+
+
+class Net(nn.Module):
+    """Goes on until its values are small; a part of its layers is for large losses."""
+
+    def __init__(self, has_norm=False, dropout=0.0):
+        super().__init__()
+        self.first, self.again, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4) if has_norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.first(self.dropout(x))))
+        turns = 0
+        while h.abs().max() > 0.65 and turns < 3:
+            h = torch.tanh(self.again(self.dropout(h))) * 0.9
+            turns += 1
+        return self.last(self.dropout(h)), turns
+
+
+def loss_of(model, x, is_wide):
+    h, turns = model(x)
+    if is_wide.any():  # a decision on inputs
+        h = 1.1 * h
+    loss = (h - 0.5).square().mean()
+    value = loss.detach()
+    if loss.item() > LARGE:
+        return loss.sqrt(), value, turns, 1
+    return loss, value, turns, 0
+
+
+def train_step(model, x, is_wide):
+    loss, *others = loss_of(model, x, is_wide)
+    model.backward(loss)
+    return loss, *others
+
+
+def raw_model(*options):
+    torch.manual_seed(0)
+    return Net(*options)
+
+
+def batch(number, replica=0):
+    generator = torch.Generator().manual_seed(10 * number + replica)
+    x = 2 * torch.randn(3 * MICROBATCHES, 4, generator=generator)
+    return x, torch.tensor([1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0])
+
+
+def train_plainly(options, num_replicas=1):
+    model = raw_model(*options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for replica in range(num_replicas):
+            x, is_wide = batch(number, replica)
+            for own in zip(x.split(3), is_wide.split(3), strict=True):
+                loss, _, turns, way = loss_of(model, *own)
+                (loss / MICROBATCHES / num_replicas).backward()
+                found.append([loss.item(), turns, way])
+        optimizer.step()
+    return torch.tensor(found), host(model.state_dict().items())
+
+
+def train(keys, options=()):
+    smp.init({"microbatches": MICROBATCHES, **keys})
+    raw = raw_model(*options)
+    model = smp.DistributedModel(raw)
+    own = torch.optim.SGD(raw.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(own)
+    step = smp.step(train_step)
+    runner, asked = model._engine._runner, []
+    ask = runner.ask
+    runner.ask = lambda question, seed: asked.append(1) or ask(question, seed)
+    found, values = [], []
+    with logged() as lines:
+        for number in range(NUM_STEPS):
+            optimizer.zero_grad()
+            x, is_wide = batch(number, smp.rdp_rank())
+            if smp.pp_rank() > 0:  # only pp_rank 0's inputs count
+                x, is_wide = torch.zeros_like(x), torch.zeros_like(is_wide)
+            loss, value, *others = step(model, x, is_wide)
+            losses = [one.item() for one in loss.outputs]
+            found += [list(row) for row in zip(losses, *others, strict=True)]
+            values += [one.item() for one in value.outputs]
+            optimizer.step()
+        state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        one = x[:3].repeat(MICROBATCHES, 1), torch.zeros_like(is_wide)
+        step(model, *one)
+        asked.clear()
+        step(model, *one)
+        num_asked = len(asked)
+    return torch.tensor(found), state, values, num_asked, lines
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_branches_on_values_of_the_model(stages, has_norm):
+    expected, parameters = train_plainly([has_norm])
+    results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [has_norm])
+    assert len(expected[:, 1:].unique(dim=0)) > 2
+    for found, state, _, num_asked, _ in results:
+        close(found, expected)
+        close(state, parameters)
+        assert num_asked == 1, "one way is known"
+    warnings = [line for line in results[0][4] if line.startswith("WARNING")]
+    for line in (r"while h\.abs\(\)\.max\(\) > 0\.65", r"if loss\.item\(\) > LARGE:"):
+        pattern = rf"train_step branches at .*test_asking\.py:\d+: {line}"
+        assert sum(bool(re.search(pattern, one)) for one in warnings) == 1, warnings
+
+
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_questions_draw_what_the_step_draws(stages):
+    results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [False, 0.5])
+    for found, _, values, _, _ in results:
+        assert [value > LARGE for value in values] == [row[2] == 1 for row in found.tolist()]
+
+
+def test_replicas_ask_for_themselves():
+    expected, parameters = train_plainly([], num_replicas=2)
+    for replica, (found, state, *_) in enumerate(run_ranks(train, 2, {"ddp": True})):
+        close(found, expected.view(NUM_STEPS, 2, MICROBATCHES, 3)[:, replica].reshape(-1, 3))
+        close(state, parameters)
+
+
+class Counting(nn.Module):
+    """Decides by what its earlier calls have written."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        h = self.linear(x)
+        return h if self.seen + h.sum() > 2 else 2 * h
+
+
+def run_for_ever(model, x):
+    h = model(x)
+    while h.sum() > -1e6:
+        h = h + 1
+    return h
+
+
+def take_two_ways(model, x):
+    h = model(x)
+    return h if h[0, 0] > 0 else 2 * h
+
+
+def take_the_value(model, x):
+    return model(x) * float(model(x).sum())
+
+
+def refused(keys, cases, limits=()):
+    for module, name, value in limits:
+        setattr(module, name, value)
+    smp.init({"microbatches": MICROBATCHES, **keys})
+    texts = []
+    for make, function in cases:
+        with pytest.raises(smp.errors.MpxlaError) as caught:
+            smp.step(function)(smp.DistributedModel(make()), torch.randn(12, 4))
+        texts.append(str(caught.value))
+    return texts
+
+
+def small_limits():
+    return [(answers, "MOST_ANSWERS", 3), (asking, "MOST_WAYS", 1)]
+
+
+def refused_with_small_limits(cases):
+    before = [(module, name, getattr(module, name)) for module, name, _ in small_limits()]
+    try:
+        return refused({}, cases, small_limits())
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def read_seen(model, x):
+    return model(x)
+
+
+def test_what_no_question_can_tell():
+    cases = [(Counting, read_seen), (linear, run_for_ever), (linear, take_two_ways),
+             (linear, take_the_value)]  # fmt: skip
+    (texts,) = run_ranks(refused_with_small_limits, 1, cases)
+    patterns = [
+        r"branches at .*test_asking\.py:\d+: return h if self\.seen .* on seen, which earlier",
+        r"more than 3 times, at last at .*test_asking\.py:\d+: while h\.sum\(\) > -1e6",
+        r"take_two_ways branches at .*: return h if h\[0, 0\] > 0 .* in more than 1 ways",
+        r"depends on a tensor's value in Python at .*float\(model\(x\)\.sum\(\)\)",
+    ]
+    for text, pattern in zip(texts, patterns, strict=True):
+        assert re.search(pattern, text), text
+
+
+def test_ranks_that_gather_parameters_do_not_ask():
+    keys = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+    for (text,) in run_ranks(refused, 2, keys, [(linear, take_two_ways)]):
+        assert re.search(r"depends on a tensor's value in Python at .*return h if h\[0, 0\]", text)
+        assert "with tensor_parallel_degree or sharded_data_parallel_degree" in text
+
+
+def evaluate():
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(raw_model().eval())
+    model.eval()
+    with torch.no_grad():
+        loss, _, turns, way = smp.step(loss_of)(model, *batch(0))
+    return [list(row) for row in zip([v.item() for v in loss.outputs], turns, way, strict=True)]
+
+
+def test_evaluation_steps_ask_too():
+    model = raw_model().eval()
+    parts = zip(*(value.split(3) for value in batch(0)), strict=True)
+    expected = []
+    for part in parts:
+        loss, _, turns, way = loss_of(model, *part)
+        expected.append([loss.item(), turns, way])
+    (found,) = run_ranks(evaluate, 1)
+    close(torch.tensor(found), torch.tensor(expected))
