@@ -26,7 +26,7 @@ __all__ = [
     "train_plainly",
 ]
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 SAMPLES_PER_MICROBATCH = 2
 _SEED = 20
 

@@ -87,7 +87,6 @@ def train_with_closures(config, names):
     [
         ("stages", ["lbfgs"]),
         *(pytest.param(w, list(HABITS), marks=pytest.mark.slow) for w in ("stages", "replicas")),
-        pytest.param("grid", ["adam"], marks=pytest.mark.slow),
     ],
 )
 def test_closures(world, names):

@@ -82,8 +82,6 @@ def train_plainly():
     ("size", "config"),
     [
         (2, {"pipeline_parallel_degree": 2}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"microbatches": 1}, marks=pytest.mark.slow),
         pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.slow),
         pytest.param(3, {"microbatches": 2}, marks=pytest.mark.slow),
     ],

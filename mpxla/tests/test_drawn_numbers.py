@@ -174,6 +174,9 @@ def test_numbers_are_drawn_in_every_call():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_stages", "backend"), [(1, "torch_xla"), (2, "pjrt")])
-def test_all_that_draws(num_stages, backend):
-    compare(FUNCTIONS, num_stages, backend)
+@pytest.mark.parametrize(
+    ("functions", "num_stages", "backend"),
+    [([in_arrays, by_torch], 1, "torch_xla"), (FUNCTIONS, 2, "pjrt")],
+)
+def test_all_that_draws(functions, num_stages, backend):
+    compare(functions, num_stages, backend)

@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "mnist_mlp"
 SCRIPTS = ("train_cpu.py", "train.py", "train_smp.py", "train_torchrun.py")
 
+EPOCHS = "--epochs=10"
+"""Half of what the scripts do by default."""
 EPOCH_LOSS_TOLERANCE = 1e-3
 """Absolute, on losses printed with four digits; rounding grows by training, so for early epochs."""
 
@@ -90,9 +92,9 @@ def run_forked(num_ranks: int, script: str, *arguments: str) -> str:
     return results[0].stdout
 
 
-def run_ranks_script(num_ranks: int, *arguments: str, script: str = "train_smp.py") -> str:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}")
-    return run(*torchrun, str(EXAMPLE / script), *arguments)
+def run_by_torchrun(*arguments: str) -> str:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return run(*torchrun, str(EXAMPLE / "train_smp.py"), *arguments)
 
 
 def epoch_losses(output: str) -> list[tuple[float, float]]:
@@ -286,9 +288,14 @@ def test_no_epochs_are_refused():
 
 
 @functools.cache
-def plain_losses() -> list[tuple[float, float]]:
-    """Of the first epochs of the script in plain PyTorch."""
-    return epoch_losses(run(str(EXAMPLE / "train_cpu.py"), "--epochs", "3"))
+def plain_output() -> str:
+    """What the script in plain PyTorch prints."""
+    return run_forked(1, "train_cpu.py", EPOCHS)
+
+
+def plain_losses(num_epochs: int) -> list[tuple[float, float]]:
+    """Of its first epochs."""
+    return epoch_losses(plain_output())[:num_epochs]
 
 
 # The scripts.
@@ -310,52 +317,46 @@ def test_first_steps_show_the_difference_between_the_plain_and_the_smp_script():
     assert shown == ["\n".join(diff) + "\n"]
 
 
+def check_learned(output: str) -> None:
+    assert len(epoch_losses(output)) == 10
+    assert final_accuracy(output) >= 90
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("script", SCRIPTS[:2])
-def test_plain_scripts_learn_the_digits(script: str):
-    output = run(str(EXAMPLE / script))
-    assert len(epoch_losses(output)) == 20
-    assert final_accuracy(output) >= 95
+def test_plain_scripts_learn_the_digits():
+    check_learned(plain_output())
+    output = run(str(EXAMPLE / "train.py"), EPOCHS)
+    check_learned(output)
+    actual, expected = epoch_losses(output)[:3], plain_losses(3)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_plain_script_reads_mnist_files(tmp_path: Path):
     write_mnist(tmp_path, num_samples=200, suffix=".gz")
-    output = run(str(EXAMPLE / "train_cpu.py"), "--epochs", "1", "--data-dir", str(tmp_path))
+    output = run_forked(1, "train_cpu.py", "--epochs", "1", "--data-dir", str(tmp_path))
     assert re.search(r"^final .* of 192 samples$", output, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("script", ["train.py", "train_smp.py"])
-def test_one_xla_process_follows_the_plain_script(script: str):
-    actual = epoch_losses(run(str(EXAMPLE / script), "--epochs", "3"))
-    np.testing.assert_allclose(actual, plain_losses(), rtol=0, atol=EPOCH_LOSS_TOLERANCE)
+def test_smp_script_learns_the_digits_under_torchrun():
+    output = run_by_torchrun(EPOCHS)
+    check_learned(output)
+    check_run(output, plain_losses(3))
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_smp_script_learns_the_digits_on_two_ranks():
-    output = run_ranks_script(2)
-    assert len(epoch_losses(output)) == 20
-    assert final_accuracy(output) >= 95
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("num_ranks", "num_epochs", "arguments"),
-    [
-        pytest.param(2, 3, [], marks=pytest.mark.slow),
-        pytest.param(2, 1, ["--manual"], marks=pytest.mark.slow),
-        pytest.param(3, 3, ["--manual", "--microbatches=2"], marks=pytest.mark.slow),
-        pytest.param(4, 3, ["--dp=2", "--microbatches=2"], marks=pytest.mark.slow),
-    ],
+    ("num_ranks", "arguments"),
+    [(3, ["--manual", "--microbatches=2"]), (4, ["--dp=2", "--microbatches=2"])],
 )
-def test_torchrun_follows_the_plain_script(num_ranks: int, num_epochs: int, arguments: list[str]):
-    output = run_ranks_script(num_ranks, f"--epochs={num_epochs}", *arguments)
-    check_run(output, plain_losses()[:num_epochs])
+def test_ranks_follow_the_plain_script(num_ranks: int, arguments: list[str]):
+    output = run_forked(num_ranks, "train_smp.py", "--epochs=3", *arguments)
+    check_run(output, plain_losses(3))
 
 
 @pytest.mark.ranks
@@ -365,8 +366,8 @@ def test_two_ranks_follow_the_plain_script():
 
 
 def check_run(output: str, expected: list[tuple[float, float]]) -> None:
-    """The losses are those of the plain script, and all is printed that should be."""
-    actual = epoch_losses(output)
+    """The first losses are those of the plain script, and all is printed that should be."""
+    actual = epoch_losses(output)[: len(expected)]
     np.testing.assert_allclose(actual, expected, rtol=0, atol=EPOCH_LOSS_TOLERANCE)
     assert re.search(r"^throughput [\d.]+ iterations/s, \d+ samples/s", output, re.MULTILINE)
     for name in ("fc1", "fc2", "fc3"):
@@ -378,12 +379,11 @@ def check_run(output: str, expected: list[tuple[float, float]]) -> None:
 def test_data_parallel_workers_learn_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MPXLA_DEVICE", "torch_xla")  # whose loader the script has
     path = tmp_path / "weights.pt"
-    output = run_ranks_script(2, "--checkpoint", str(path), script="train_torchrun.py")
-    assert len(epoch_losses(output)) == 20
-    assert final_accuracy(output) >= 95
+    output = run_forked(2, "train_torchrun.py", EPOCHS, f"--checkpoint={path}")
+    check_learned(output)
     digits, weights = digits_data.load_digits(), torch.load(path)
     hidden = digits.test_images
     for name in ("fc1", "fc2", "fc3"):
         hidden = hidden if name == "fc1" else hidden.relu()
         hidden = hidden @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-    assert (hidden.argmax(dim=1) == digits.test_labels).float().mean() >= 0.95
+    assert (hidden.argmax(dim=1) == digits.test_labels).float().mean() >= 0.9

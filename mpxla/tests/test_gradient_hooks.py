@@ -200,7 +200,6 @@ SHARDED = {"ddp": True, "sharded_data_parallel_degree": 2}
 @pytest.mark.parametrize(
     ("world_size", "config", "replicas"),
     [
-        (1, {}, 1),
         (2, {"pipeline_parallel_degree": 2}, 1),
         (2, {"ddp": True}, 2),
         (2, SHARDED, 2),

@@ -103,7 +103,6 @@ def train(num_stages, functions):
     ("num_stages", "functions"),
     [
         (1, EXPERTS),
-        pytest.param(1, OTHERS, marks=pytest.mark.slow),
         pytest.param(2, [*EXPERTS, *OTHERS], marks=pytest.mark.slow),
     ],
 )

@@ -17,6 +17,7 @@ from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.test_training_habits import (
     RankRun,
     check_against_plain,
+    in_two_worlds,
     train_in_all_ways,
     train_step,
 )
@@ -180,10 +181,7 @@ def train_with_changes(config, names):
     ("world", "names"),
     [
         ("stages", ["pruning", "another_head"]),
-        *(
-            pytest.param(world, list(HABITS), marks=pytest.mark.slow)
-            for world in ("replicas", "zero", "stages", "grid")
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in in_two_worlds(HABITS)),
         pytest.param(
             "gradients", ["another_head", "a_head_in_a_new_group"], marks=pytest.mark.slow
         ),

@@ -73,7 +73,6 @@ def train(num_stages, functions):
     ("num_stages", "backend", "functions"),
     [
         (1, "pjrt", [in_time]),
-        pytest.param(1, "pjrt", [*FUNCTIONS, *MORE], marks=pytest.mark.slow),
         pytest.param(1, "torch_xla", [*FUNCTIONS, *MORE], marks=pytest.mark.slow),
         pytest.param(2, "pjrt", [*FUNCTIONS, *MORE], marks=pytest.mark.slow),
         pytest.param(2, "torch_xla", [captions, in_time], marks=pytest.mark.slow),

@@ -19,15 +19,15 @@ NAMES = [*SUBJECTS, "gpt2", "llama", "bert"]
 # Per model, each as "stages x microbatches", then S(imple) or I(nterleaved); m places by hand.
 # What stands before the bar runs by default.
 TABLE = {
-    "mlp": "1x1I 4x5Im | 2x1Sm 3x5S+ 4x4I",
-    "conv_net": "1x3S+ | 2x2Im 3x4I 4x2S",
-    "parameterless": "2x4I+ 3x3Im+ | 1x1S 4x2S",
-    "gpt": "2x1Sm | 4x5Im 2x2I 2x4Sm+ 3x2I+",
-    "vit": "1x2I+ | 2x1Im 3x3S 4x6I+",
-    "unet": "3x2S | 1x1I 2x4Im+ 4x4Sm",
-    "twice": "3x5I+ 2x2Sm | 1x4I 4x3I",
-    "nested": "4x4S+ | 2x1I+ 2x4Sm 3x3I",
-    "shared": "4x3I | 1x2S 2x4Im+ 3x3S",
+    "mlp": "1x1I 4x5Im | 2x1Sm 3x5S+",
+    "conv_net": "1x3S+ | 2x2Im 4x2S",
+    "parameterless": "2x4I+ 3x3Im+ | 4x2S",
+    "gpt": "2x1Sm | 4x5Im 2x2I 3x2I+",
+    "vit": "1x2I+ | 2x1Im 3x3S",
+    "unet": "3x2S | 1x1I 2x4Im+",
+    "twice": "3x5I+ 2x2Sm | 4x3I",
+    "nested": "4x4S+ | 2x1I+ 2x4Sm",
+    "shared": "4x3I | 2x4Im+ 3x3S",
     # The examples train such models by default.
     "gpt2": "| 2x2Sm 4x5I+",
     "llama": "| 2x4Im 3x2S+",

@@ -216,18 +216,15 @@ CASES = [
 SLOW = [
     Case(Exact, passes=2),
     Case(Exact, 2, 1, is_sharded=True, max_norm=0.5),
-    Case(Exact, 1, 2, max_norm=0.5),
     Case(Exact, 2, 2, passes=2),
     Case(Exact, 3, 1, is_sharded=True, passes=2),
     Case(Net, max_norm=0.3),
     Case(Net, 2, 1, passes=2),
     Case(Net, 2, 2, is_sharded=True, max_norm=0.3),
     Case(Net, 3, 1, is_sharded=True, passes=2),
-    Case(Tied, 2, 1, is_sharded=True, passes=2),
     Case(Tied, 1, 2, max_norm=0.3),
     Case(Tied, 2, 2, max_norm=0.3),
     Case(Tied, 2, 2, is_sharded=True, passes=2),
-    Case(Tied, 3, 1, passes=2),
 ]
 
 

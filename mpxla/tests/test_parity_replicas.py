@@ -18,7 +18,7 @@ from mpxla.tests.parity import Plain, batch_of, build, step_plainly
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import LOSS, PARAMETER, ROUNDING, assert_close_by_norm
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ SLOW = [
 
 
 def sweep() -> list[Any]:
-    """Slow: every grid with all else, and three of the models' turns; long: the full product."""
+    """Slow: all pairs of grid, division, and passes with norm; models in turn; long: the others."""
     found = []
     for (g, (dp, pp)), sharded, (passes, norm) in product(
         enumerate(GRIDS), (False, True), ((1, 0.3), (2, None))
@@ -232,7 +232,8 @@ def sweep() -> list[Any]:
         for place, name in enumerate(("mlp", "gpt", "shared")):
             is_long = place != (g + sharded + passes) % 3
             case = Case(name, dp, pp, is_sharded=sharded, passes=passes, max_norm=norm)
-            found.append(pytest.param(case, marks=[pytest.mark.long] * is_long))
+            if is_long or (g + sharded + passes) % 2 == 0:
+                found.append(pytest.param(case, marks=[pytest.mark.long] * is_long))
     return found
 
 

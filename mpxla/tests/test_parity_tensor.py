@@ -17,7 +17,7 @@ from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 MICROBATCHES = 2
 
 
@@ -195,37 +195,19 @@ CASES = (
     Case("llama", 2, prescaled=False, layers=1),
 )
 SWEEP = (
-    Case("llama", 2, prescaled=False),
-    Case("llama", 2, replicas=2, prescaled=False, layers=1, keys=PARTS),
-    Case("gpt2", 2, backend="pjrt"),
-    Case("gpt2", 2, stages=2, backend="pjrt"),
-    Case("llama", 2, backend="pjrt", layers=1),
     Case("llama", 2, transport="xla", layers=1),
-    Case("llama", 2, stages=2),
     Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
     Case("gpt2", 4, backend="pjrt", layers=1),
-    Case("gpt2", 2, replicas=2, backend="pjrt", layers=1),
-    Case("llama", 2, stages=2, replicas=2, backend="pjrt"),
-    Case("llama", 2, layers=1),
-    Case("llama", 2, replicas=2, backend="pjrt", prescaled=False, layers=1),
     Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
     Case("llama", 2, stages=2, checkpointed=True),
-    Case("gpt2", 2, backend="pjrt", checkpointed=True),
-    Case("gpt2", 4, layers=1),
-    Case("llama", 2, stages=2, replicas=2),
     Case("bert", 2, stages=2, backend="pjrt"),
     Case("llama", 2, replicas=2, keys=PARTS),
-    Case("llama", 2, replicas=2, backend="pjrt", keys=PARTS, layers=1),
     Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS, layers=1),
-    Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
-    Case("llama", 2, replicas=2, keys=GRADIENTS, layers=1),
     Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1]), layers=1),
     Case("llama", 1, stages=2, replicas=2, keys=PARTS[:1]),  # nothing is large enough
-    Case("roberta", 2, prescaled=False),
-    Case("mixtral", 2, backend="pjrt"),
     Case("mixtral", 2, stages=2),
     Case("vit", 2, replicas=2, layers=1),
-    Case("vit", 2, stages=2, backend="pjrt", prescaled=False),
+    Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
 )
 
 

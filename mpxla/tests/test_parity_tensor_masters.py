@@ -20,7 +20,7 @@ from mpxla.tests.tolerances import assert_close_by_norm
 
 pytestmark = pytest.mark.ranks
 
-NUM_STEPS = 8
+NUM_STEPS = 5
 SCALE = 128.0
 ROUNDED = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-4}
 """In units of how far parameters have moved; 8, 11 and 24 bits."""
@@ -75,7 +75,7 @@ def train(case):
         config |= {"sharded_data_parallel_degree": case.replicas, "sdp_gradient_clipping": 1e9}
         config |= {"sdp_param_persistence_threshold": 17}
     smp.init({**config, case.key: True} if case.key else config)
-    raw = build("llama")
+    raw = build("llama", 1)
     smp.set_tensor_parallelism(raw)
     model = smp.DistributedModel(raw)
     optimizer = smp.DistributedOptimizer(adamw(model.parameters()), static_loss_scale=SCALE)
@@ -103,7 +103,7 @@ def train(case):
     names = [name for name, _ in model.module.named_parameters()]
     state = optimizer.state_dict()["state"]
     masters = {name: state[i].get(MASTER_KEY) for i, name in enumerate(names)}
-    whole = sum(p.numel() for p in build("llama").parameters())
+    whole = sum(p.numel() for p in build("llama", 1).parameters())
     updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return masters, model.state_dict(), updated / whole, overflows
 
@@ -114,7 +114,7 @@ def held(model):
 
 
 def train_by_hand(case):
-    model = build("llama").to(case.dtype)
+    model = build("llama", 1).to(case.dtype)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = adamw(masters)
     scale = SCALE if case.key == "fp16" else 1.0
@@ -143,7 +143,7 @@ def check(case):
     world = case.tensor * case.stages * case.replicas
     env = {"MPXLA_DEVICE": case.backend}
     expected = train_by_hand(case)
-    origin = {n: p.detach().to(case.dtype).float() for n, p in build("llama").named_parameters()}
+    origin = {n: p.detach().to(case.dtype).float() for n, p in build("llama", 1).named_parameters()}
     for masters, state, share, overflows in run_ranks(train, world, case, env=env, timeout_s=240):
         assert overflows == [case.key == "fp16" and n == 3 for n in range(NUM_STEPS)]
         if case.key:
@@ -158,13 +158,10 @@ def check(case):
 
 
 CASES = [
-    Case("bf16", backend="pjrt"),
     Case(is_divided=True, replicas=2),
-    Case("bf16", is_divided=True, replicas=2, backend="pjrt"),
     Case("bf16", stages=2),
     Case("fp16"),
     Case("fp16", is_divided=True, replicas=2, backend="pjrt"),
-    Case("fp16", stages=2, backend="pjrt"),
     Case("bf16", has_parts=True, replicas=2),
     Case("fp16", has_parts=True, replicas=2, backend="pjrt"),
 ]

@@ -49,11 +49,8 @@ def run(function, world_size, *args):
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
                 Case("shared", 3, 5),
-                Case("gpt", 2, 4),
                 Case("bert", 2, 3, "simple"),
-                Case("unet", 3, 2, "simple"),
                 Case("nested", 4, 6),
-                Case("mlp", 4, 4, "simple"),
             )
         ),
     ],
@@ -84,11 +81,8 @@ def run_replicas(case):
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
                 replicas.Case("mlp", 2, 2, passes=2, max_norm=0.3),
-                replicas.Case("mlp", 2, 1, passes=2),
-                replicas.Case("shared", 1, 2, passes=2, max_norm=0.3),
                 replicas.Case("shared", 1, 3, max_norm=0.3),
                 replicas.Case("gpt", 2, 2, is_sharded=True, max_norm=0.3, strategy="spread"),
-                replicas.Case("mlp", 2, 3, is_sharded=True, passes=2),
             )
         ),
     ],

@@ -167,18 +167,6 @@ def check_offloading(results, lowered):
 OFFLOADED = ("keep", "offload", "each", "offload each", "recompute", "offload recompute")
 
 
-@pytest.mark.slow
-def test_offloading_with_two_stages():
-    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": "simple"}
-    modes = ("keep", "offload", "each", "offload each")
-    results = run_ranks(train, 2, modes, keys, timeout_s=240, env=EXACT)
-    check(results, modes)
-    for result in results:
-        kept, moved, _, least = (result[mode] for mode in modes)
-        assert moved["host"] > 0 and moved["peaks"][1] < 0.8 * kept["peaks"][1]
-        assert least["host"] > 0 and least["peaks"][1] < 0.8 * moved["peaks"][1]
-
-
 ALL = ("keep", "each", "recompute")
 
 
@@ -186,13 +174,9 @@ ALL = ("keep", "each", "recompute")
 @pytest.mark.parametrize(
     ("stages", "pipeline", "per_rank", "lowered"),
     [
-        (1, "simple", 1, ALL),
         (2, "interleaved", 2, ALL),
-        # Its three microbatches in flight are all there before the first can be away.
-        (2, "eager_1f1b", 1, ()),
         pytest.param(4, "interleaved", 1, ALL, marks=pytest.mark.long),
         # What waits between the parts of a backward stays.
-        (4, "zero_bubble", 1, ("keep",)),
         (2, "zero_bubble_v", 2, ("keep",)),
     ],
 )
@@ -212,13 +196,9 @@ EVERY = tuple(mode for mode in MARKS if "offload" not in mode)
 @pytest.mark.parametrize(
     ("stages", "pipeline", "per_rank", "modes"),
     [
-        (1, "interleaved", 1, EVERY),
-        (2, "interleaved", 2, EVERY),
-        (2, "simple", 1, PLAIN),
         (2, "eager_1f1b", 1, PLAIN),
+        (2, "interleaved", 2, ("keep", "torch", "reentrant")),
         (2, "zero_bubble", 1, PLAIN),
-        (2, "zero_bubble_v", 2, PLAIN),
-        (4, "interleaved", 1, (*PLAIN, "half")),
         pytest.param(2, "simple", 1, EVERY, marks=pytest.mark.long),
         pytest.param(2, "eager_1f1b", 1, EVERY, marks=pytest.mark.long),
         pytest.param(4, "interleaved", 1, EVERY, marks=pytest.mark.long),
@@ -236,33 +216,33 @@ def test_schedules(stages, pipeline, per_rank, modes):
 @pytest.mark.slow
 def test_two_replicas_of_two_stages():
     keys = {"pipeline_parallel_degree": 2, "ddp": True, "memory_weight": 0.0}
-    check(run_ranks(train, 4, PLAIN, keys, 2, timeout_s=580, env=EXACT), PLAIN)
+    modes = ("keep", "each")
+    check(run_ranks(train, 4, modes, keys, 2, timeout_s=580, env=EXACT), modes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", ["simple", "zero_bubble"])
-def test_on_pjrt(pipeline):
+def test_on_pjrt():
     modes = ("keep", "each", "offload each", "recompute")
-    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": pipeline}
+    keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0, "pipeline": "simple"}
     env = {"MPXLA_DEVICE": "pjrt"}
-    results = run_ranks(train, 2, modes, keys, timeout_s=580, env=env)
-    check(results, modes, shrinks=pipeline == "simple", is_exact=False)
+    results = run_ranks(train, 2, modes, keys, 2, timeout_s=580, env=env)
+    check(results, modes, is_exact=False)
     assert results[0]["offload each"]["host"] > 0
 
 
 @pytest.mark.slow
 def test_with_optimizations_of_xla():
-    modes = ("keep", "each", "half", "recompute")
+    modes = ("keep", "recompute")
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}
     env = {"XLA_FLAGS": _FLAGS.replace(_UNOPTIMIZED, "")}
-    check(run_ranks(train, 2, modes, keys, timeout_s=580, env=env), modes, is_exact=False)
+    check(run_ranks(train, 2, modes, keys, 2, timeout_s=580, env=env), modes, is_exact=False)
 
 
-def train_in_16_bits(mode, precision):
+def train_in_16_bits(mode):
     """Losses of three steps, the parameters after them, and live bytes, which are as forecast."""
     keys = {"pipeline_parallel_degree": 2, "memory_weight": 0.0}  # the same cuts, so the same masks
     mark, memory = MARKS[mode]
-    keys |= {precision: True, "activation_memory": memory, "pipeline": "simple"}
+    keys |= {"fp16": True, "activation_memory": memory, "pipeline": "simple"}
     keys |= OFFLOAD if "offload" in mode else {}
     smp.init({"microbatches": MICROBATCHES, **keys})
     torch.manual_seed(1)
@@ -284,10 +264,9 @@ def train_in_16_bits(mode, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_16_bits(precision):
+def test_in_16_bits():
     kept, found, moved = (
-        run_ranks(train_in_16_bits, 2, mode, precision, timeout_s=240, env=EXACT)
+        run_ranks(train_in_16_bits, 2, mode, timeout_s=240, env=EXACT)
         for mode in ("keep", "each", "offload each")
     )
     for one, other, third in zip(kept, found, moved, strict=True):

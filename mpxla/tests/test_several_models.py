@@ -54,14 +54,21 @@ def test_over_replicas_that_divide_updates(name):
     compare(name, 2, SHARDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size", "config"),
     [
-        *(pytest.param(name, 1, {}, marks=slow) for name in SCENARIOS),
-        *(pytest.param(name, 2, REPLICAS, marks=slow) for name in SCENARIOS),
-        *(pytest.param(name, 2, SHARDED, marks=slow) for name in ("distillation",)),
-        *(pytest.param(name, 4, {**STAGES, **REPLICAS}, marks=slow) for name in SCENARIOS),
-        *(pytest.param(name, 4, {**STAGES, **SHARDED}, marks=slow) for name in SCENARIOS),
+        ("gan", 1, {}),
+        ("shared_encoder", 1, {}),
+        ("distillation", 2, REPLICAS),
+        ("actor_and_critic", 2, REPLICAS),
+        ("one_optimizer", 2, REPLICAS),
+        ("distillation", 2, SHARDED),
+        ("gan", 4, {**STAGES, **REPLICAS}),
+        ("shared_encoder", 4, {**STAGES, **REPLICAS}),
+        ("actor_and_critic", 4, {**STAGES, **SHARDED}),
+        ("one_optimizer", 4, {**STAGES, **SHARDED}),
+        ("shared_encoder", 4, {**STAGES, **SHARDED}),
     ],
 )
 def test_in_other_worlds(name, world_size, config):

@@ -183,10 +183,9 @@ F32 = torch.float32
     ("saved", "loaded"),
     [
         ((ZERO, BF16), (PIPELINE, F32)),
-        ((PIPELINE, BF16), (ZERO, BF16)),
         ((PIPELINE, F32), (ZERO, BF16)),
     ],
-    ids=["zero1-to-float32", "stages-to-zero1", "float32-to-zero1"],
+    ids=["zero1-to-float32", "float32-to-zero1"],
 )
 def test_full_checkpoints_in_either_type(tmp_path, saved, loaded):
     results = run_ranks(save_full, 2, str(tmp_path), *saved, (None, F32, BF16))

@@ -105,8 +105,3 @@ def check(folder, kills, seed, epochs):
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_losses(tmp_path):
     check(tmp_path / "run", kills=1, seed=3, epochs=3)
-
-
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
-    check(tmp_path / "run", kills=6, seed=4, epochs=30)

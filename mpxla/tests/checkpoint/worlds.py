@@ -31,6 +31,13 @@ class TiedNet(nn.Module):
         return self.head(self.second(x)) * self.scale
 
 
+def some_of(paths, number):
+    """What the topology of a number resumes from: two others, or everything if there are two."""
+    names = list(paths)
+    steps = (0, 1) if len(names) == 2 else (1, 3)
+    return {n: paths[n] for n in (names[(number + k) % len(names)] for k in steps)}
+
+
 def train_step(model, ids, labels):
     loss = F.cross_entropy(model(ids), labels)
     model.backward(loss)

@@ -69,11 +69,14 @@ def run_plainly(name, arguments, folder):
     assert result.exit_code == 0, result.stderr[-3000:]
 
 
-def run_launched(name, arguments, folder, num_ranks=2, **options):
-    """The script under the launcher, on processes of its own."""
+def run_launched(name, arguments, folder, num_ranks=2, env=None, **options):
+    """The script under the launcher, on processes of its own.
+
+    With further variables in `env`, it is the script that imports transformers.
+    """
     arguments = ["--output_dir", str(folder), *ALWAYS, *arguments]
     results = run_ranks_unpooled(
-        launch, num_ranks, str(SCRIPTS / f"{name}.py"), arguments, options, timeout_s=400
+        launch, num_ranks, str(SCRIPTS / f"{name}.py"), arguments, options, timeout_s=400, env=env
     )
     assert [result.exit_code for result in results] == [0] * num_ranks, results[0].stderr[-3000:]
     assert [result.value for result in results] == [[]] * num_ranks

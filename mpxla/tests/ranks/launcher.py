@@ -40,8 +40,10 @@ __all__ = [
 _PRELOADED = (
     *("torch", "torch.export", "mpxla.api", "mpxla.parallel.model", "mpxla.parallel.optimizer"),
     *("mpxla.runtime.plan", "mpxla.comm.host", "pytest", "scipy.optimize", "torchvision"),
+    "transformers.modeling_utils",
 )
-"""What nearly every rank imports: these modules import most of mpxla, and tests import pytest."""
+"""What nearly every rank imports: these modules import most of mpxla, and tests import pytest.
+Many import transformers, and the launcher patches what is imported already as well."""
 _BACKENDS = {
     "pjrt": ("mpxla.device.pjrt.backend",),
     "": ("torch_xla", "mpxla.device.torch_xla.backend"),
@@ -126,7 +128,7 @@ class _Zygote:
 
     def __init__(self, device: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environ = {**os.environ, **RANK_ENVIRON, "MPXLA_DEVICE": device}
+        environ = {**os.environ, **RANK_ENVIRON, "MPXLA_DEVICE": device, "USE_TORCH_XLA": "0"}
         self._process = _popen(theirs.fileno(), "zygote", environ, None, None)
         theirs.close()
 

@@ -44,8 +44,8 @@ _DUMP_S = 10.0
 """Longest time for stacks to be written."""
 _QUIET_S = 0.3
 """When nothing has been added for this long, they are complete."""
-_MAX_PROCESSES = 10
-"""Kept between calls: a world each of one to four ranks."""
+_MAX_PROCESSES = 18
+"""Kept between calls: a world each of one to four ranks, and nearly that on another backend."""
 
 
 class Call(NamedTuple):

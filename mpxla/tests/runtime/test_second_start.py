@@ -19,18 +19,18 @@ def start(folder, case):
     return observed.adam_losses, observed.state, kept.num_added, kept.num_found
 
 
-TORCH_XLA = pytest.param("torch_xla", marks=[pytest.mark.torch_xla, pytest.mark.slow])
+MLP, GPT = case_of("mlp", "2x2I"), parity.Case("gpt", 2, 4, "zero_bubble")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("device", ["pjrt", TORCH_XLA])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "device"),
     [
-        case_of("mlp", "2x2I"),
-        pytest.param(parity.Case("gpt", 2, 4, "zero_bubble"), marks=pytest.mark.slow),
+        (MLP, "pjrt"),
+        pytest.param(MLP, "torch_xla", marks=[pytest.mark.torch_xla, pytest.mark.slow]),
+        pytest.param(GPT, "pjrt", marks=pytest.mark.slow),
     ],
-    ids=["mlp", "gpt"],
+    ids=["mlp-pjrt", "mlp-torch_xla", "gpt-pjrt"],
 )
 def test_it_adds_nothing_and_computes_the_same(case, device, tmp_path):
     env = {"MPXLA_DEVICE": device}

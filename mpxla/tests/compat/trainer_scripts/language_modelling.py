@@ -33,7 +33,7 @@ def main():
         vocab_size=40,
         n_positions=8,
         n_embd=16,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
