@@ -112,7 +112,7 @@ def train(keys, options=()):
     return torch.tensor(found), state, values, num_asked, lines
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_branches_on_values_of_the_model(stages, has_norm):
     expected, parameters = train_plainly([has_norm])
@@ -128,7 +128,7 @@ def test_branches_on_values_of_the_model(stages, has_norm):
         assert sum(bool(re.search(pattern, one)) for one in warnings) == 1, warnings
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_questions_draw_what_the_step_draws(stages):
     results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [False, 0.5])
     for found, _, values, _, _ in results:

@@ -99,7 +99,7 @@ def train(keys, has_norm, numbers, options=None):
     return losses, torch.cat(outputs), state, lines
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ways_of_microbatches(stages, has_norm):
     keys = {"pipeline_parallel_degree": stages}
