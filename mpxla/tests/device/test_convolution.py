@@ -177,8 +177,8 @@ def test_one_number_may_stand_for_all_dimensions():
         expected = module(*arguments)
         expand_convolutions(module)
         for actual, value in zip(module(*arguments), expected, strict=True):
-            # Sums of up to thousands of values around 1, in another order.
-            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-3)
+            # Sums of hundreds of values around 1, in another order.
+            torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-4)
 
 
 def operators_of_stage(is_host):
