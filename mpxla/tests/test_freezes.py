@@ -182,10 +182,17 @@ def elsewhere(is_stopped, folder):
         torch.ones(100, 100).sum()
 
 
-def one_rank(work, stopped, folder):
-    rank = int(os.environ["RANK"])
-    (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
-    work(rank == stopped, folder)
+def one_rank(cases, folder):
+    """Ranks 0 and 1 are the world of the first case, 2 and 3 that of the second, and so on."""
+    place, rank = divmod(int(os.environ["RANK"]), 2)
+    work, stopped = cases[place]
+    folder = Path(folder) / str(place)
+    meeting = os.environ["MPXLA_RENDEZVOUS_FILE"]
+    own = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    own["MPXLA_RENDEZVOUS_FILE"] = f"{meeting}-{place}"
+    os.environ.update({name: str(value) for name, value in own.items()})
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    work(rank == stopped, str(folder))
 
 
 def state_of(pid):
@@ -195,15 +202,15 @@ def state_of(pid):
     return ""
 
 
-def kill_after_others(folder, stopped, world_size, ended):
-    """Ends the stopped process when all others have ended."""
-    files = [Path(folder) / f"{rank}.pid" for rank in range(world_size)]
+def kill_after_the_other(folder, stopped, ended):
+    """Ends the stopped process when the other one has ended."""
+    files = [folder / f"{rank}.pid" for rank in range(2)]
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         time.sleep(0.1)
         pids = [int(f.read_text() or 0) if f.exists() else 0 for f in files]
         if all(pids) and state_of(pids[stopped]) in ("", "T"):
-            if any(state_of(pid) for rank, pid in enumerate(pids) if rank != stopped):
+            if state_of(pids[1 - stopped]):
                 continue
             ended.append(time.time())
             with contextlib.suppress(ProcessLookupError):
@@ -211,47 +218,53 @@ def kill_after_others(folder, stopped, world_size, ended):
             return
 
 
-def errors_of(work, stopped, folder, world_size=2):
-    """What the other ranks wrote when a rank stopped; all have failed in time."""
-    ended = []
-    arguments = (folder, stopped, world_size, ended)
-    killer = threading.Thread(target=kill_after_others, args=arguments, daemon=True)
-    killer.start()
-    results = run_ranks_unpooled(one_rank, world_size, work, stopped, str(folder), timeout_s=240)
-    killer.join(10)
-    assert results[stopped].exit_code == -signal.SIGKILL, [result.stderr for result in results]
-    others = [result for rank, result in enumerate(results) if rank != stopped]
-    assert [result.exit_code for result in others] == [1] * len(others), others[0].stderr
-    stopped_at = float(re.search(r"stops at (\S+)", results[stopped].stderr)[1])
-    assert STALL_S < ended[0] - stopped_at < STALL_S + SOON_S
-    return [result.stderr for result in others]
+def errors_of(cases, folder):
+    """What the other rank of every case wrote when one stopped; all have failed in time.
+
+    Several cases run at a time, since they mostly wait.
+    """
+    ended, killers = [[] for _ in cases], []
+    for place, (_, stopped) in enumerate(cases):
+        (folder / str(place)).mkdir()
+        arguments = (folder / str(place), stopped, ended[place])
+        killers.append(threading.Thread(target=kill_after_the_other, args=arguments, daemon=True))
+        killers[-1].start()
+    results = run_ranks_unpooled(one_rank, 2 * len(cases), cases, str(folder), timeout_s=240)
+    for killer in killers:
+        killer.join(10)
+    texts = []
+    for place, (work, stopped) in enumerate(cases):
+        own, other = results[2 * place + stopped], results[2 * place + 1 - stopped]
+        assert own.exit_code == -signal.SIGKILL, (work, own.stderr, other.stderr)
+        assert other.exit_code == 1, (work, other.stderr)
+        stopped_at = float(re.search(r"stops at (\S+)", own.stderr)[1])
+        assert STALL_S < ended[place][0] - stopped_at < STALL_S + SOON_S, work
+        texts.append(other.stderr)
+    return texts
 
 
-def check(work, stopped, folder):
-    (text,) = errors_of(work, stopped, folder)
-    assert f"PeerFailure: no action completed for 3 s (stall_timeout_s): rank {stopped} is" in text
-    assert "is silent: its process gives no sign of life, so it is stopped (SIGSTOP)" in text
-    assert re.search(rf" {stopped} +\d+ s +\(silent\)", text), text
-    return text
-
-
-@pytest.mark.slow
-def test_stopped_while_the_other_is_at_a_barrier(tmp_path):
-    text = check(at_barrier, 1, tmp_path)
-    assert "was waiting in smp.barrier at test_freezes.py:" in text
-    assert "last test_freezes.py:" in text and "Look at the output of rank 1" in text
+def check(cases, folder):
+    texts = errors_of(cases, folder)
+    for (work, stopped), text in zip(cases, texts, strict=True):
+        ended = f"PeerFailure: no action completed for 3 s (stall_timeout_s): rank {stopped} is"
+        assert ended in text, (work, text)
+        silent = "is silent: its process gives no sign of life, so it is stopped (SIGSTOP)"
+        assert silent in text, (work, text)
+        assert re.search(rf" {stopped} +\d+ s +\(silent\)", text), (work, text)
+    return texts
 
 
 def test_rank_0_stopped_while_the_other_is_in_a_step(tmp_path):
-    text = check(in_a_step, 0, tmp_path)
+    (text,) = check([(in_a_step, 0)], tmp_path)
     assert "rank 0: a 'control' message from rank 0" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_stopped_at_the_end_of_the_script(tmp_path, stopped):
-    """The launcher sees that the other one failed, although it had nothing left to do."""
-    check(at_the_end, stopped, tmp_path)
+def test_stopped_while_the_other_is_at_a_barrier_or_at_its_end(tmp_path):
+    """At the end, the launcher sees that the other failed, although it had nothing left to do."""
+    text, *_ = check([(at_barrier, 1), (at_the_end, 0), (at_the_end, 1)], tmp_path)
+    assert "was waiting in smp.barrier at test_freezes.py:" in text
+    assert "last test_freezes.py:" in text and "Look at the output of rank 1" in text
 
 
 FURTHER = [
@@ -272,6 +285,6 @@ FURTHER = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("work", "stopped"), FURTHER)
-def test_stopped_wherever_the_other_is(tmp_path, work, stopped):
-    check(work, stopped, tmp_path)
+@pytest.mark.parametrize("first", range(4))
+def test_stopped_wherever_the_other_is(tmp_path, first):
+    check(FURTHER[first::4], tmp_path)
