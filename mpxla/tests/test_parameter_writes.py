@@ -261,7 +261,8 @@ def test_other_writes():
 @pytest.mark.parametrize(
     ("config", "functions"),
     [
-        ({}, ALL),
+        ({}, [*ALL[3::4], *BY_BATCH]),
+        pytest.param({}, ALL, marks=pytest.mark.long),
         ({"optimize": "speed"}, ALL[::4]),
         ({"pipeline": "zero_bubble"}, ALL[1::4]),
         ({"virtual_pipeline_degree": 2}, FUNCTIONS[::4]),  # others are too few to be cut
@@ -278,14 +279,13 @@ def test_stages(config, functions):
 @pytest.mark.parametrize(
     ("config", "functions"),
     [
-        ({}, ALL[::2]),
-        ({"shard_optimizer_state": True}, ALL[1::2]),
-        ({"shard_gradients": True, "sdp_param_persistence_threshold": 4}, ALL[::2]),
+        ({}, FUNCTIONS[::3]),
+        ({"shard_optimizer_state": True}, [*FUNCTIONS[1::3], restored]),
+        ({"shard_gradients": True, "sdp_param_persistence_threshold": 4}, FUNCTIONS[2::3]),
     ],
     ids=lambda given: next(iter(given), "") if isinstance(given, dict) else "",
 )
 def test_replicas(config, functions):
-    functions = [f for f in functions if f not in BY_BATCH]
     check(run_ranks(train, 2, {"ddp": True, **config}, functions), functions, replicas=2)
 
 

@@ -54,22 +54,29 @@ def test_over_replicas_that_divide_updates(name):
     compare(name, 2, SHARDED)
 
 
+OTHERS = [
+    ("shared_encoder", 1, {}),
+    ("distillation", 2, REPLICAS),
+    ("actor_and_critic", 4, {**STAGES, **REPLICAS}),
+    ("one_optimizer", 4, {**STAGES, **SHARDED}),
+]
+MORE = [
+    ("gan", 1, {}),
+    ("actor_and_critic", 2, REPLICAS),
+    ("one_optimizer", 2, REPLICAS),
+    ("distillation", 2, SHARDED),
+    ("gan", 4, {**STAGES, **REPLICAS}),
+    ("shared_encoder", 4, {**STAGES, **REPLICAS}),
+    ("actor_and_critic", 4, {**STAGES, **SHARDED}),
+    ("shared_encoder", 4, {**STAGES, **SHARDED}),
+]
+"""Of the product of models and worlds."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size", "config"),
-    [
-        ("gan", 1, {}),
-        ("shared_encoder", 1, {}),
-        ("distillation", 2, REPLICAS),
-        ("actor_and_critic", 2, REPLICAS),
-        ("one_optimizer", 2, REPLICAS),
-        ("distillation", 2, SHARDED),
-        ("gan", 4, {**STAGES, **REPLICAS}),
-        ("shared_encoder", 4, {**STAGES, **REPLICAS}),
-        ("actor_and_critic", 4, {**STAGES, **SHARDED}),
-        ("one_optimizer", 4, {**STAGES, **SHARDED}),
-        ("shared_encoder", 4, {**STAGES, **SHARDED}),
-    ],
+    [*OTHERS, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
 )
 def test_in_other_worlds(name, world_size, config):
     compare(name, world_size, config)
