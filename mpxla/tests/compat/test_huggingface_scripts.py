@@ -24,6 +24,8 @@ BATCHES = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size",
 STEPS = ["--max_steps", "4"]
 NO_CHECKPOINTS = ["--save_strategy", "no"]
 TWO_STAGES = {"stages": "2", "microbatches": "2"}
+SMALLEST = ["--layers", "0"]
+"""A BERT's embeddings and its classifier, for what is about the trainer alone."""
 
 
 def compare(name, arguments, tmp_path, **settings):
@@ -93,7 +95,7 @@ FURTHER += ["--save_steps", "2", "--warmup_steps", "2", "--lr_scheduler_type", "
 
 
 def test_further_options(tmp_path):
-    arguments = ["--do_train", "--do_eval", *BATCHES, *STEPS, *FURTHER, "--layers", "2"]
+    arguments = ["--do_train", "--do_eval", *BATCHES, *STEPS, *FURTHER]
     folders = compare("text_classification", arguments, tmp_path)
     seen = [
         [entry["num_input_tokens_seen"] for entry in log if "num_input_tokens_seen" in entry]
@@ -158,6 +160,7 @@ def test_trl_takes_its_metrics(tmp_path):
 REPLICAS = ["--do_train", "--do_eval", "--rows", "40", "--num_train_epochs", "2"]
 REPLICAS += ["--gradient_accumulation_steps", "2", "--label_smoothing_factor", "0.1"]
 REPLICAS += ["--eval_strategy", "epoch", "--per_device_eval_batch_size", "2", *NO_CHECKPOINTS]
+REPLICAS += SMALLEST
 
 
 def test_replicas_are_one_trainer_on_the_union_of_their_batches(tmp_path):
@@ -171,7 +174,7 @@ def test_replicas_are_one_trainer_on_the_union_of_their_batches(tmp_path):
 
 DROPOUT = ["--do_train", "--rows", "19", "--dropout", "0.1", "--max_steps", "8"]
 DROPOUT += ["--per_device_train_batch_size", "4", "--eval_strategy", "steps", "--eval_steps", "3"]
-DROPOUT += ["--save_steps", "3", "--load_best_model_at_end", "True", "--patience", "2"]
+DROPOUT += ["--save_steps", "3", "--load_best_model_at_end", "True", "--patience", "2", *SMALLEST]
 
 
 def test_resuming_is_bitwise_and_plain_transformers_reads_the_checkpoints(tmp_path):
@@ -235,7 +238,7 @@ def assert_equal_in_half_precision(folder, tolerance):
     np.testing.assert_allclose(*predictions, rtol=2.5 * tolerance, atol=tolerance)
 
 
-FP16 = [*HALF, "--fp16", "True", "--loss_scale", str(2**23), "--max_steps", "8"]
+FP16 = [*HALF, *SMALLEST, "--fp16", "True", "--loss_scale", str(2**23), "--max_steps", "8"]
 
 
 def test_fp16_scales_losses_skips_updates_and_resumes(tmp_path):
@@ -270,8 +273,8 @@ def test_fp16_over_replicas_with_accumulation(tmp_path):
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_full_eval_casts_the_model(half, tmp_path):
-    arguments = [*HALF, *NO_CHECKPOINTS, "--max_steps", "1", "--per_device_train_batch_size", "8"]
-    arguments += [f"--{half}_full_eval", "True"]
+    arguments = [*HALF, *SMALLEST, *NO_CHECKPOINTS, "--max_steps", "1"]
+    arguments += ["--per_device_train_batch_size", "8", f"--{half}_full_eval", "True"]
     folder, other = compare("text_classification", arguments, tmp_path)
     found, expected = (np.load(path / "predictions.npy") for path in (folder, other))
     assert found.dtype == expected.dtype

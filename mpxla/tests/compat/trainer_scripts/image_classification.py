@@ -40,7 +40,7 @@ def main():
         image_size=8,
         patch_size=4,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=16,
         hidden_dropout_prob=0.0,

@@ -42,8 +42,8 @@ def main():
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=args,
-        train_dataset=blocks(29, 1),
-        eval_dataset=blocks(13, 2),
+        train_dataset=blocks(32, 1),
+        eval_dataset=blocks(12, 2),
         data_collator=default_data_collator,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
         compute_metrics=accuracy,
