@@ -93,7 +93,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -219,22 +219,23 @@ SWEEP = (
     Case(4, hosts=2, backend="torch_xla"),
     Case(4, hosts=2, keys=(("sdp_hierarchical_allgather", False),)),
     Case(4, hosts=2, keys=(("sdp_gather", "step"),)),
-    Case(2, stages=2, hosts=2),
     Case(3),
-    Case(2, stages=2, keys=(("pipeline", "zero_bubble"),)),
+    Case(2, stages=2, hosts=2, keys=(("pipeline", "zero_bubble"),)),
     Case(2, keys=(("activation_memory", "recompute"),)),
     Case(2, stages=2, backend="torch_xla", checkpointed=True),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),)),
-    Case(2, groups=2, backend="torch_xla", keys=(("sdp_gather", "auto"),)),
+    Case(2, groups=2, backend="torch_xla", passes=2, keys=(("sdp_gather", "auto"),)),
     Case(2, stages=2, passes=2, backend="torch_xla", keeps_whole=True),
     Case(3, keeps_whole=True),
     Case(2, backend="torch_xla", keys=(("transport", "xla"),), keeps_whole=True),
-    Case(2, stages=2, groups=2, backend="torch_xla", passes=2),
+    pytest.param(
+        Case(2, stages=2, groups=2, backend="torch_xla", passes=2), marks=pytest.mark.long
+    ),
 )
 
 
 NARROW = (
-    Case(2, keys=(("bf16", True),)),
+    pytest.param(Case(2, keys=(("bf16", True),)), marks=pytest.mark.long),
     Case(2, passes=2, keys=(("fp16", True),)),
     Case(2, keys=(("bf16", True),), keeps_whole=True),
 )

@@ -35,7 +35,7 @@ class Case:
     prescaled: bool = True
     averaged: bool = True
     checkpointed: bool = False
-    layers: int = 2
+    layers: int = 1
     keys: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -191,23 +191,25 @@ def train(case):
 PARTS = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold", 17))
 GRADIENTS = (("shard_gradients", True),)
 CASES = (
-    Case("gpt2", 2, backend="pjrt", layers=1),
-    Case("llama", 2, prescaled=False, layers=1),
+    Case("gpt2", 2, backend="pjrt"),
+    Case("llama", 2, prescaled=False),
 )
 SWEEP = (
-    Case("llama", 2, transport="xla", layers=1),
-    Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
-    Case("gpt2", 4, backend="pjrt", layers=1),
-    Case("gpt2", 2, stages=2, prescaled=False, averaged=False),
-    Case("llama", 2, stages=2, checkpointed=True),
-    Case("bert", 2, stages=2, backend="pjrt"),
-    Case("llama", 2, replicas=2, keys=PARTS),
-    Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS, layers=1),
-    Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1]), layers=1),
+    Case("llama", 2, transport="xla"),
+    Case("gpt2", 2, stages=2, prescaled=False, averaged=False, checkpointed=True),
+    Case("bert", 2, stages=2, backend="pjrt", pipeline="zero_bubble"),
+    Case("gpt2", 2, replicas=2, backend="pjrt", prescaled=False, keys=PARTS),
+    Case("llama", 2, replicas=2, backend="pjrt", keys=(*GRADIENTS, PARTS[1])),
     Case("llama", 1, stages=2, replicas=2, keys=PARTS[:1]),  # nothing is large enough
     Case("mixtral", 2, stages=2),
-    Case("vit", 2, replicas=2, layers=1),
-    Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True),
+    Case("vit", 2, replicas=2, keys=PARTS),
+)
+LONG = (
+    Case("gpt2", 4, backend="pjrt"),
+    Case("llama", 2, stages=2, backend="pjrt", pipeline="zero_bubble", layers=2),
+    Case("llama", 2, stages=2, checkpointed=True, layers=2),
+    Case("llama", 2, replicas=2, keys=PARTS, layers=2),
+    Case("llama", 2, stages=2, replicas=2, backend="pjrt", keys=PARTS, checkpointed=True, layers=2),
 )
 
 
@@ -217,7 +219,9 @@ def test_training(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SWEEP, ids=str)
+@pytest.mark.parametrize(
+    "case", [*SWEEP, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str
+)
 def test_training_in_many_ways(case):
     check(case)
 

@@ -158,12 +158,12 @@ def check(case):
 
 
 CASES = [
-    Case(is_divided=True, replicas=2),
+    pytest.param(Case(is_divided=True, replicas=2), marks=pytest.mark.long),
     Case("bf16", stages=2),
-    Case("fp16"),
+    pytest.param(Case("fp16"), marks=pytest.mark.long),
     Case("fp16", is_divided=True, replicas=2, backend="pjrt"),
     Case("bf16", has_parts=True, replicas=2),
-    Case("fp16", has_parts=True, replicas=2, backend="pjrt"),
+    pytest.param(Case("fp16", has_parts=True, replicas=2, backend="pjrt"), marks=pytest.mark.long),
 ]
 
 
