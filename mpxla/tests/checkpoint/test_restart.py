@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,10 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpxla.tests.ranks.run import run_ranks_unpooled
+
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "examples" / "mnist_mlp" / "train_smp.py"
+
+
+def options_of(folder, epochs):
+    return ["--epochs", str(epochs), "--checkpoint-dir", str(folder), "--checkpoint-every", "5"]
 
 
 def start(folder, epochs):
@@ -24,10 +31,9 @@ def start(folder, epochs):
     environment = {"MPXLA_DEVICE": "pjrt", **os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options = ["--epochs", str(epochs), "--checkpoint-dir", str(folder), "--checkpoint-every", "5"]
     log = tempfile.TemporaryFile("w+")
     process = subprocess.Popen(
-        [sys.executable, *torchrun, "--max-restarts=9", str(SCRIPT), *options],
+        [sys.executable, *torchrun, "--max-restarts=9", str(SCRIPT), *options_of(folder, epochs)],
         env=environment,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -65,6 +71,22 @@ def kill_one(process, folder, choose):
     os.kill(int(choose.choice(children)), signal.SIGKILL)
 
 
+def run_script(path, *arguments):
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_undisturbed(folder, epochs):
+    """The same without a launcher, in processes that have imported torch already."""
+    words = str(SCRIPT), *options_of(folder, epochs)
+    environment = {"MPXLA_DEVICE": os.environ.get("MPXLA_DEVICE", "pjrt")}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")  # else ranks have others
+    results = run_ranks_unpooled(run_script, 2, *words, env=environment)
+    assert [result.exit_code for result in results] == [0, 0], results[0].stderr[-6000:]
+    return results[0].stdout
+
+
 def epochs_of(output):
     return dict(re.findall(r"^.*epoch +(\d+)/\d+: (.*)$", output, re.MULTILINE))
 
@@ -73,18 +95,17 @@ def check(folder, kills, seed, epochs):
     folder.mkdir()
     undisturbed, killed = folder / "undisturbed", folder / "killed"
     patience_s = 120 * (1 + kills)
-    expected_run = start(undisturbed, epochs)
-    killed_run = start(killed, epochs)
+    expected = run_undisturbed(undisturbed, epochs)
+    process, log = start(killed, epochs)
     choose = random.Random(seed)
     try:
         for _ in range(kills):
-            kill_one(killed_run[0], killed, choose)
-        expected, actual = (finish(*run, patience_s) for run in (expected_run, killed_run))
+            kill_one(process, killed, choose)
+        actual = finish(process, log, patience_s)
     finally:
-        for process, log in (expected_run, killed_run):
-            process.terminate()
-            process.wait()
-            log.close()
+        process.terminate()
+        process.wait()
+        log.close()
     assert actual.count("resumed from checkpoint") >= kills, "by every rank of a restart"
     shown = epochs_of(actual)
     assert len(epochs_of(expected)) == epochs
