@@ -37,10 +37,6 @@ def compare(name, arguments, tmp_path, **settings):
     return folder, other
 
 
-def test_image_classification(tmp_path):
-    compare("image_classification", [*BATCHES, *STEPS, *NO_CHECKPOINTS], tmp_path)
-
-
 def make_pretrained(folder):
     """A classifier without training, with a tokenizer and texts beside it."""
     words = {"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3} | {f"w{i}": i for i in range(4, 40)}
@@ -271,7 +267,7 @@ def test_fp16_over_replicas_with_accumulation(tmp_path):
     assert_equal_in_half_precision(tmp_path, 0.002)
 
 
-@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("half", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_full_eval_casts_the_model(half, tmp_path):
     arguments = [*HALF, *SMALLEST, *NO_CHECKPOINTS, "--max_steps", "1"]
     arguments += ["--per_device_train_batch_size", "8", f"--{half}_full_eval", "True"]
