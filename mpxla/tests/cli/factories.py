@@ -16,6 +16,12 @@ def chain_with_loss():
     return model, torch.zeros(4, 16), lambda out: out.square().mean()
 
 
+def widening_chain():
+    """Most of its memory is activations."""
+    layers = [nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)] * 2
+    return nn.Sequential(*layers), torch.zeros(64, 16), lambda out: out.square().mean()
+
+
 class Pairs(nn.Module):
     """A chain whose pairs of layers can be split over ranks."""
 

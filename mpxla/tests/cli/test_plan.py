@@ -132,7 +132,7 @@ def together(done):
 
 @pytest.mark.slow
 def test_under_a_limit_a_search_computes_again_what_does_not_fit():
-    words = ("mpxla.tests.cli.factories:gpt", "--stages", "2", "--microbatches", "4")
+    words = ("mpxla.tests.cli.factories:widening_chain", "--stages", "2", "--microbatches", "4")
     least = max(together(plan(*words, "--activation-memory", "recompute")))
     assert least < 0.7 * max(together(plan(*words)))
     limit = least + 2.0
