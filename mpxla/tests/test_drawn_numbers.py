@@ -13,7 +13,7 @@ from mpxla.tests.ranks.run import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS, MICROBATCHES = 6, 2
+STEPS, MICROBATCHES = 4, 2
 
 
 def skipped(model, x):
@@ -176,7 +176,11 @@ def test_numbers_are_drawn_in_every_call():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("functions", "num_stages", "backend"),
-    [([in_arrays, by_torch], 1, "torch_xla"), (FUNCTIONS, 2, "pjrt")],
+    [
+        ([in_arrays, chosen, counted, ordered, by_torch], 1, "torch_xla"),
+        ([skipped, mixed, by_torch], 2, "pjrt"),
+        pytest.param(FUNCTIONS, 2, "pjrt", marks=pytest.mark.long),
+    ],
 )
 def test_all_that_draws(functions, num_stages, backend):
     compare(functions, num_stages, backend)
