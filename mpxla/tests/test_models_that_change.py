@@ -181,7 +181,7 @@ def train_with_changes(config, names):
     ("world", "names"),
     [
         ("stages", ["pruning", "another_head"]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in in_two_worlds(HABITS)),
+        *in_two_worlds(HABITS),
         pytest.param(
             "gradients", ["another_head", "a_head_in_a_new_group"], marks=pytest.mark.slow
         ),

@@ -334,9 +334,16 @@ WORLDS = {
 
 
 def in_two_worlds(habits):
-    """(world, names of habits): each habit is with stages and with replicas, at once or in turn."""
+    """Worlds with names of habits, as parameters of slow tests: each habit in one of three.
+
+    Long: each habit is with stages and with replicas, at once or in turn.
+    """
+    slow, names = pytest.mark.slow, list(habits)
     worlds = (("grid", 0), ("replicas", 1), ("stages", 1))
-    return [(world, list(habits)[first::2]) for world, first in worlds]
+    return [
+        *(pytest.param(w, names[n::3], marks=slow) for n, (w, _) in enumerate(worlds)),
+        *(pytest.param(w, names[n::2], marks=[slow, pytest.mark.long]) for w, n in worlds),
+    ]
 
 
 DIVIDED = {"gradients": (2, {"shard_gradients": True})}
@@ -346,7 +353,7 @@ CASES = [
     ("zero", ["thawing_layer_by_layer", "thawing_into_new_groups"]),
     ("gradients", ["thawing_layer_by_layer"]),
     ("stages", ["norms_read_later", "accumulation_and_clipping", "lookahead"]),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in in_two_worlds(HABITS)),
+    *in_two_worlds(HABITS),
 ]
 
 
