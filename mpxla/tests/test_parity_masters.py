@@ -214,17 +214,19 @@ CASES = [
     Case(Net, 1, 2),
 ]
 SLOW = [
-    Case(Exact, passes=2),
-    Case(Exact, 2, 1, is_sharded=True, max_norm=0.5),
-    Case(Exact, 2, 2, passes=2),
     Case(Exact, 3, 1, is_sharded=True, passes=2),
     Case(Net, max_norm=0.3),
     Case(Net, 2, 1, passes=2),
     Case(Net, 2, 2, is_sharded=True, max_norm=0.3),
-    Case(Net, 3, 1, is_sharded=True, passes=2),
     Case(Tied, 1, 2, max_norm=0.3),
-    Case(Tied, 2, 2, max_norm=0.3),
     Case(Tied, 2, 2, is_sharded=True, passes=2),
+]
+LONG = [
+    Case(Exact, passes=2),
+    Case(Exact, 2, 1, is_sharded=True, max_norm=0.5),
+    Case(Exact, 2, 2, passes=2),
+    Case(Net, 3, 1, is_sharded=True, passes=2),
+    Case(Tied, 2, 2, max_norm=0.3),
 ]
 
 
@@ -236,7 +238,9 @@ def test_masters_train_as_those_of_one_process(case):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize(
+    "case", [*SLOW, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str
+)
 def test_masters_train_as_those_of_one_process_everywhere(case):
     check(case)
 

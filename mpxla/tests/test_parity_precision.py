@@ -326,17 +326,19 @@ def check(case):
 
 
 SLOW = [
-    Case("bf16", "llama", stages=3, max_norm=0.5),
     Case("bf16", "gpt", replicas=2, is_sharded=True, max_norm=0.5, passes=2),
     Case("loaded", "llama", stages=2),
-    Case("fp16", "gpt", replicas=2, stages=2, is_sharded=True, max_norm=0.5),
     Case("autocast", "bert", passes=2),
-    Case("autocast", "vit", stages=2),
-    Case("scaler", "gpt", stages=2, max_norm=0.5),
-    Case("bf16", "gpt", stages=2, backend="pjrt"),
     Case("fp16", "bert", replicas=2, is_sharded=True, backend="pjrt"),
     Case("autocast", "conv", stages=2, backend="pjrt"),
     Case("scaler", "vit", backend="pjrt", max_norm=0.5),
+]
+LONG = [
+    Case("bf16", "llama", stages=3, max_norm=0.5),
+    Case("fp16", "gpt", replicas=2, stages=2, is_sharded=True, max_norm=0.5),
+    Case("scaler", "gpt", stages=2, max_norm=0.5),
+    Case("autocast", "vit", stages=2),
+    Case("bf16", "gpt", stages=2, backend="pjrt"),
 ]
 
 
@@ -345,6 +347,7 @@ SLOW = [
     [
         Case("bf16", "conv", stages=2, passes=2),
         *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW),
+        *(pytest.param(c, marks=[pytest.mark.slow, pytest.mark.long]) for c in LONG),
     ],
     ids=str,
 )

@@ -50,9 +50,9 @@ def run(function, world_size, *args):
             for case in (
                 Case("shared", 3, 5),
                 Case("bert", 2, 3, "simple"),
-                Case("nested", 4, 6),
             )
         ),
+        pytest.param(Case("nested", 4, 6), marks=[pytest.mark.slow, pytest.mark.long]),
     ],
     ids=str,
 )
@@ -81,9 +81,11 @@ def run_replicas(case):
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
                 replicas.Case("mlp", 2, 2, passes=2, max_norm=0.3),
-                replicas.Case("shared", 1, 3, max_norm=0.3),
                 replicas.Case("gpt", 2, 2, is_sharded=True, max_norm=0.3, strategy="spread"),
             )
+        ),
+        pytest.param(
+            replicas.Case("shared", 1, 3, max_norm=0.3), marks=[pytest.mark.slow, pytest.mark.long]
         ),
     ],
     ids=str,

@@ -19,7 +19,7 @@ PJRT = {"MPXLA_DEVICE": "pjrt"}
 CASES = [
     case_of("mlp", "2x2S+"),
     pytest.param(case_of("gpt", "2x2S+"), marks=pytest.mark.slow),
-    pytest.param(case_of("unet", "2x3I"), marks=pytest.mark.slow),
+    pytest.param(case_of("unet", "2x3I"), marks=[pytest.mark.slow, pytest.mark.long]),
 ]
 
 
