@@ -112,8 +112,9 @@ def train(keys, options=(), num_steps=NUM_STEPS):
     return torch.tensor(found), state, values, num_asked, lines
 
 
-@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("stages", "has_norm"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
+)
 def test_branches_on_values_of_the_model(stages, has_norm):
     expected, parameters = train_plainly([has_norm])
     results = run_ranks(train, stages, {"pipeline_parallel_degree": stages}, [has_norm])
