@@ -92,11 +92,6 @@ def run_forked(num_ranks: int, script: str, *arguments: str) -> str:
     return results[0].stdout
 
 
-def run_by_torchrun(*arguments: str) -> str:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    return run(*torchrun, str(EXAMPLE / "train_smp.py"), *arguments)
-
-
 def epoch_losses(output: str) -> list[tuple[float, float]]:
     """Returns (train loss, test loss) of every epoch that a script printed."""
     found = re.findall(r"^epoch .*train loss ([\d.]+), test loss ([\d.]+)", output, re.MULTILINE)
@@ -342,8 +337,9 @@ def test_plain_script_reads_mnist_files(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_smp_script_learns_the_digits_under_torchrun():
-    output = run_by_torchrun(EPOCHS)
+def test_smp_script_learns_the_digits():
+    """Under torchrun it is run in `checkpoint/test_restart.py`."""
+    output = run_forked(2, "train_smp.py", EPOCHS)
     check_learned(output)
     check_run(output, plain_losses(3))
 
