@@ -202,9 +202,7 @@ def mean_losses(results):
         (2, 1, "three"),
         (1, 1, "two"),
         (1, 2, "two"),
-        pytest.param(2, 2, "two", marks=pytest.mark.slow),
         pytest.param(4, 1, "three", marks=pytest.mark.slow),
-        pytest.param(1, 2, "three", marks=pytest.mark.slow),
     ],
 )
 def test_any_topology_continues_the_run(saved, stages, replicas, tag):
