@@ -90,10 +90,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between an embedding and a head that shares its weight."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=2):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
 
