@@ -9,7 +9,7 @@ from mpxla.checkpoint.files import save_object
 from mpxla.checkpoint.shards import ShardIndex, ShardReader, Slot
 from mpxla.errors import CheckpointError
 from mpxla.nn.shards import Shard
-from mpxla.tests.checkpoint.worlds import Run, some_of
+from mpxla.tests.checkpoint.worlds import Run, one_of
 from mpxla.tests.ranks.run import run_ranks
 from mpxla.tests.tolerances import assert_close_by_norm
 
@@ -108,7 +108,7 @@ def check(tmp_path, topologies):
         for number, entry in of_optimizer["state"].items():
             assert_close_by_norm(of_other["state"][number], entry, 1e-4)
     for number, (name, topology) in enumerate(topologies.items()):
-        others = some_of(paths, number)
+        others = one_of(paths, number, 1)
         results = run_ranks(resume_each, num_ranks(topology), others, topology, timeout_s=300)
         for other in results[0]:
             found = torch.tensor([result[other] for result in results]).mean(0).tolist()

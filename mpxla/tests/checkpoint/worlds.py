@@ -31,10 +31,10 @@ class TiedNet(nn.Module):
         return self.head(self.second(x)) * self.scale
 
 
-def some_of(paths, number):
-    """What the topology of a number resumes from: two others, or everything if there are two."""
+def one_of(paths, number, step):
+    """What the topology of a number resumes from: the one `step` further, or both of two."""
     names = list(paths)
-    steps = (0, 1) if len(names) == 2 else (1, 3)
+    steps = (0, 1) if len(names) == 2 else (step,)
     return {n: paths[n] for n in (names[(number + k) % len(names)] for k in steps)}
 
 
