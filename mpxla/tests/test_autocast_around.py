@@ -44,9 +44,14 @@ def train(stages):
     return x, y, z, before, raw.wide.weight.grad.cpu() if is_here else None
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    "device", ["pjrt", pytest.param("torch_xla", marks=pytest.mark.torch_xla), "eager"]
+    ("device", "stages"),
+    [
+        ("pjrt", 2),
+        pytest.param("torch_xla", 2, marks=pytest.mark.torch_xla),
+        ("eager", 2),
+        pytest.param("torch_xla", 1, marks=[pytest.mark.torch_xla, pytest.mark.slow]),
+    ],
 )
 def test_float32_inside_stays_float32(device, stages):
     found = run_ranks(train, stages, stages, env={"MPXLA_DEVICE": device})

@@ -92,7 +92,9 @@ def last_error(stderr):
     return re.sub(r"PeerFailure at \S+: ", "PeerFailure: ", line)  # of a rank that says it shortly
 
 
-@pytest.mark.parametrize("failing", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2))])
+@pytest.mark.parametrize(
+    "failing", [0, pytest.param(1, marks=[slow, pytest.mark.long]), pytest.param(2, marks=slow)]
+)
 def test_killed_rank_is_named_by_all_others(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "kill")
     assert results[failing].exit_code == -signal.SIGKILL
@@ -102,7 +104,9 @@ def test_killed_rank_is_named_by_all_others(failing):
         assert "died: its process ended without a report" in text
 
 
-@pytest.mark.parametrize("failing", [*(pytest.param(rank, marks=slow) for rank in (0, 2)), 1])
+@pytest.mark.parametrize(
+    "failing", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=[slow, pytest.mark.long])]
+)
 def test_rank_that_raises_in_a_step_is_named_with_its_error(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "raise")
     assert results[failing].exit_code == 1
@@ -114,7 +118,7 @@ def test_rank_that_raises_in_a_step_is_named_with_its_error(failing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_rank_that_raises_between_steps_is_named_with_its_error(failing):
     results = run_ranks_unpooled(train_with_a_failure, NUM_RANKS, failing, "raise outside")
     assert results[failing].exit_code == 1

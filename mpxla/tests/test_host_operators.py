@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
     [
         pytest.param(Case("host", 1, 2), marks=pytest.mark.slow),
         Case("host", 2, 4, "zero_bubble", manual=True),
-        pytest.param(Case("host", 2, 3, "interleaved"), marks=pytest.mark.slow),
+        pytest.param(Case("host", 2, 3, "interleaved"), marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(Case("host", 2, 2, "simple", manual=True), marks=pytest.mark.slow),
     ],
     ids=str,

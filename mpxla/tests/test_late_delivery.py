@@ -173,7 +173,12 @@ def train_in_all_ways_late(config, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "names"), [("replicas", EDITING_HABITS[4:]), ("grid", EDITING_HABITS[:4])]
+    ("world", "names"),
+    [
+        ("replicas", EDITING_HABITS[1::2]),
+        ("grid", EDITING_HABITS[::4]),
+        pytest.param("grid", EDITING_HABITS, marks=pytest.mark.long),
+    ],
 )
 def test_habits_when_everything_is_late(world, names):
     assert set(names) <= set(HABITS)
