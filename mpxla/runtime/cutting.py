@@ -5,6 +5,7 @@ inputs, measured times, the choice of a schedule) the first rank tells the other
 not know how stages are compiled or run.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -42,7 +43,7 @@ from mpxla.runtime.rates import rates_of_job
 from mpxla.runtime.sign_of_life import SignOfLife
 from mpxla.runtime.signature import Signature
 from mpxla.runtime.states import ModelStates
-from mpxla.runtime.tracing import trace
+from mpxla.runtime.tracing import Tracing
 from mpxla.session import Session
 from mpxla.stage.timing import measure_operators
 
@@ -119,16 +120,14 @@ class StepCutter:
         """
         self.is_tracing = True
         try:
-            signature, step, reads = trace(
-                call.signature,
+            tracing = Tracing(
                 function,
                 call.objects,
                 self._states,
-                lambda: self._values(call),
+                functools.cache(lambda: self._values(call)),
                 self._session.kept,
-                call.drawer,
-                self._may_ask,
             )
+            signature, step, reads = tracing.trace(call.signature, call.drawer, self._may_ask)
         except (RuntimeError, ValueError) as error:  # as shapes lead to; own errors say enough
             if self._parts() and not isinstance(error.__cause__ or error, MpxlaError):
                 error.add_note(_PART_OF_LAYERS.format(len(self._sharing)))

@@ -4,9 +4,8 @@ This module must not know how ranks agree on a call.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,150 +27,131 @@ from mpxla.kept import Kept
 from mpxla.runtime.signature import Signature, fill, with_constants
 from mpxla.runtime.states import ModelStates
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "Tracing"]
 
 Traced = tuple[Signature, StepGraph, list[Read]]
 """The signature that a graph serves, the graph, and what the function read outside."""
 
 
-def trace(
-    signature: Signature,
-    function: Callable[..., Any],
-    objects: Mapping[str, Any],
-    states: ModelStates,
-    values: Callable[[], Sequence[torch.Tensor]],
-    graphs: Kept,
-    drawer: Drawer | None,
-    may_ask: bool = True,
-) -> Traced:
-    """Captures a step with as many of its floats as inputs as Python lets it.
+@dataclass(frozen=True)
+class Tracing:
+    """What a call of a step function gives to its captures.
 
-    Args:
-        signature: of the call, with floats that should be inputs.
+    Attributes:
         function: the step function.
         objects: this rank's own objects among the arguments, by path.
         states: parameters and buffers of all models.
         values: gives the tensor leaves of one microbatch, where Python needs them.
         graphs: those of earlier starts.
-        drawer: draws random numbers of Python; None if they are to stay as they are.
-        may_ask: whether Python may ask for values that depend on the model (`graph/answers.py`).
-
-    Returns:
-        The signature has constants in the places of floats whose value Python needs, what the
-        function draws, and answers if it asks for values.
-
-    Raises:
-        CaptureError: the function cannot be captured.
     """
 
-    values = functools.cache(values)
-    if signature.answers is None:
-        given = function, objects, states, values, graphs, drawer
+    function: Callable[..., Any]
+    objects: Mapping[str, Any]
+    states: ModelStates
+    values: Callable[[], Sequence[torch.Tensor]]
+    graphs: Kept
+
+    def trace(self, signature: Signature, drawer: Drawer | None, may_ask: bool = True) -> Traced:
+        """Captures a step with as many of its floats as inputs as Python lets it.
+
+        Args:
+            signature: of the call, with floats that should be inputs.
+            drawer: draws random numbers of Python; None if they are to stay as they are.
+            may_ask: whether Python may ask for values that depend on the model
+                (`graph/answers.py`).
+
+        Returns:
+            The signature has constants in the places of floats whose value Python needs, what the
+            function draws, and answers if it asks for values.
+
+        Raises:
+            CaptureError: the function cannot be captured.
+        """
         try:
-            return _attempts(signature, *given)
+            return self._with_few_draws(signature, drawer)
         except UndecidedError as error:
-            if not may_ask:
+            if signature.answers is not None or not may_ask:
                 raise CaptureError(*error.args) from error.__cause__
-        signature = replace(signature, answers=())
-        drawer = None if drawer is None else drawer.again()
-    try:
-        return _attempts(signature, function, objects, states, values, graphs, drawer)
-    except UndecidedError as error:
-        raise CaptureError(*error.args) from error.__cause__
+        return self.trace(replace(signature, answers=()), drawer and drawer.again())
 
+    def _with_few_draws(self, signature: Signature, drawer: Drawer | None) -> Traced:
+        """Scalars that torch draws are inputs only where nothing else will do."""
+        if drawer is None:
+            return self._with_few_constants(signature, None)
+        is_asking = signature.answers is not None
+        draws = Draws(drawer, with_scalars=is_asking)
+        try:
+            return self._with_few_constants(signature, draws)
+        except CaptureError:
+            if is_asking or not draws.has_scalars:
+                raise
+        return self._with_few_constants(signature, Draws(drawer.again(), with_scalars=True))
 
-def _attempts(
-    signature: Signature,
-    function: Callable[..., Any],
-    objects: Mapping[str, Any],
-    states: ModelStates,
-    values: Callable[[], Sequence[torch.Tensor]],
-    graphs: Kept,
-    drawer: Drawer | None,
-) -> Traced:
-    """See `trace`; with as few values of inputs, and as few constants, as will do."""
-
-    def attempt(chosen: Signature, known: Known | None, draws: Draws | None) -> Traced:
-        if draws is None:
-            return _trace(chosen, function, objects, states, known, graphs, None)
-        while True:  # once more if it has drawn
-            asked, given = replace(chosen, draws=tuple(draw for draw, _ in draws.known)), known
-            if given is not None:
-                given = replace(given, values=(*given.values, *draws.values()))
-            found = _trace(asked, function, objects, states, given, graphs, draws)
-            if draws.is_complete:
-                return found
-
-    def run(draws: Draws | None, constants: set[str]) -> Traced:
-        chosen, _ = with_constants(signature, [], constants)
-
-        def given() -> Sequence[torch.Tensor]:
-            _, (found,) = with_constants(signature, [values()], constants)
-            return found
-
-        needs = signature.answers is not None
-        return with_values_if_needed(lambda known: attempt(chosen, known, draws), given, needs)
-
-    def traced(draws: Draws | None) -> Traced:
+    def _with_few_constants(self, signature: Signature, draws: Draws | None) -> Traced:
         numbers = signature.numbers
         if not numbers:
-            return run(draws, set())
+            return self._with_few_values(signature, draws, set())
         with contextlib.suppress(Exception):  # where it is another fault, it comes again below
-            return run(draws, set())
+            return self._with_few_values(signature, draws, set())
         constants, found = set(numbers), None
         for path in numbers if len(numbers) > 1 else ():
             with contextlib.suppress(Exception):
-                found = run(draws, constants - {path})
+                found = self._with_few_values(signature, draws, constants - {path})
                 constants.discard(path)
-        return found or run(draws, constants)
+        return found or self._with_few_values(signature, draws, constants)
 
-    if drawer is not None and signature.answers is not None:
-        return traced(Draws(drawer, with_scalars=True))
-    draws = None if drawer is None else Draws(drawer)
-    try:
-        return traced(draws)
-    except CaptureError:
-        if drawer is None or draws is None or not draws.has_scalars:
-            raise
-    return traced(Draws(drawer.again(), with_scalars=True))
+    def _with_few_values(
+        self, signature: Signature, draws: Draws | None, constants: set[str]
+    ) -> Traced:
+        chosen, _ = with_constants(signature, [], constants)
 
+        def given() -> Sequence[torch.Tensor]:
+            _, (found,) = with_constants(signature, [self.values()], constants)
+            return found
 
-def _trace(
-    signature: Signature,
-    function: Callable[..., Any],
-    objects: Mapping[str, Any],
-    states: ModelStates,
-    known: Known | None,
-    graphs: Kept,
-    draws: Draws | None,
-) -> Traced:
-    given = {path: argument_without_iterator(v, path) for path, v in objects.items()}
-    model = states.module
-    outer = outside_values(function, model)
-    others = [*outer.objects, *((f"argument {path}", value) for path, value in objects.items())]
+        needs = signature.answers is not None
+        return with_values_if_needed(lambda known: self._drawn(chosen, known, draws), given, needs)
 
-    def run(leaves: Sequence[torch.Tensor]) -> Any:
-        if draws is not None:
-            draws.begin(leaves[len(leaves) - len(signature.draws) :])
-        args, kwargs = fill(signature, leaves, given)
-        return function(*args, **kwargs)
+    def _drawn(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
+        """Captures once more if it has drawn."""
+        if draws is None:
+            return self._captured(signature, known, None)
+        while True:
+            asked, given = replace(signature, draws=tuple(draw for draw, _ in draws.known)), known
+            if given is not None:
+                given = replace(given, values=(*given.values, *draws.values()))
+            found = self._captured(asked, given, draws)
+            if draws.is_complete:
+                return found
 
-    def capture() -> StepGraph:
-        names = states.current_names()
-        try:
-            leaves, answers = signature.tensor_leaves, signature.answers
-            return capture_step(run, model, leaves, names, known, graphs, answers)
-        except NewAttributesError as error:
-            for found in error.attributes:
-                found.start()
-        return capture()
+    def _captured(self, signature: Signature, known: Known | None, draws: Draws | None) -> Traced:
+        function, model = self.function, self.states.module
+        given = {path: argument_without_iterator(v, path) for path, v in self.objects.items()}
+        outer = outside_values(function, model)
+        own = ((f"argument {path}", value) for path, value in self.objects.items())
 
-    with (
-        torch.set_grad_enabled(signature.grad_enabled),
-        iterators_refused(function, model),
-        random_numbers_noted(function, model, draws),
-        attributes_noted(model, others, outer.texts) as log,
-    ):
-        step = capture()
-    reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
-    return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]
+        def run(leaves: Sequence[torch.Tensor]) -> Any:
+            if draws is not None:
+                draws.begin(leaves[len(leaves) - len(signature.draws) :])
+            args, kwargs = fill(signature, leaves, given)
+            return function(*args, **kwargs)
+
+        def capture() -> StepGraph:
+            names = self.states.current_names()
+            try:
+                leaves, answers = signature.tensor_leaves, signature.answers
+                return capture_step(run, model, leaves, names, known, self.graphs, answers)
+            except NewAttributesError as error:
+                for found in error.attributes:
+                    found.start()
+            return capture()
+
+        with (
+            torch.set_grad_enabled(signature.grad_enabled),
+            iterators_refused(function, model),
+            random_numbers_noted(function, model, draws),
+            attributes_noted(model, [*outer.objects, *own], outer.texts) as log,
+        ):
+            step = capture()
+        reads = [*kept(outer.reads), *log.reads(), *map(ModuleRead.of, step.modules)]
+        return signature, step, [*reads, *(ValueRead.of(*read) for read in step.reads)]

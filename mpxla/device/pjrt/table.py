@@ -2,7 +2,8 @@
 
 A function takes the operator's arguments: arrays in place of tensors, numbers, lists and dtypes as
 PyTorch has them. Options that say where a tensor lies are left out. A result may have another dtype
-than PyTorch gives it: the caller casts it.
+than PyTorch gives it: the caller casts it. Composite operators come apart (`graphs.py`) and need no
+function, except where PyTorch composes them with writes.
 """
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def quotient(a: jax.Array, b: Any) -> jax.Array:
     return a / lax.optimization_barrier(jnp.broadcast_to(divisor, shape))
 
 
-@implements("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
+@implements("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode")
 def _divide(left: Any, right: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         a, _ = as_float(left, right, wide=True)

@@ -26,7 +26,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
     implements(_name)(getattr(jnp, _name))
 
 
-@implements("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
+@implements("where.self")
 def _where(condition: jax.Array, left: Any, right: Any) -> jax.Array:
     return jnp.where(condition.astype(bool), *promote(left, right))
 

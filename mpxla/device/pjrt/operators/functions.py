@@ -98,12 +98,9 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "abs": jnp.abs,
     "bitwise_not": jnp.bitwise_not,
     "ceil": _unless_integer(jnp.ceil),
-    "conj_physical": jnp.conj,
     "_conj": jnp.conj,
     "_conj_physical": jnp.conj,
     "floor": _unless_integer(jnp.floor),
-    "imag": jnp.imag,
-    "real": jnp.real,
     "isinf": jnp.isinf,
     "isfinite": jnp.isfinite,
     "isnan": jnp.isnan,
@@ -115,7 +112,6 @@ _OF_ALL: dict[str, Callable[[jax.Array], jax.Array]] = {
     "signbit": lambda x: (
         jnp.signbit(x) if x.dtype.kind not in ("b", "u") else jnp.zeros_like(x, bool)
     ),
-    "square": lambda x: x * x,
     "trunc": _unless_integer(jnp.trunc),
     "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
     "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),

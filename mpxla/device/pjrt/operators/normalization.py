@@ -73,37 +73,6 @@ def _layer_norm_backward(
     return of_x, of_weight, of_bias
 
 
-@implements("_fused_rms_norm")
-def _rms_norm(
-    x: jax.Array, shape: Sequence[int], weight: jax.Array | None, eps: float | None
-) -> tuple[jax.Array, jax.Array]:
-    axes = tuple(range(x.ndim - len(shape), x.ndim))
-    wide = widened(x)
-    eps = float(jnp.finfo(wide.dtype).eps) if eps is None else eps
-    scale = lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + eps)
-    result = wide * scale
-    return (result if weight is None else result * weight).astype(x.dtype), scale
-
-
-@implements("_fused_rms_norm_backward")
-def _rms_norm_backward(
-    gradient: jax.Array,
-    x: jax.Array,
-    shape: Sequence[int],
-    scale: jax.Array,
-    weight: jax.Array | None,
-    output_mask: Sequence[bool],
-) -> tuple[jax.Array | None, jax.Array | None]:
-    inner = tuple(range(x.ndim - len(shape), x.ndim))
-    wide, normalized = widened(gradient), widened(x) * scale
-    of_normalized = wide if weight is None else wide * weight
-    along = jnp.mean(of_normalized * normalized, inner, keepdims=True)
-    of_x = (of_normalized - normalized * along) * scale if output_mask[0] else None
-    is_wanted = output_mask[1] and weight is not None
-    outer = tuple(range(x.ndim - len(shape)))
-    return of_x, jnp.sum(wide * normalized, outer) if is_wanted else None
-
-
 @implements("native_group_norm")
 def _group_norm(
     x: jax.Array,

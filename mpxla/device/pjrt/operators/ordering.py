@@ -31,9 +31,6 @@ def sort(
     return jnp.take_along_axis(x, order, dim), order
 
 
-implements("argsort", "argsort.stable")(lambda x, *where, **how: sort(x, *where, **how)[1])
-
-
 @implements("topk")
 def _topk(
     x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True

@@ -207,7 +207,6 @@ def _adaptive_max(rank: int, x: jax.Array, output_size: Sizes) -> tuple[jax.Arra
     return jnp.stack(values, -1).reshape(result), jnp.stack(places, -1).reshape(result)
 
 
-implements("avg_pool1d")(partial(_avg_pool, 1))
 for _rank in (2, 3):
     for _name, _function in (
         ("max_pool{}d_with_indices", _max_pool),

@@ -22,7 +22,7 @@ def product(left: jax.Array, right: jax.Array) -> jax.Array:
     return _wide_product(left, right).astype(left.dtype)
 
 
-implements("mm", "bmm", "mv", "matmul")(product)
+implements("mm", "bmm", "mv")(product)
 
 
 implements("dot")(lambda left, right: jnp.sum(left * right))
@@ -46,12 +46,6 @@ def _added(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..
 
 implements("addmm", "addmv", "baddbmm")(_added(_wide_product))
 implements("addbmm")(_added(lambda left, right: jnp.sum(product(left, right), 0)))
-
-
-@implements("linear")
-def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    result = _wide_product(x, weight.T)
-    return result if bias is None else result + bias
 
 
 @implements("_int_mm")

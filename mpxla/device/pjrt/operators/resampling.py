@@ -3,7 +3,6 @@
 Cubic and grid sampling are PyTorch's decompositions.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,14 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpxla.device.pjrt.table import implements
-
-
-def _output_size(
-    shape: Sequence[int], size: Sequence[int] | None, factors: Sequence[float] | None
-) -> list[int]:
-    if size is not None:
-        return list(size)
-    return [math.floor(n * f) for n, f in zip(shape, factors or (), strict=True)]
 
 
 def _ratio(size: int, count: int, factor: float | None) -> np.float32:
@@ -67,17 +58,11 @@ def _linear(
 
 
 def _register(name: str, rank: int, resample: Callable[..., jax.Array], num_settings: int) -> None:
-    """Puts three operators into the table; settings stand between size and factors."""
+    """Puts an operator and its derivative into the table; settings are between size and factors."""
 
     def resampled(x: jax.Array, size: Sequence[int], *rest: Any) -> jax.Array:
         factors = rest[num_settings:] or [None] * rank
         return resample(x, size, factors, *rest[:num_settings])
-
-    @implements(f"{name}.vec")
-    def _vector(x: jax.Array, size: Sequence[int] | None, *rest: Any) -> jax.Array:
-        *settings, factors = rest
-        counts = _output_size(x.shape[2:], size, factors)
-        return resampled(x, counts, *settings, *(factors or ()))
 
     @implements(f"{name}_backward")
     def _backward(

@@ -15,7 +15,7 @@ from mpxla.device.pjrt.dtypes import cast, jax_dtype
 from mpxla.device.pjrt.table import implements
 
 
-@implements("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy")
+@implements("view", "_unsafe_view", "view_copy", "_reshape_copy")
 def _reshape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     shape = list(shape)
     if -1 in shape:
@@ -87,8 +87,7 @@ def _concatenate(parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.concatenate([p.astype(dtype) for p in kept], dim)
 
 
-_SAME = ("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
-implements(*_SAME, "resolve_conj", "resolve_neg", "positive")(lambda x: x)
+implements("clone", "detach", "alias", "lift_fresh_copy", "lift_fresh")(lambda x: x)
 
 
 @implements("_to_copy")
