@@ -31,9 +31,11 @@ from mpxla.graph.normalize import (
     densify_gradients,
     drop_runtime_checks,
     free_layouts,
+    give_indices_a_dim,
     refuse_collectives,
     refuse_hidden_updates,
     resolve_numbers,
+    split_complex_writes,
 )
 from mpxla.graph.renorms import replace_renorms
 from mpxla.graph.stepgraph import InputKind, InputRole, OutputKind, OutputRole, describe
@@ -98,6 +100,8 @@ def functional_step(
     resolve_numbers(graph)
     collapse_detaches(graph)
     densify_gradients(graph)
+    give_indices_a_dim(graph)
+    split_complex_writes(graph)
     free_layouts(graph)
     expand_gradients(graph)
     graph.eliminate_dead_code()

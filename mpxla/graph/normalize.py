@@ -18,11 +18,13 @@ __all__ = [
     "densify_gradients",
     "drop_runtime_checks",
     "free_layouts",
+    "give_indices_a_dim",
     "has_writes",
     "keep_gradient_barriers",
     "refuse_collectives",
     "refuse_hidden_updates",
     "resolve_numbers",
+    "split_complex_writes",
 ]
 
 _aten = torch.ops.aten
@@ -37,6 +39,11 @@ COLLECTIVES_OUTSIDE = (
     "A step runs once per microbatch, on ranks that hold parts of the model: return the value, and "
     "call the collective on the result. Gradients are averaged over replicas without it."
 )
+_ALONG_ROWS = (
+    *(_aten.index_select.default, _aten.index_add.default, _aten.index_copy.default),
+    *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
+)
+_PARTIAL_WRITES = (_aten.slice_scatter.default, _aten.select_scatter.default)
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
@@ -170,6 +177,41 @@ def densify_gradients(graph: fx.Graph) -> None:
         if node.target is _aten.embedding.default:
             node.args = node.args[:4]
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sparse"}
+
+
+def give_indices_a_dim(graph: fx.Graph) -> None:
+    """`table[[i]]` in place of `index_select` and the like with an index without dims.
+
+    To PyTorch they are the same. Its decompositions, which backends use, know only the first.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _ALONG_ROWS or node.args[2].meta["val"].dim():
+            continue
+        with graph.inserting_before(node):
+            index = graph.call_function(_aten.reshape.default, (node.args[2], [1]))
+        index.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        node.update_arg(2, index)
+
+
+def split_complex_writes(graph: fx.Graph) -> None:
+    """Writes to parts of complex tensors become writes of real numbers.
+
+    torch differentiates `spectrum[..., :modes] = ...`, but not the operator that stands for it in a
+    functional graph.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _PARTIAL_WRITES or not node.meta["val"].is_complex():
+            continue
+        with graph.inserting_before(node):
+            tensors = [graph.call_function(_aten.resolve_conj.default, (n,)) for n in node.args[:2]]
+            pairs = [graph.call_function(_aten.view_as_real.default, (n,)) for n in tensors]
+        dim, *place = node.args[2:] or (0,)
+        node.args = (*pairs, dim % node.meta["val"].dim(), *place)
+        with graph.inserting_after(node):
+            whole = graph.call_function(_aten.view_as_complex.default, (node,))
+        node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
+        for added in (*tensors, *pairs, whole):
+            added.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
 
 
 def free_layouts(graph: fx.Graph) -> None:

@@ -80,6 +80,26 @@ class Causal(nn.Module):
         return (self.both(x, x.flip(1), given, causal) * weights).square().sum()
 
 
+class Operator(nn.Module):
+    """Writes to parts of complex tensors, as Fourier operators do, and rows without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(1, 4), nn.Linear(4, 3)
+        self.low = nn.Parameter(torch.randn(4, 4, 3, dtype=torch.complex64) / 4)
+        self.high = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.enter(x).mT)
+        chosen = torch.zeros_like(spectrum)
+        chosen[..., :3] = torch.einsum("bik,iok->bok", spectrum[..., :3], self.low)
+        chosen[..., -1] = spectrum[..., -1].conj() * self.high
+        found = self.leave(torch.tanh(torch.fft.irfft(chosen, n=x.shape[1]).mT))
+        row = found.mean((0, 1)).argmax()
+        found = found.index_add(2, row, found.index_select(2, row).sin() * scale[:, None, None])
+        return found.square().mean()
+
+
 def causal() -> tuple[nn.Module, Any]:
     return Causal(), {"x": torch.randn(4, 5, 16), "weights": torch.randn(4, 5, 16)}
 
@@ -131,6 +151,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     ),
     "swin": swin,
     "pooled": lambda: (Pooled(), {"x": torch.randn(4, 3, 5)}),
+    "operator": lambda: (Operator(), {"x": torch.randn(4, 8, 1), "scale": torch.rand(4)}),
     "causal": causal,
     "masked": masked,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from mpxla.tests.ranks.run import run_ranks
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 4
-TRAINED = ("mixtral", "functions")
+TRAINED = ("mixtral", "functions", "operator")
 SAMPLE = ("masked",)
 WEIGHED = ("masked", "mamba")
 
@@ -90,7 +90,9 @@ def trained_plainly(name):
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["functions", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["functions", "operator", pytest.param("mixtral", marks=pytest.mark.slow)]
+)
 def test_training_on_two_ranks(name):
     ranks = run_ranks(trained, 2, name, timeout_s=300)
     losses, parameters = trained_plainly(name)
