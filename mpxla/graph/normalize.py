@@ -185,10 +185,13 @@ def give_indices_a_dim(graph: fx.Graph) -> None:
     To PyTorch they are the same. Its decompositions, which backends use, know only the first.
     """
     for node in list(graph.nodes):
-        if node.target not in _ALONG_ROWS or node.args[2].meta["val"].dim():
+        if node.target not in _ALONG_ROWS:
+            continue
+        index = cast(fx.Node, node.args[2])
+        if index.meta["val"].dim():
             continue
         with graph.inserting_before(node):
-            index = graph.call_function(_aten.reshape.default, (node.args[2], [1]))
+            index = graph.call_function(_aten.reshape.default, (index, [1]))
         index.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
         node.update_arg(2, index)
 
@@ -205,7 +208,7 @@ def split_complex_writes(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             tensors = [graph.call_function(_aten.resolve_conj.default, (n,)) for n in node.args[:2]]
             pairs = [graph.call_function(_aten.view_as_real.default, (n,)) for n in tensors]
-        dim, *place = node.args[2:] or (0,)
+        dim, *place = cast(Any, node.args[2:] or (0,))
         node.args = (*pairs, dim % node.meta["val"].dim(), *place)
         with graph.inserting_after(node):
             whole = graph.call_function(_aten.view_as_complex.default, (node,))

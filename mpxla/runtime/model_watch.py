@@ -8,6 +8,7 @@ This module must not know what is done with the answer.
 
 import hashlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,7 +72,11 @@ class ModelView:
             index, name = min(set(self.buffers) ^ set(now.buffers))
             return f"the buffer {self._path(self.modules[index])}.{name} was added or removed"
         if self.hooks != now.hooks:
-            index = min(index for index, *_ in set(self.hooks) ^ set(now.hooks))
+            before, after = Counter(self.hooks), Counter(now.hooks)
+            pairs = zip(self.hooks, now.hooks, strict=False)
+            # One hook may be there twice, or hooks in another order.
+            changed = (before - after) + (after - before) or [a for a, b in pairs if a != b]
+            index = min(index for index, *_ in changed)
             where = self._path(self.modules[index]) if index >= 0 else "all modules"
             return f"hooks (or forward itself) of {where} changed"
         for read in self.reads:

@@ -76,6 +76,10 @@ def add_hook(model):
     model.first.register_forward_hook(double)
 
 
+def add_it_again(model):
+    model.first.register_forward_hook(double)
+
+
 def add_early_hook(model):
     model.second.layer.register_forward_pre_hook(negate)
 
@@ -98,6 +102,7 @@ CHANGES = {
     change_alpha: r"model\.second\.alpha changed from 1\.0 to 0\.5",
     change_list: r"model\.second\.sizes changed from \[1, 2\] to \[1, 2, 3\]",
     add_hook: r"hooks \(or forward itself\) of model\.first changed",
+    add_it_again: r"hooks \(or forward itself\) of model\.first changed",
     add_early_hook: r"hooks \(or forward itself\) of model\.second\.layer changed",
     exchange_forward: r"hooks \(or forward itself\) of model\.second\.layer changed",
     swap_modules: r"a module of the model was replaced",

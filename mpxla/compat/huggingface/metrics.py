@@ -21,7 +21,28 @@ _DEPTH = 3
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
-class Recording:
+class _StandIn:
+    """What a `Trainer` takes for its model, and asks for the attributes of the model.
+
+    Args:
+        model: the user's model, wrapped or not.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def _get_name(self) -> str:
+        """Of the user's class: label smoothing knows by it whether to shift labels."""
+        model = getattr(self._model, "module", self._model)
+        if callable(base := getattr(model, "get_base_model", None)):  # of PEFT
+            model = base()
+        return type(model).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Recording(_StandIn):
     """Stands for the model in a captured `compute_loss`, and keeps its outputs.
 
     Args:
@@ -32,7 +53,7 @@ class Recording:
     """
 
     def __init__(self, model: Any, args: Any):
-        self._model = model
+        super().__init__(model)
         self._is_mixed = args.bf16 or args.fp16
         self._half = torch.float16 if args.fp16 else torch.bfloat16
         self.outputs: list[Any] = []
@@ -46,23 +67,17 @@ class Recording:
         self.outputs.append(pytree.tree_map(_detached, found))
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
-
-class Played:
+class Played(_StandIn):
     """Stands for the model on the host: gives the outputs that it had, call after call."""
 
     def __init__(self, model: nn.Module, outputs: list[Any]):
-        self._model = model
+        super().__init__(model)
         self._outputs = list(outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The next outputs, whatever the arguments."""
         return self._outputs.pop(0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 class _Silent:

@@ -104,12 +104,13 @@ def test_further_options(tmp_path):
     assert [path.name for path in folders[0].glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+SMOOTHED = ["--label_smoothing_factor", "0.1"]
 ACCUMULATED = ["--gradient_accumulation_steps", "3", "--max_grad_norm", "0.1"]
 ACCUMULATED += ["--lr_scheduler_type", "cosine", "--warmup_steps", "1"]
 
 
 def test_language_modelling_with_sgd_and_accumulation(tmp_path):
-    arguments = [*BATCHES, *STEPS, *NO_CHECKPOINTS, "--optim", "sgd", *ACCUMULATED]
+    arguments = [*BATCHES, *STEPS, *NO_CHECKPOINTS, "--optim", "sgd", *ACCUMULATED, *SMOOTHED]
     compare("language_modelling", arguments, tmp_path)
 
 
@@ -129,7 +130,7 @@ ADAPTERS = [*BATCHES, *STEPS, "--eval_strategy", "steps", "--eval_steps", "2", "
 
 def test_adapters_of_peft(tmp_path):
     pytest.importorskip("peft", reason="PEFT is not installed")
-    arguments = [*ADAPTERS, "--load_best_model_at_end", "True"]
+    arguments = [*ADAPTERS, *SMOOTHED, "--load_best_model_at_end", "True"]
     folder, other = compare("adapters", arguments, tmp_path, weights="adapter_model.safetensors")
     results = [json.loads((path / "eval_results.json").read_text()) for path in (folder, other)]
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-5)
