@@ -1,9 +1,10 @@
-"""`torch.load` with CUDA devices: as `map_location`, and as the place where tensors were saved."""
+"""Files with CUDA devices: where `torch.load` and safetensors put tensors, and where these were."""
 
 import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Generator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from mpxla.compat import CompatError
 from mpxla.compat.devices import DeviceMap
-from mpxla.compat.patching import Patches
+from mpxla.compat.patching import Patches, patched_on_import
 from mpxla.user_lines import at_script_line
 
 __all__ = ["loads_onto_device"]
@@ -22,7 +23,7 @@ _PRIORITY = 5
 
 @contextlib.contextmanager
 def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generator[None]:
-    """`torch.load` puts on the XLA device what belongs on a CUDA one, until exit.
+    """Tensors of files go to the XLA device where they belong on a CUDA one, until exit.
 
     XLA's tensors have no storages. Those for the device stay on the host while a file is read;
     then the tensors in them are moved.
@@ -73,7 +74,7 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
     original = torch.load
     torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)
     try:
-        with Patches() as patches:
+        with Patches() as patches, patched_on_import({"safetensors.torch": _patch_safetensors}):
             for module in (torch, torch.serialization):
                 patches.replace(module, "load", load)
             patches.replace(torch.UntypedStorage, "cuda", move_storage)
@@ -81,6 +82,18 @@ def loads_onto_device(devices: DeviceMap, trusts_files: bool = False) -> Generat
     finally:
         registry = torch.serialization._package_registry  # pyright: ignore[reportPrivateUsage]
         registry[:] = [entry for entry in registry if entry[2] is not restore]
+
+
+def _patch_safetensors(module: ModuleType, patches: Patches) -> None:
+    """Files are read onto the host: what creates tensors on CUDA devices is not torch's Python."""
+    original = module.load_file
+
+    @functools.wraps(original)
+    def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> dict[str, torch.Tensor]:
+        loaded = original(filename, **kwargs)
+        return {name: tensor.to(device) for name, tensor in loaded.items()}
+
+    patches.replace(module, "load_file", load_file)
 
 
 def _mover(on_device: set[int]) -> Callable[[Any], Any]:

@@ -1,5 +1,6 @@
 """`torch.load` in code that the launcher runs: where tensors go, and what stays shared."""
 
+import functools
 import io
 
 import pytest
@@ -64,6 +65,22 @@ def load_modules():
 
 def test_whole_modules_are_loaded_onto_the_device():
     inside(load_modules)
+
+
+def load_safetensors(path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({"w": torch.ones(2)}, path)
+    for place in ("cuda", "cuda:0", 0, torch.device("cuda")):
+        found = load_file(path, device=place)["w"]
+        assert found.device == backend_here().device and found.tolist() == [1.0, 1.0]
+    assert load_file(path)["w"].device.type == "cpu"
+    return [refusal(lambda: load_file(path, "cuda:3"))]
+
+
+def test_safetensors_are_loaded_onto_the_device(tmp_path):
+    (index,) = inside(functools.partial(load_safetensors, tmp_path / "w.safetensors"))
+    assert "there is no device cuda:3: 1 process(es) run on this host" in index
 
 
 def load_wrongly():
