@@ -26,11 +26,11 @@ demo: $(INSTALLED_DEMO) ## train an MLP on handwritten digits, split over two pr
 test: $(INSTALLED) ## run the test suite
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not device" $(ARGS)
 
-# All slow tests, or one of several parts: make test-slow PARTS=2 PART=1. A test stays in its part.
+# A part of the slow tests, another one every day: make test-slow PART=1. A test stays in its part.
 # What takes long, and full products, are left to `test-all`.
-PARTS ?= 1
-PART ?= 1
-test-slow: $(INSTALLED) ## run the slow tests, but for the long ones
+PARTS ?= 2
+PART ?= $(shell date +%-j)
+test-slow: $(INSTALLED) ## run the slow tests of one part, by PART=NUMBER
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "slow and not long and not device" \
 	--part=$(PART)/$(PARTS) --timeout 600 $(ARGS)
 

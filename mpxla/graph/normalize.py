@@ -183,12 +183,13 @@ def give_indices_a_dim(graph: fx.Graph) -> None:
     """`table[[i]]` in place of `index_select` and the like with an index without dims.
 
     To PyTorch they are the same. Its decompositions, which backends use, know only the first.
+    Nodes without a value are of `fix_sizes`, whose indices have a dim.
     """
     for node in list(graph.nodes):
         if node.target not in _ALONG_ROWS:
             continue
         index = cast(fx.Node, node.args[2])
-        if index.meta["val"].dim():
+        if "val" not in index.meta or index.meta["val"].dim():
             continue
         with graph.inserting_before(node):
             index = graph.call_function(_aten.reshape.default, (index, [1]))
@@ -203,13 +204,14 @@ def split_complex_writes(graph: fx.Graph) -> None:
     functional graph.
     """
     for node in list(graph.nodes):
-        if node.target not in _PARTIAL_WRITES or not node.meta["val"].is_complex():
+        value = node.meta.get("val") if node.target in _PARTIAL_WRITES else None
+        if value is None or not value.is_complex():
             continue
         with graph.inserting_before(node):
             tensors = [graph.call_function(_aten.resolve_conj.default, (n,)) for n in node.args[:2]]
             pairs = [graph.call_function(_aten.view_as_real.default, (n,)) for n in tensors]
         dim, *place = cast(Any, node.args[2:] or (0,))
-        node.args = (*pairs, dim % node.meta["val"].dim(), *place)
+        node.args = (*pairs, dim % value.dim(), *place)
         with graph.inserting_after(node):
             whole = graph.call_function(_aten.view_as_complex.default, (node,))
         node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)

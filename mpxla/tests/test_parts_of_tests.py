@@ -1,4 +1,4 @@
-"""The parts that slow tests can be run in."""
+"""The parts of the slow tests that CI runs in turn."""
 
 from functools import partial
 from types import SimpleNamespace
