@@ -256,7 +256,7 @@ class StepEngine:
     def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        self.take_in()
+        self._together(self._group, f"step function {name}", self.take_in)
         if self._states.is_any_placed():
             self._meet_new()
         else:
