@@ -44,7 +44,6 @@ _ALONG_ROWS = (
     *(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor),
 )
 _PARTIAL_WRITES = (_aten.slice_scatter.default, _aten.select_scatter.default)
-_KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def keep_gradient_barriers(module: fx.GraphModule) -> None:
@@ -147,9 +146,14 @@ def resolve_numbers(graph: fx.Graph) -> None:
             )
         with graph.inserting_before(node):
             value = graph.call_function(_aten.detach.default, (node.args[0],))
-        value.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        value.meta = _origin(node)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    """What tells of the module and the line that a node comes from."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
 
 def _place(node: fx.Node) -> str:
@@ -193,7 +197,7 @@ def give_indices_a_dim(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             index = graph.call_function(_aten.reshape.default, (index, [1]))
-        index.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        index.meta = _origin(node)
         node.update_arg(2, index)
 
 
@@ -216,7 +220,7 @@ def split_complex_writes(graph: fx.Graph) -> None:
             whole = graph.call_function(_aten.view_as_complex.default, (node,))
         node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
         for added in (*tensors, *pairs, whole):
-            added.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+            added.meta = _origin(node)
 
 
 def free_layouts(graph: fx.Graph) -> None:

@@ -7,7 +7,7 @@ knows how it was captured or how it will be cut.
 import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -230,6 +230,14 @@ def describe(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, so that running it twice gives different values."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Whether the node draws random numbers, so that running it twice gives different values.
+
+    Attention, recurrent layers and dropouts draw none with a probability of 0, or in evaluation.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    parameters = cast(torch._ops.OpOverload, node.target)._schema.arguments
+    given = {p.name: p.default_value for p in parameters}
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    is_idle = 0 in (given.get(name) for name in ("dropout", "dropout_p"))
+    return not is_idle and False not in (given.get(name) for name in ("train", "training"))

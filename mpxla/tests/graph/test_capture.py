@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,14 +126,47 @@ def test_changed_buffers_are_outputs_and_the_model_keeps_its_own():
 
 
 def test_evaluation_mode_is_the_modules_own():
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))
-    model.eval()
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)).eval()
     captured = capture(model, lambda leaves: model(leaves[0]))
     assert {role.kind for role in captured.outputs} == {OutputKind.RESULT}
-    assert not any(is_random(node) for node in captured.graph.nodes)
-    model.train()
-    captured = capture(model, lambda leaves: model(leaves[0]))
-    assert any(is_random(node) for node in captured.graph.nodes)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)
+
+
+MAY_DRAW = {
+    "dropout": nn.Dropout,
+    "alpha dropout": nn.AlphaDropout,
+    "dropout of channels": nn.Dropout1d,
+    "attention": partial(Attention, 6, 2),
+    "LSTM": partial(nn.LSTM, 6, 3, 2),
+    "GRU": partial(nn.GRU, 6, 3, 2),
+    "RNN": partial(nn.RNN, 6, 3, 2),
+}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("name", MAY_DRAW)
+def test_a_step_draws_numbers_where_pytorch_does(name, rate, is_training):
+    """What a script shuffles afterwards would come in another order."""
+    layer = MAY_DRAW[name](**{"p" if "out" in name else "dropout": rate})
+    model = nn.Sequential(nn.Linear(6, 6), layer).train(is_training)
+    before = torch.get_rng_state()
+    model(torch.ones(5, 4, 6))
+    draws = not torch.equal(torch.get_rng_state(), before)
+    assert draws == (is_training and rate > 0)
+
+    def step(leaves):
+        found = model(leaves[0])
+        loss = (found if isinstance(found, torch.Tensor) else found[0]).sum()
+        backward(loss)
+        return loss
+
+    captured = capture(model, step, TensorLeaf((5, 4, 6), torch.float32))
+    assert any(map(is_random, captured.graph.nodes)) == draws
 
 
 def test_parameters_may_be_without_storage():
