@@ -150,6 +150,7 @@ class PlanRunner:
         self._writes.keep(changed, given, run.tensors)
         if gradients is not None:
             gradients.keep(run.accumulators)
+        self._gradients = None  # it holds what replicas have not added up
         run.release()
         return Ran(run, microbatches, fetch)
 
