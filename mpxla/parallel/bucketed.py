@@ -12,16 +12,16 @@ Tied parameters are reduced over replicas first, by each pipeline rank that hold
 over those ranks afterwards in one fixed order, so that all copies stay equal bit for bit.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from mpxla.comm.handle import Handle
 from mpxla.comm.transport import Group
 from mpxla.device.backend import Buffer
-from mpxla.errors import StepError
+from mpxla.errors import RankMismatch, StepError
 from mpxla.parallel.buckets import Bucket, Packer, fill_buckets
 from mpxla.parallel.join import Collective
 from mpxla.parallel.replica import Replica
@@ -30,7 +30,7 @@ from mpxla.runtime.cut import CutStep
 if TYPE_CHECKING:
     from mpxla.parallel.reducer import GradientReducer
 
-__all__ = ["BucketedReduction", "GradientFlow"]
+__all__ = ["BucketedReduction", "GradientFlow", "Reduced"]
 
 Accumulators = Mapping[int, list[Buffer]]
 """Gradients of this rank's stages, in the order of each stage's trained parameters."""
@@ -87,29 +87,84 @@ class GradientFlow:
                 sources.setdefault(name, []).extend((first + stage, at) for stage, at in own)
             trained |= {names[n] for n in cut.trained_stages() if n in names}
             first += len(cut.stages)
-        shared: dict[tuple[int, ...], list[str]] = {}
-        for name in sorted(trained):
-            holders = parameter_ranks[name]
-            if len(holders) > 1 and pp_rank in holders:
-                shared.setdefault(holders, []).append(name)
+        shared = _shared(trained, pp_rank, parameter_ranks)
         return cls(sources, trained, shared, tuple(sorted(changed)), order)
+
+    def joined(
+        self,
+        others: Sequence["Reduced"],
+        pp_rank: int,
+        parameter_ranks: Mapping[str, tuple[int, ...]],
+    ) -> "GradientFlow":
+        """This flow, with what other replicas train and change and this one does not.
+
+        Nothing in it depends on how this replica goes through its stages.
+        """
+        trained = self.trained.union(*(other.trained for other in others))
+        names = sorted({*self.sources}.union(*(other.sources for other in others)))
+        changed = {*self.changed}.union(*(other.changed for other in others))
+        return GradientFlow(
+            {name: self.sources.get(name, ()) for name in names},
+            trained,
+            _shared(trained, pp_rank, parameter_ranks),
+            tuple(sorted(changed)),
+            dict.fromkeys(names, (0,)),
+        )
 
     def stages(self, name: str) -> tuple[int, ...]:
         """Stages that buckets of a gradient go by."""
         return self.order.get(name) or tuple(stage for stage, _ in self.sources[name])
 
 
+def _shared(
+    trained: Iterable[str], pp_rank: int, parameter_ranks: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], list[str]]:
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(trained):
+        holders = parameter_ranks[name]
+        if len(holders) > 1 and pp_rank in holders:
+            shared.setdefault(holders, []).append(name)
+    return shared
+
+
+class Reduced(NamedTuple):
+    """What one replica reduces in a step."""
+
+    options: str
+    """The model, and the user's choices."""
+    trained: frozenset[str]
+    """Parameters that get a gradient on any pipeline rank."""
+    sources: frozenset[str]
+    """Those that get one on this rank."""
+    changed: tuple[str, ...]
+    """What the step changes besides."""
+
+
 class BucketedReduction:
     """The reduction of one model's gradients, times a factor, in one training step.
+
+    Args:
+        reducer: of the model.
+        flow: which gradients the step gives.
+        factor: what they are multiplied by.
+        is_late: whether all buckets start at the end of the step.
 
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.
         source: index of the replica whose buffers count.
     """
 
-    def __init__(self, reducer: "GradientReducer", flow: GradientFlow, factor: float = 1.0):
+    def __init__(
+        self,
+        reducer: "GradientReducer",
+        flow: GradientFlow,
+        factor: float = 1.0,
+        is_late: bool = False,
+    ):
         self._reducer = reducer
         self._factor = factor
+        self._is_overlapping = reducer.options.is_overlapping and not is_late
+        self._joined: dict[tuple[Set[str], Set[str], Sequence[str]], BucketedReduction] = {}
         self._replica = reducer.replica
         self._store = reducer.replica.store
         self._is_sharded = reducer.options.is_sharded
@@ -171,7 +226,7 @@ class BucketedReduction:
         return Packer(bucket, present, dtype, self._replica.backend, shape) if present else None
 
     def _present(self, bucket: Bucket) -> list[str]:
-        return [name for name in bucket.names if name in self._sources]
+        return [name for name in bucket.names if self._sources.get(name)]
 
     def _describe(self) -> str:
         # Parts of one parameter differ in length, and replicas compare what they reduce.
@@ -208,6 +263,45 @@ class BucketedReduction:
                     f"in all passes, or set backward_passes_per_step=1, which averages every pass."
                 )
 
+    def what(self) -> "Reduced":
+        """What is reduced, for other replicas."""
+        flow, reducer = self._flow, self._reducer
+        options = f"{reducer.label} {reducer.options}"
+        return Reduced(options, flow.trained, frozenset(self._sources), flow.changed)
+
+    def joined(self, others: Sequence["Reduced"]) -> "BucketedReduction":
+        """In this call's place, the reduction of what any replica trains; all of them make it.
+
+        Its buckets start at the end of the step, since stages are complete in other orders.
+
+        Raises:
+            RankMismatch: replicas have other options, or parameters are divided over them.
+        """
+        reducer, state = self._reducer, self._replica.state
+        if any(other.options != self.what().options for other in others):
+            raise RankMismatch(
+                f"rank {self._replica.rank} was given other options of smp.DistributedModel than "
+                f"another replica, so their gradients cannot be averaged. Give all replicas the "
+                f"same options, and call the same step functions on them."
+            )
+        if state.shards or state.gradient_shards or reducer.hook is not None:
+            raise RankMismatch(
+                f"rank {self._replica.rank} trains other parameters in this step than another "
+                f"replica, and their gradients are divided (sharded_data_parallel_degree, "
+                f"shard_gradients) or averaged by model.register_comm_hook. Call the same step "
+                f"function on all replicas, with arguments that lead to the same layers, freeze "
+                f"the same parameters, and draw numbers that choose layers from equal seeds."
+            )
+        ranks = self._store.ranks
+        flow = self._flow.joined(others, self._replica.pp_rank, ranks)
+        key = flow.trained, frozenset(flow.sources), flow.changed
+        if key not in self._joined:
+            reducer.prepare_updates(flow.trained)
+            self._joined[key] = BucketedReduction(reducer, flow, self._factor, is_late=True)
+        joined = self._joined[key]
+        joined.source = self.source
+        return joined
+
     def settings(self) -> str:
         """Those of the model's optimizers, in words that are equal on all replicas."""
         return self._reducer.settings()
@@ -225,15 +319,17 @@ class BucketedReduction:
         ]
         return outline
 
-    def start(self, stage: int, gradients: Accumulators) -> None:
-        """Starts the buckets that were waiting for this stage."""
-        if not (self._reduces and self._reducer.options.is_overlapping):
-            return
+    def complete(self, stage: int) -> list[int]:
+        """The buckets that were waiting for this stage alone, and are to be started now."""
+        if not (self._reduces and self._is_overlapping):
+            return []
+        ready: list[int] = []
         for index, stages in self._waiting.items():
             if stage in stages:
                 stages.remove(stage)
                 if not stages:
-                    self._launch(index, gradients)
+                    ready.append(index)
+        return ready
 
     def finish(self, gradients: Accumulators) -> None:
         """Leaves all gradients with the store, and what follows the first replica.
@@ -246,8 +342,7 @@ class BucketedReduction:
             return
         for index in range(len(self._buckets)):
             if index not in self._under_way:
-                self._launch(index, gradients)
-        self._reducer.rounds.check_accord()
+                self.launch(index, gradients)
         following = self._start_following()
         direct = self._sums(self._direct, gradients, earlier=True)
         self._accumulate(self._direct, direct, is_total=True)
@@ -286,8 +381,8 @@ class BucketedReduction:
         link.send_values(others, [total], "tied")
         return total
 
-    def _launch(self, index: int, gradients: Accumulators) -> None:
-        self._reducer.rounds.check_accord()
+    def launch(self, index: int, gradients: Accumulators) -> None:
+        """Starts a bucket, whose gradients are complete."""
         bucket, packer, hook = self._buckets[index], self._packers[index], self._reducer.hook
         present = self._present(bucket)
         group = self._group_of(bucket.names[0])

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from mpxla.errors import StepError
-from mpxla.parallel.bucketed import BucketedReduction, GradientFlow
+from mpxla.errors import RankMismatch, StepError
+from mpxla.log import warn_once
+from mpxla.parallel.bucketed import BucketedReduction, GradientFlow, Reduced
 from mpxla.parallel.reducer import GradientReducer
 from mpxla.parallel.rounds import Rounds
 from mpxla.runtime.cut import CutStep
@@ -35,6 +36,7 @@ class CombinedReduction:
         self._parts = tuple(parts)
         self._objective_scale = objective_scale
         self._loss_scales = tuple(loss_scales)
+        self._reducing: list[BucketedReduction] = []
 
     @property
     def objective_scale(self) -> float:
@@ -54,7 +56,7 @@ class CombinedReduction:
 
     def begin(self) -> None:
         """Counts passes, and agrees with the other replicas."""
-        reducing = [part for part in self._parts if part.begin()]
+        self._reducing = reducing = [part for part in self._parts if part.begin()]
         if not reducing:
             return
         source = self._rounds.meet(
@@ -66,16 +68,52 @@ class CombinedReduction:
             part.source = source
 
     def start(self, stage: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
-        """Starts the buckets that were waiting for a stage."""
+        """Starts the buckets that were waiting for a stage.
+
+        None of them starts where replicas do not reduce the same; `finish` sees to that.
+        """
         if self._rounds.is_uneven and len(self._parts) > 1:
             return  # replicas without a batch go through the outline, model after model
-        for part in self._parts:
-            part.start(stage, gradients)
+        ready = [(part, index) for part in self._parts for index in part.complete(stage)]
+        if ready and self._rounds.is_same():
+            for part, index in ready:
+                part.launch(index, gradients)
 
     def finish(self, gradients: Mapping[int, list[torch.Tensor]]) -> None:
-        """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere."""
-        for part in self._parts:
+        """Leaves all gradients on `param.grad`, and the first replica's buffers everywhere.
+
+        Raises:
+            RankMismatch: replicas do not reduce the same, and cannot reduce what any of them does.
+        """
+        parts = self._parts
+        if self._reducing and not self._rounds.is_same():
+            parts = self.joined()
+        for part in parts:
             part.finish(gradients)
+
+    def joined(self) -> tuple[BucketedReduction, ...]:
+        """The parts of a step in which replicas train different parameters; all call it.
+
+        Raises:
+            RankMismatch: there is no such step.
+        """
+        own = [tuple(part.what()) for part in self._reducing]
+        everyone = [[Reduced(*one) for one in found] for found in self._rounds.gather(own)]
+        if len({len(found) for found in everyone}) > 1:
+            raise RankMismatch(
+                "the step trains more models on one replica than on another. Call the same step "
+                "functions on all replicas."
+            )
+        warn_once(
+            "replicas that differ",
+            "replicas train different parameters in a step: where one does not train what another "
+            "does, its gradient counts as zero (as with find_unused_parameters=True of "
+            "DistributedDataParallel), and gradients are averaged at the end of such steps only.",
+        )
+        by_part = zip(*everyone, strict=True)
+        joined = [p.joined(them) for p, them in zip(self._reducing, by_part, strict=True)]
+        instead = dict(zip(map(id, self._reducing), joined, strict=True))
+        return tuple(instead.get(id(part), part) for part in self._parts)
 
 
 class ModelReducers:

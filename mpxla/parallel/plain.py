@@ -65,7 +65,8 @@ class PlainBackward:
             reduction = CombinedReduction(self._reducer.rounds, [part])
             self._reductions[names, buffers] = reduction
         reduction.begin()
-        self._reducer.rounds.check_accord()
+        if self._state.gradient_shards and not self._reducer.rounds.is_same():
+            reduction.joined()  # raises, before gradients are divided
         gradients = self._reducer.replica.backend.adopt(gradients)
         gradients = [self._scattered(n, g) for n, g in zip(names, gradients, strict=True)]
         reduction.start(0, {0: gradients})

@@ -6,6 +6,7 @@ replicas meet once. This file must not know what is reduced.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -57,13 +58,17 @@ class Rounds:
             self._accord.announce(description, settings)
         return 0
 
-    def check_accord(self) -> None:
-        """Waits until the previous replica has begun the step, if this one has not seen it yet.
+    def is_same(self) -> bool:
+        """Waits until all replicas have begun the step; whether they reduce the same.
 
         Raises:
-            RankMismatch: it does something else, or has had its last step.
+            RankMismatch: optimizers have other settings, or one replica has had its last step.
         """
-        self._accord.check(self.wait)
+        return self._join is not None or self._accord.check(self.wait)
+
+    def gather(self, own: Any) -> list[Any]:
+        """What each replica has, by the order of the group; all call it at the end of a step."""
+        return self._objects.allgather(own, self._group)
 
     def wait(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
         """The result of a collective; an error if another replica has had its last step.

@@ -256,7 +256,7 @@ class StepEngine:
     def _build(self, call: Call, name: str, function: Callable[..., Any]) -> Plan:
         started = time.perf_counter()
         reason = self.calls.reason(call, len(self._members))
-        self._together(self._group, f"step function {name}", self.take_in)
+        self._together(self._group, f"step function {name}", self.take_in, is_long=False)
         if self._states.is_any_placed():
             self._meet_new()
         else:
@@ -407,7 +407,13 @@ class StepEngine:
         what = f"step function {call.signature.function}"
         return self._together(group, what, lambda: self._cutter.cut(call, function))
 
-    def _together(self, group: Sequence[int], what: str, work: Callable[[], _T]) -> _T:
+    def _together(
+        self,
+        group: Sequence[int],
+        what: str,
+        work: Callable[[], _T],
+        is_long: bool = True,
+    ) -> _T:
         """Does something on all ranks of a group; if one of them fails, all raise.
 
         Where the group is all there is, every rank knows then, and the session can go on.
@@ -419,7 +425,8 @@ class StepEngine:
             error = raised
         if tuple(group) == tuple(self._session.topology.world_group()):
             self._known_to_all = error
-        self.life.at("done here, waiting for other ranks")
+        if is_long:
+            self.life.at("done here, waiting for other ranks")
         share_error(self._session.objects, group, error, what)
         return cast(_T, result)
 

@@ -122,21 +122,27 @@ REPLICAS = {"ddp": True}
 ZERO = {"shard_optimizer_state": True}
 
 
+STAGES = {"pipeline_parallel_degree": 2}
+HALF = {"fp16": True}
+
+
 @pytest.mark.parametrize(
-    ("keys", "options", "tolerance"),
+    ("stages", "keys", "options", "tolerance"),
     [
-        (REPLICAS, {}, 2e-5),
-        (REPLICAS | ZERO, {}, 2e-5),
-        (REPLICAS | {"fp16": True}, {"static_loss_scale": 256.0}, 2e-2),
+        (1, REPLICAS, {}, 2e-5),
+        (1, REPLICAS | ZERO, {}, 2e-5),
+        (1, REPLICAS | HALF, {"static_loss_scale": 256.0}, 2e-2),
+        pytest.param(2, REPLICAS | STAGES, {}, 2e-5, marks=pytest.mark.slow),
     ],
 )
-def test_replicas_with_different_ways(keys, options, tolerance):
-    """Replicas run 2 or 3 passes, or one, and reduce once."""
-    numbers = [0, 3, 4]
-    losses, _, expected = train_plainly(False, numbers, num_replicas=2)
-    results = run_ranks(train, 2, keys, False, numbers, options)
-    for replica, (found, _, state, _) in enumerate(results):
-        own = torch.tensor(losses).view(-1, 2, MICROBATCHES)[:, replica]
+def test_replicas_with_different_ways(stages, keys, options, tolerance):
+    """Replicas run 1 to 3 passes, and reduce once; in two steps, one alone trains a layer."""
+    losses, _, expected = train_plainly(False, range(4), num_replicas=2)
+    results = run_ranks(train, 2 * stages, keys, False, range(4), options)
+    lines = [line for *_, own in results for line in own]
+    assert any("replicas train different parameters" in line for line in lines)
+    for rank, (found, _, state, _) in enumerate(results):
+        own = torch.tensor(losses).view(-1, 2, MICROBATCHES)[:, rank // stages]
         near = {"rtol": tolerance, "atol": tolerance}
         torch.testing.assert_close(torch.tensor(found), own.flatten(), **near)
         torch.testing.assert_close(state, expected, check_dtype=False, **near)
