@@ -31,11 +31,13 @@ class CombinedReduction:
         parts: Sequence[BucketedReduction],
         objective_scale: float = 1.0,
         loss_scales: Sequence[Callable[[], float]] = (),
+        exchanges: Sequence[str] = (),
     ):
         self._rounds = rounds
         self._parts = tuple(parts)
         self._objective_scale = objective_scale
         self._loss_scales = tuple(loss_scales)
+        self._exchanges = " ".join(exchanges)
         self._reducing: list[BucketedReduction] = []
 
     @property
@@ -62,6 +64,7 @@ class CombinedReduction:
         source = self._rounds.meet(
             " ".join(part.description for part in reducing),
             "; ".join(part.settings() for part in reducing),
+            self._exchanges,
             lambda: [collective for part in reducing for collective in part.outline()],
         )
         for part in reducing:
@@ -140,7 +143,9 @@ class ModelReducers:
         """Before something that all replicas do at once, or none."""
         self._rounds.attendance.meet(what, line)
 
-    def prepare(self, cuts: Sequence[CutStep], num_microbatches: int) -> CombinedReduction:
+    def prepare(
+        self, cuts: Sequence[CutStep], num_microbatches: int, exchanges: Sequence[str]
+    ) -> CombinedReduction:
         """Makes the reduction of a training step, of the models that it trains or changes."""
         changed = {name for cut in cuts for stage in cut.stages for name in stage.new_buffers}
         flows: list[tuple[GradientReducer, GradientFlow]] = []
@@ -158,4 +163,4 @@ class ModelReducers:
             own = reducer.objective_scale(num_microbatches) if flow.trained else objective_scale
             parts.append(BucketedReduction(reducer, flow, own / objective_scale))
         loss_scales = [reducer.loss_scale for reducer, flow in flows if flow.trained]
-        return CombinedReduction(self._rounds, parts, objective_scale, loss_scales)
+        return CombinedReduction(self._rounds, parts, objective_scale, loss_scales, exchanges)

@@ -39,13 +39,18 @@ class Rounds:
         self.hooks = HookThread()
 
     def meet(
-        self, description: str, settings: str, outline: Callable[[], Sequence[Collective]]
+        self,
+        description: str,
+        settings: str,
+        exchanges: str,
+        outline: Callable[[], Sequence[Collective]],
     ) -> int:
         """Called before every reduction: counts it, and inside `join` finds who takes part.
 
         Args:
             description: what will be reduced, in words that are equal on all replicas.
             settings: of the optimizers, in such words.
+            exchanges: what replicas exchange before they reduce.
             outline: gives the collectives of the reduction, in their order.
 
         Returns:
@@ -55,7 +60,7 @@ class Rounds:
         if self._join is not None:
             return self._join.meet(description, outline())
         if len(self._group) > 1:
-            self._accord.announce(description, settings)
+            self._accord.announce(description, settings, exchanges)
         return 0
 
     def is_same(self) -> bool:

@@ -316,7 +316,10 @@ class StepEngine:
             gathering = Gathering(read, shards, self._groups[SHARDING_GROUP], backend)
         exchanges = self._settle_exchanges(plan, gathering)
         self._link.prepare((*cut.forward, *cut.backward), cut.placement)
-        reduction = self._reducers.prepare([cut], count) if cut.step.is_training else None
+        reduction = None
+        if cut.step.is_training:
+            scaled = [f"scales rows of {name}" for name in cut.step.scaled_tables]
+            reduction = self._reducers.prepare([cut], count, [*plan.exchanges(), *scaled])
         checks = IndexChecks(config.check_indices, cut.step, backend)
         states, link, models = self._states, self._link, tuple(used)
         replicas = self._session.topology.rdp_group(self._session.rank)

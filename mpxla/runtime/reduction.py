@@ -104,12 +104,15 @@ class Reducers(Protocol):
         """
         ...
 
-    def prepare(self, cuts: Sequence[CutStep], num_microbatches: int) -> StepReduction:
+    def prepare(
+        self, cuts: Sequence[CutStep], num_microbatches: int, exchanges: Sequence[str]
+    ) -> StepReduction:
         """Makes the reduction of a training step. All ranks call it for the same steps.
 
         Args:
             cuts: the step in stages; more than one where its microbatches go different ways. The
                 gradients of the stages of all of them count, numbered one cut after the other.
             num_microbatches: of the call.
+            exchanges: what programs exchange with other replicas while they run, in lines.
         """
         ...

@@ -42,8 +42,11 @@ class Fork(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.SyncBatchNorm(8)
 
     def forward(self, x, side):
+        if side == "norm":  # with the statistics of all replicas
+            return self.norm(self.left(x))
         return getattr(self, side)(x)
 
 
@@ -105,7 +108,8 @@ def test_replicas_that_train_different_layers(keys, is_plain):
         optimizer.step()
     for has_gradient, state in run_ranks(train_apart, 3, keys, is_plain):
         if not keys:
-            assert has_gradient == [[True] * 2 + [False] * 2, [True] * 4, [True] * 4]
+            left, both = [True] * 2 + [False] * 4, [True] * 4 + [False] * 2
+            assert has_gradient == [left, both, both]
         assert_close_by_norm(state, model.state_dict(), 1e-5)
 
 
@@ -124,7 +128,8 @@ def part_ways(how):
         x = torch.ones(2, 8).to(model.module.left.weight.device)
         model(x, "right" if other else "left").sum().backward()
     else:
-        train_a_side(model, torch.ones(2, 8), "right" if how == "layers" and other else "left")
+        side = {"layers": "right", "norm": "norm"}.get(how, "left")
+        train_a_side(model, torch.ones(2, 8), side if other else "left")
 
 
 def error_of(function, *args):
@@ -140,6 +145,7 @@ def error_of(function, *args):
     [
         ("layers", "gather or scatter other parameters in this call than rank 0"),
         ("plain", "trains other parameters in this step than another"),
+        ("norm", "exchanges other values with its replicas inside of this step"),
         ("options", "was given other options of smp.DistributedModel"),
         ("rate", "parameters would differ after the update. On rank"),
     ],

@@ -94,7 +94,7 @@ class Reducers:
     def equalize(self, label, parameter_ranks, names):
         self.calls.append("equalize")
 
-    def prepare(self, cut, num_microbatches):
+    def prepare(self, cuts, num_microbatches, exchanges):
         return Reduction(self.calls)
 
 
