@@ -147,23 +147,15 @@ class BucketedReduction:
         reducer: of the model.
         flow: which gradients the step gives.
         factor: what they are multiplied by.
-        is_late: whether all buckets start at the end of the step.
 
     Attributes:
         description: what is reduced, in words that are equal on replicas that do the same.
         source: index of the replica whose buffers count.
     """
 
-    def __init__(
-        self,
-        reducer: "GradientReducer",
-        flow: GradientFlow,
-        factor: float = 1.0,
-        is_late: bool = False,
-    ):
+    def __init__(self, reducer: "GradientReducer", flow: GradientFlow, factor: float = 1.0):
         self._reducer = reducer
         self._factor = factor
-        self._is_overlapping = reducer.options.is_overlapping and not is_late
         self._joined: dict[tuple[Set[str], Set[str], Sequence[str]], BucketedReduction] = {}
         self._replica = reducer.replica
         self._store = reducer.replica.store
@@ -270,9 +262,7 @@ class BucketedReduction:
         return Reduced(options, flow.trained, frozenset(self._sources), flow.changed)
 
     def joined(self, others: Sequence["Reduced"]) -> "BucketedReduction":
-        """In this call's place, the reduction of what any replica trains; all of them make it.
-
-        Its buckets start at the end of the step, since stages are complete in other orders.
+        """For `finish` of this call, the reduction of what any replica trains; all of them make it.
 
         Raises:
             RankMismatch: replicas have other options, or parameters are divided over them.
@@ -297,7 +287,7 @@ class BucketedReduction:
         key = flow.trained, frozenset(flow.sources), flow.changed
         if key not in self._joined:
             reducer.prepare_updates(flow.trained)
-            self._joined[key] = BucketedReduction(reducer, flow, self._factor, is_late=True)
+            self._joined[key] = BucketedReduction(reducer, flow, self._factor)
         joined = self._joined[key]
         joined.source = self.source
         return joined
@@ -321,7 +311,7 @@ class BucketedReduction:
 
     def complete(self, stage: int) -> list[int]:
         """The buckets that were waiting for this stage alone, and are to be started now."""
-        if not (self._reduces and self._is_overlapping):
+        if not (self._reduces and self._reducer.options.is_overlapping):
             return []
         ready: list[int] = []
         for index, stages in self._waiting.items():
