@@ -4,7 +4,7 @@ Everything that does not change between calls is made once, when the plan is new
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
 from mpxla.runtime.debug import problem_of_checks, show_prints
-from mpxla.runtime.exchange import exchange_results
+from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
 from mpxla.runtime.gathering import Gathering
 from mpxla.runtime.index_checks import IndexChecks
@@ -38,12 +38,16 @@ class Ran:
     Attributes:
         run: what it counted.
         microbatches: those that have run.
-        fetch: result index -> its tensors, one for each of them; may wait.
+        results: by their index.
     """
 
     run: StepRun
     microbatches: tuple[int, ...]
-    fetch: Callable[[int], list[torch.Tensor]]
+    results: Mapping[int, Result]
+
+    def fetch(self, index: int) -> list[torch.Tensor]:
+        """The tensors of a result, one for each of the microbatches; may wait."""
+        return self.results[index]()
 
 
 class PlanRunner:
@@ -145,14 +149,14 @@ class PlanRunner:
         stages = self.plan.programs.values()
         changed = [name for stage in stages for name in stage.lowered.spec.new_buffers]
         self._copy_parameters_in(run, given, changed)
-        fetch = exchange_results(cut, run.results, microbatches, self._pp_rank, self._link)
+        results = exchange_results(cut, run.results, microbatches, self._pp_rank, self._link)
         show_prints(cut.step.prints, run.results, microbatches, self._backend.view)
         self._writes.keep(changed, given, run.tensors)
         if gradients is not None:
             gradients.keep(run.accumulators)
         self._gradients = None  # it holds what replicas have not added up
         run.release()
-        return Ran(run, microbatches, fetch)
+        return Ran(run, microbatches, results)
 
     def scale_rows(self, ran: Ran) -> None:
         """Scales rows of embeddings after a run; see `StepWrites.scale_rows`."""
