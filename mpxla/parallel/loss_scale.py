@@ -15,7 +15,7 @@ from mpxla.comm.transport import Transport
 from mpxla.device.backend import Buffer
 from mpxla.errors import ConfigError, StepError
 from mpxla.parallel.programs import Programs
-from mpxla.parallel.store import set_gradients
+from mpxla.parallel.store import exchange_gradients
 
 __all__ = ["LossScale", "Unscaling"]
 
@@ -163,8 +163,15 @@ class Unscaling:
             return torch.zeros(1, dtype=torch.float32)
         if self._factor is None or self._factor[0] != factor:
             self._factor = factor, backend.put([torch.tensor(factor, dtype=torch.float32)])[0]
-        held = backend.adopt([p.grad for p in owners if p.grad is not None])
-        arguments = [self._factor[1], *held]
-        number, *values = self._programs.run("loss scale", _scaled, (), arguments)
-        set_gradients(owners, backend.publish(values))
-        return number
+        by, found = self._factor[1], list[Buffer]()
+
+        def scaled(gradients: Sequence[Buffer]) -> list[Buffer]:
+            donated = range(1, 1 + len(gradients))
+            number, *values = self._programs.run(
+                "loss scale", _scaled, (), [by, *gradients], donated
+            )
+            found.append(number)
+            return values
+
+        exchange_gradients(owners, backend, scaled)
+        return found[0]

@@ -11,6 +11,7 @@ import torch
 
 from mpxla.comm.stall import Progress
 from mpxla.device.backend import Backend
+from mpxla.runtime.constants import Constants
 from mpxla.runtime.debug import problem_of_checks, show_prints
 from mpxla.runtime.exchange import Result, exchange_results
 from mpxla.runtime.executor import Executor, StepRun
@@ -63,6 +64,7 @@ class PlanRunner:
         models: labels of the models that the step uses.
         checks: of the indices in the step.
         writes: what the step writes to parameters and buffers.
+        constants: what steps read beside states.
         gathering: makes divided parameters whole for a step; None where programs take parts.
 
     Attributes:
@@ -80,6 +82,7 @@ class PlanRunner:
         models: tuple[str, ...],
         checks: IndexChecks,
         writes: StepWrites,
+        constants: Constants,
         gathering: Gathering | None = None,
     ):
         self.plan = plan
@@ -94,10 +97,10 @@ class PlanRunner:
         self._pp_rank = pp_rank
         self._backend = backend
         needed = {n for p in plan.programs.values() for n in p.lowered.spec.constants}
-        self._given = {n: v for n, v in plan.cut.step.constants.items() if n in needed}
-        self._constants: dict[str, torch.Tensor] = {}
-        self._copies: dict[str, torch.Tensor] = {}
-        self._upload_constants()
+        values = plan.cut.step.constants.items()
+        self._constants = constants
+        self._read = {name: constants.of(value) for name, value in values if name in needed}
+        constants.upload(self._read.values())
         self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
         if reduction is not None:
@@ -200,27 +203,9 @@ class PlanRunner:
         tensors = dict(zip(tensors, adopted, strict=True))
         if self._gathering is not None:
             tensors.update(self._gathering(tensors))
-        self._upload_constants()
-        tensors.update(self._constants)
+        self._constants.upload(self._read.values())
+        tensors.update((name, constant.buffer) for name, constant in self._read.items())
         return tensors
-
-    def _upload_constants(self) -> None:
-        """Those that are not on the device, or have changed since they were put there.
-
-        A loss scale is one, and so are the weights of a module that is not distributed. They are
-        compared by their numbers, since writes to `.data` or by NumPy are not counted by PyTorch.
-        """
-        known = self._copies
-        copies = {
-            name: value.detach().clone()
-            for name, value in self._given.items()
-            if name not in known or not torch.equal(value, known[name])
-        }
-        if not copies:
-            return
-        uploaded = self._backend.put(list(copies.values()), owned=True)
-        self._constants.update(zip(copies, uploaded, strict=True))
-        self._copies.update(copies)
 
     def _objectives(self, scale: float) -> dict[torch.dtype, torch.Tensor]:
         """The gradient of the objectives; on the device it stays until it changes."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpxla.comm.stall import Progress
+from mpxla.runtime.constants import Constants
 from mpxla.runtime.index_checks import IndexChecks
 from mpxla.runtime.passes import CallRunner
 from mpxla.runtime.plans import Plan
@@ -57,7 +58,10 @@ def runner_of(is_training):
     states = States()
     backend.calls.clear()
     writes = StepWrites(plan.cut.step, states, backend, None, (0,))
-    runner = PlanRunner(plan, states, Link(), 0, backend, reduction, ("model",), checks, writes)
+    runner = PlanRunner(
+        *(plan, states, Link(), 0, backend, reduction, ("model",), checks),
+        *(writes, Constants(backend)),
+    )
     return backend, runner, reduction
 
 
