@@ -1,15 +1,16 @@
-"""Host tensors that steps read and that belong to no model: a loss scale, weights of a teacher.
+"""What steps read on the device and what belongs to no model, shared by all plans.
 
-Their values on the device are shared by all plans. There is a plan for every shape of a batch, and
-a teacher may be as large as the model.
+That are host tensors, such as a loss scale or a teacher's weights, and the zeros that gradients
+start from. There is a plan for every shape of a batch, and a teacher may be as large as the model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 
 from mpxla.device.backend import Backend, Buffer
+from mpxla.stage.spec import TensorSpec
 
 __all__ = ["Constant", "Constants"]
 
@@ -39,6 +40,7 @@ class Constants:
 
     def __init__(self, backend: Backend):
         self._backend = backend
+        self._zeros: dict[TensorSpec, Buffer] = {}
         self._known = WeakValueDictionary[int, Constant]()  # by id, of a tensor that it holds
 
     def of(self, given: torch.Tensor) -> Constant:
@@ -56,3 +58,11 @@ class Constants:
         buffers = self._backend.put(copies, owned=True) if copies else ()
         for constant, copy, buffer in zip(old, copies, buffers, strict=True):
             constant.copy, constant.buffer = copy, buffer
+
+    def zeros(self, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        """What gradients start from: new buffers where backwards take them, else the same."""
+        if self._backend.donates:
+            return self._backend.zeros(specs)
+        new = [spec for spec in dict.fromkeys(specs) if spec not in self._zeros]
+        self._zeros.update(zip(new, self._backend.zeros(new), strict=True))
+        return [self._zeros[spec] for spec in specs]

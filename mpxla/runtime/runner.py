@@ -24,7 +24,6 @@ from mpxla.runtime.reduction import Gradients, StepReduction
 from mpxla.runtime.states import ModelStates
 from mpxla.runtime.step_writes import StepWrites, copy_held
 from mpxla.schedule.subset import actions_of
-from mpxla.stage.spec import TensorSpec
 
 __all__ = ["PlanRunner", "Ran"]
 
@@ -101,7 +100,6 @@ class PlanRunner:
         self._constants = constants
         self._read = {name: constants.of(value) for name, value in values if name in needed}
         constants.upload(self._read.values())
-        self._zeros: dict[TensorSpec, torch.Tensor] = {}
         self._objective_seeds: tuple[float, dict[torch.dtype, torch.Tensor]] | None = None
         if reduction is not None:
             self._objectives(reduction.objective_scale)
@@ -142,7 +140,7 @@ class PlanRunner:
             inputs=self._upload_inputs(tensors, microbatches),
             seeds=self._seeds(microbatches, seed),
             objective_seeds={} if gradients is None else self._objectives(gradients.scale),
-            zeros=self._zeros_of,
+            zeros=self._constants.zeros,
             accumulators={} if gradients is None else gradients.so_far,
             progress=progress,
             recorder=recorder,
@@ -227,14 +225,6 @@ class PlanRunner:
         keys = [(stage, mb) for stage in self.plan.random_stages for mb in microbatches]
         values = [torch.tensor(_mix(seed, *key), dtype=torch.int64) for key in keys]
         return dict(zip(keys, self._backend.put(values), strict=True))
-
-    def _zeros_of(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """What gradients start from: new buffers where backwards take them, else the same."""
-        if self._backend.donates:
-            return self._backend.zeros(specs)
-        new = [spec for spec in dict.fromkeys(specs) if spec not in self._zeros]
-        self._zeros.update(zip(new, self._backend.zeros(new), strict=True))
-        return [self._zeros[spec] for spec in specs]
 
 
 def _mix(seed: int, stage: int, microbatch: int) -> int:
