@@ -108,11 +108,11 @@ def test_the_seed_of_gradients_is_put_once_and_zeros_that_are_donated_are_new():
 def test_a_constant_that_was_written_to_and_a_new_loss_scale_are_put_again():
     backend, runner, reduction = runner_of(is_training=True)
     call(runner)
-    runner._given["scale"] = torch.ones(())
-    runner._copies["scale"] = torch.ones(())
+    scale = runner._read["scale"] = runner._constants.of(torch.ones(()))
+    runner._constants.upload([scale])
     for changes in (False, True):
         if changes:
-            runner._given["scale"].data.fill_(2.0)
+            scale.given.data.fill_(2.0)
             reduction.objective_scale /= 2
         backend.calls.clear()
         call(runner)
